@@ -16,7 +16,7 @@ use super::traffic::Traffic;
 use crate::error::{Error, Result};
 
 pub trait Communicator: Sync {
-    /// The memory whose bytes this communicator moves.
+    /// The kind of memory whose bytes this communicator moves, for example host memory.
     type Memory;
 
     /// Returns the rank of this process, counted from 0.
@@ -40,16 +40,16 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Copies the range of `memory` that each rank owns to all other ranks: an all-gather with different lengths, in
-    /// place. All ranks pass the same list, which has one range for each rank. The ranges may be in any order and do
-    /// not overlap. An empty range is skipped.
+    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. This is an all-gather with
+    /// different lengths, in place. All ranks pass the same list, which has one range for each rank. The ranges may be
+    /// in any order and do not overlap. An empty range is skipped.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
     fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// Returns the bytes that [`Communicator::exchange`] and [`Communicator::all_gather`] have moved. An all-gather is
-    /// counted as a ring, in which each rank forwards the bytes to the next rank.
+    /// Returns the number of bytes that [`Communicator::exchange`] and [`Communicator::all_gather`] have moved. An
+    /// all-gather counts as a ring, in which each rank forwards the bytes to the next rank.
     fn traffic(&self) -> Traffic;
 
     /// Collects one message from every rank, including this rank, in rank order. Meant for messages of kilobytes, not
@@ -67,7 +67,8 @@ pub trait Communicator: Sync {
         self.gather(&[]).map(drop)
     }
 
-    /// Collective vote: every rank reports success, or the reason of its failure. All ranks get the same result.
+    /// Informs all ranks whether every rank has succeeded. Each rank reports success, or the reason of its failure, and
+    /// all ranks get the same result. Collective.
     ///
     /// # Errors
     /// `Comm` naming the first rank that failed, with its reason; and the errors of [`Communicator::exchange`].
@@ -83,8 +84,8 @@ pub trait Communicator: Sync {
         Ok(())
     }
 
-    /// Returns the value if all ranks succeeded. Otherwise a failed rank returns its own error, and the other ranks
-    /// return an error that names the failed rank.
+    /// Returns the value in `mine` if all ranks succeeded. Otherwise a failed rank returns its own error, and the other
+    /// ranks return an error that names the failed rank.
     ///
     /// # Errors
     /// The error in `mine`, and the errors of [`Communicator::vote`].
@@ -93,7 +94,7 @@ pub trait Communicator: Sync {
         Self: Sized,
     {
         if let Err(error @ Error::Stopped(_)) = &mine {
-            // A rank that was stopped by a signal does not vote.
+            // A rank that a signal stopped does not vote, so it notifies the other ranks here.
             self.fail(error);
             return mine;
         }
@@ -122,7 +123,8 @@ pub trait Communicator: Sync {
         Self: Sized;
 }
 
-/// Records why a process ends, and reports why another process has ended.
+/// Access to the failures of all processes of a run: a process records why it ends, and other processes find out about
+/// it.
 pub trait FailureNotes: Send + Sync {
     /// Checks that all processes are still present, without waiting.
     ///

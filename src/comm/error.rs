@@ -1,30 +1,31 @@
-//! Errors caused by another process of the same run.
+//! Errors whose cause is another process of the same run.
 
 use std::fmt;
 
-/// Another process of the run has ended, or runs a different operation.
+/// An error whose cause is another process of the run: it has ended, or it runs a different operation.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]
 pub struct CommError {
-    /// The other process.
+    /// The process that caused the error.
     pub rank: Peer,
     /// The operation during which this process noticed the error.
     pub op: &'static str,
-    /// A description of the error.
+    /// A description of what went wrong.
     pub detail: String,
-    /// The next step for the user.
+    /// An instruction for the user, if there is one.
     pub hint: Option<String>,
 }
 
-/// A process of the run, with everything that is known about it: `process 2 of 4 (n1, pid 4711)`, counted from 0.
+/// A process of the run, with all that is known about it. `Display` prints, for example, `process 2 of 4 (n1, pid
+/// 4711)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// The number of the process, from 0.
+    /// The number of the process, counted from 0.
     pub index: u32,
-    /// The number of processes.
+    /// The number of processes in the run; `None` if it is unknown.
     pub of: Option<u32>,
-    /// The node and the process id: `n1, pid 4711`.
+    /// The node and the process id, for example `n1, pid 4711`; `None` if they are unknown.
     pub place: Option<String>,
 }
 

@@ -14,7 +14,7 @@ use crate::error::{Error, Result, STOPPING, Stopped};
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-/// A process that has ended, and the reason. Leases and messages contain this value.
+/// A process that has ended, and the reason why it ended. Leases and messages contain such a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,
@@ -26,12 +26,13 @@ pub(crate) struct PeerFailure {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum FailureReason {
-    /// The message of the error because of which the process ended.
+    /// The process failed. The text is the message of the error that ended it.
     Failed(String),
-    /// The signal that stopped the process, as an index into [`STOPPING`].
+    /// A signal stopped the process. The number is the index of the signal in [`STOPPING`].
     #[serde(serialize_with = "write_signal", deserialize_with = "read_signal")]
     Stopped(usize),
-    /// The observation of another process: `its process ended`.
+    /// The process ended without giving a reason. The text is what another process observed, for example `its process
+    /// ended`.
     Seen(String),
 }
 
@@ -46,7 +47,7 @@ fn read_signal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::E
 }
 
 impl FailureReason {
-    /// Returns this reason, with its message cut to at most `max` bytes.
+    /// Returns this reason. A message that is longer than `max` bytes is cut.
     #[must_use]
     pub fn cut(mut self, max: usize) -> Self {
         if let Self::Failed(words) | Self::Seen(words) = &mut self {
@@ -79,8 +80,8 @@ impl From<String> for FailureReason {
 }
 
 impl PeerFailure {
-    /// Returns the reason why process `rank` ends with this error. If the error is that another process was stopped by
-    /// a signal, the reason names that other process.
+    /// Returns the failure of process `rank`, which ends with `error`. If `error` states that another process was
+    /// stopped by a signal, the result is the failure of that other process.
     pub fn because_of(error: &Error, rank: u32) -> Self {
         if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
             && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
@@ -99,7 +100,7 @@ impl PeerFailure {
 }
 
 impl FirstFailure {
-    /// Records a failure, unless an earlier failure is recorded. Returns true if this failure is the first.
+    /// Records a failure if no failure has been recorded before. Returns true if it was recorded.
     pub fn seal(&self, gone: PeerFailure) -> bool {
         self.0.set(gone).is_ok()
     }
@@ -108,7 +109,7 @@ impl FirstFailure {
         self.0.get()
     }
 
-    /// Returns the recorded failure as an error, if there is one.
+    /// Returns an error if a failure is recorded.
     ///
     /// # Errors
     /// `Comm` naming the process that has ended, `Stopped` if a signal stopped it.
@@ -117,10 +118,10 @@ impl FirstFailure {
     }
 }
 
-/// The reason for a process that no longer exists.
+/// Reason text for a process that no longer exists.
 pub(crate) const ENDED: &str = "its process ended";
-/// The reason for a process whose communicator was dropped after an error or a panic, without a notification to the
-/// others.
+/// Reason text for a process whose communicator was dropped after an error or a panic, without notifying the other
+/// processes.
 pub(crate) const DROPPED: &str = "ended by an error; its own output has the details";
 pub(crate) const LEFT: &str = "has left before the others finished";
 

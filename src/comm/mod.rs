@@ -1,4 +1,4 @@
-//! Communicators: connect the processes of one run, move tensors between them, and exchange small messages.
+//! Communicators connect the processes of one run, move tensors between these processes, and exchange small messages.
 //!
 //! A [`Communicator`] connects the processes: [`Local`] connects threads, NCCL connects GPUs, and MPI connects hosts.
 //! Each process gets its number from [`launch`](crate::launch).

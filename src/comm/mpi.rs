@@ -33,29 +33,30 @@ use super::traffic::{Counter, Traffic};
 use crate::error::{CommError, Error, Result};
 use crate::launch::{Env, Launch, Launcher, Part};
 
-/// The maximum length of one MPI message. MPI counts with 32 bits, so longer transfers are split.
+/// The maximum length of one MPI message in bytes. MPI counts with 32 bits, so longer transfers are split.
 const LONGEST: usize = 16 << 20;
 
-/// The maximum length of a reason in a final message. JSON escapes may make the reason six times as long.
+/// The maximum length in bytes of the reason text in a final message. JSON escapes may make the text six times as long.
 const LONGEST_REASON: usize = 1 << 10;
 
-/// The length of the send buffer for headers and final messages, for each other rank.
+/// The length in bytes of the send buffer for headers and final messages, per other rank.
 const BUFFER_A_RANK: usize = 8 << 10;
 
-/// The time for which a finished process waits for the final messages of the others after an error.
+/// The time for which a process, after an error, waits for the final messages of the other processes before it aborts
+/// the job.
 const ENDS_WITHIN: Duration = Duration::from_mins(1);
 
-/// The state of the MPI library. A thread holds the lock while it calls MPI.
+/// The state of the MPI library; `None` before MPI is initialised. A thread holds the lock while it calls MPI.
 static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 
-/// The inboxes of dropped communicators that have not received the final messages of all other ranks yet.
+/// The inboxes of communicators that were dropped before the final messages of all other ranks arrived.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
 
-/// A check that every wait calls repeatedly. If it returns an error, the wait ends.
+/// A function that every wait calls repeatedly. If it returns an error, the wait ends.
 pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Returns whether a launcher that connects processes by MPI has started several processes, including this one: mpirun,
-/// or srun with `--mpi=`.
+/// Returns true if the launcher connects processes by MPI, and has started several processes including this one. Such a
+/// launcher is mpirun, or srun with `--mpi=`.
 #[must_use]
 pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     match launch.launcher {
@@ -65,7 +66,7 @@ pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     }
 }
 
-/// One rank of `MPI_COMM_WORLD`. Its memory is host memory.
+/// The communicator of one rank of `MPI_COMM_WORLD`. It moves bytes of host memory.
 pub struct Mpi {
     rank: u32,
     size: u32,
@@ -73,7 +74,7 @@ pub struct Mpi {
     first_failure: FirstFailure,
     counter: Counter,
     state: Mutex<State>,
-    /// Locked during an operation.
+    /// A lock that a thread holds during an operation, so that operations run one at a time.
     operating: Mutex<()>,
 }
 
@@ -90,7 +91,7 @@ struct Inbox {
     tag: i32,
     rank: u32,
     words: Vec<VecDeque<Word>>,
-    /// For each rank, whether its final message has arrived. Always true for this rank itself.
+    /// For each rank, true if its final message has arrived. The entry of this rank itself is always true.
     is_last: Vec<bool>,
 }
 
@@ -102,7 +103,7 @@ enum Word {
         len: u64,
     },
     Left,
-    /// The rank that failed first, and the reason.
+    /// A rank has failed. The field names the rank that failed first, and its reason.
     Failed(PeerFailure),
 }
 
@@ -123,12 +124,12 @@ impl Operation {
     }
 }
 
-/// An operation for which all ranks have sent a header.
+/// An operation that may send its bytes, because the headers of all ranks have arrived.
 struct Begun {
-    /// The number of bytes that each rank sends to this rank.
+    /// For each rank, the number of bytes that it sends to this rank.
     lens: Vec<usize>,
-    /// The error that stopped this process while it waited. The other ranks complete the operation, so this rank
-    /// completes it too.
+    /// The error with which the check of the caller stopped this process while it waited. The other ranks complete the
+    /// operation, so this rank must complete it, too.
     stopped: Result<()>,
 }
 
@@ -153,7 +154,8 @@ impl Mpi {
         Ok(Self::with_tag(rank, size, 0, going))
     }
 
-    /// Connects the first `size` ranks of the world. `tag` is the MPI tag of headers; the next tag is for tensor bytes.
+    /// Returns the communicator of `rank` among the first `size` ranks of the world. `tag` is the MPI tag of headers;
+    /// the next tag is for tensor bytes.
     pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
@@ -176,7 +178,8 @@ impl Mpi {
     #[must_use]
     pub fn library() -> String {
         let _turn = turn();
-        // The first line, or the first words of a long line: "Open MPI v4.1.4, package: ..".
+        // The name is the first line of the text, or the first words of a long line such as "Open MPI v4.1.4, package:
+        // ..".
         let text = mpi::environment::library_version().unwrap_or_default();
         let line = text.trim_matches(['\0', '\n', ' ']).lines().next().unwrap_or_default();
         let words = line.split(',').next().unwrap_or_default().split_whitespace();
@@ -202,7 +205,8 @@ impl Mpi {
         }
     }
 
-    /// Ends this rank for this reason, unless it has already ended.
+    /// Records that this rank ends because of `gone`, and informs the other ranks. Does nothing if this rank has
+    /// already ended.
     fn end(&self, state: &State, gone: PeerFailure) {
         if state.has_left || !self.first_failure.seal(gone) {
             return;
@@ -212,12 +216,12 @@ impl Mpi {
         self.send_to_all(state, |_| Word::Failed(gone.clone()));
     }
 
-    /// Checks whether this rank may continue, and ends this rank if not.
+    /// Calls the caller's check, and ends this rank if the check returns an error.
     fn ask(&self) -> Result<()> {
         (self.going)().inspect_err(|error| Communicator::fail(self, error))
     }
 
-    /// Sends the headers of an operation, and waits for the headers of all other ranks.
+    /// Begins an operation: sends a header to each other rank, and waits for the headers of all other ranks.
     fn begin(&self, operation: Operation, len: impl Fn(u32) -> usize) -> Result<Begun> {
         let op = operation.name();
         self.ask()?;
@@ -254,7 +258,7 @@ impl Mpi {
         }
     }
 
-    /// Moves the bytes of an operation after [`Self::begin`].
+    /// Sends and receives the bytes of an operation that [`Self::begin`] has begun.
     fn transfer<'a>(&self, to: impl Iterator<Item = (u32, &'a [u8])>, from: Vec<(u32, &'a mut [u8])>) {
         let tag = self.state().inbox.tag + 1;
         mpi::request::scope(|scope| {
@@ -287,8 +291,7 @@ impl Mpi {
         });
     }
 
-    /// Runs an operation that sends tensor bytes to each rank, and receives bytes from each rank into the range of that
-    /// rank.
+    /// Runs an operation: sends tensor bytes to each rank, and receives bytes from each rank into that rank's range.
     fn go<'a>(
         &self,
         operation: Operation,
@@ -337,7 +340,7 @@ impl Mpi {
         }
     }
 
-    /// Splits a memory into disjoint parts, in the order of the ranks.
+    /// Splits a memory into the disjoint `ranges`, and returns the parts in the order of the ranks.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -452,7 +455,7 @@ impl Drop for Mpi {
 }
 
 impl Inbox {
-    /// Receives all messages that have arrived.
+    /// Receives all headers and final messages that have arrived, without waiting.
     fn receive(&mut self) {
         let _turn = turn();
         let world = SimpleCommunicator::world();
@@ -472,19 +475,19 @@ impl Inbox {
         self.is_last.iter().all(|is_last| *is_last)
     }
 
-    /// Returns the rank that has ended, if a final message of another rank names it.
+    /// Returns the rank that failed first, if another rank has reported a failure in its final message.
     fn gone(&self) -> Option<PeerFailure> {
         self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
     }
 
-    /// Takes the headers of all other ranks, once all of them have arrived. Returns the length that each rank
-    /// announces.
+    /// Removes the headers of all other ranks from the inbox, once all of them have arrived. Returns, for each rank,
+    /// the number of bytes that its header announces. Returns `None` if a header is still missing.
     ///
     /// # Errors
     /// The reason why a rank does not take part in the operation.
     fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, PeerFailure> {
         let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
-        // The original failure is reported rather than one of its consequences.
+        // If several ranks report failures, the original failure is returned, and not one of its consequences.
         if let Some(gone) = firsts().find_map(|(_, word)| word?.gone()) {
             return Err(gone);
         }
@@ -518,9 +521,9 @@ impl Word {
     }
 }
 
-/// Finalises MPI when it is dropped, if MPI was initialised. This is at the end of `main`, when all communicators are
-/// dropped and errors have been printed. After an error it waits until the other processes have noticed the error, and
-/// aborts the job if one of them does not.
+/// A guard that finalises MPI when it is dropped, if MPI was initialised. It is dropped at the end of `main`, after all
+/// communicators are dropped and errors have been printed. After an error, it waits until the other processes have
+/// noticed the error, and aborts the job if one of them does not.
 #[must_use = "MPI is finalised when this is dropped"]
 #[derive(Debug, Default)]
 pub struct Finalize(());
@@ -592,7 +595,7 @@ fn mpi_rank(rank: u32) -> i32 {
     i32::try_from(rank).expect("MPI counts ranks with 32 bits")
 }
 
-/// [`Communicator::leave`] leaves the run.
+/// Access to failures over MPI. [`Communicator::leave`] leaves the run, so the method of this trait has nothing to do.
 impl super::FailureNotes for Mpi {
     fn check(&self) -> Result<()> {
         Communicator::check(self)

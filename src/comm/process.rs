@@ -15,7 +15,7 @@ use super::node::{this_boot, this_host};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// The boot id. Each field is empty if the system does not provide it.
+    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide it.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
@@ -23,7 +23,7 @@ pub struct Process {
     pub start: u64,
 }
 
-/// Formats the process as `n1, pid 4711`.
+/// Formats the process for messages, for example as `n1, pid 4711`.
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, pid {}", self.host, self.pid)
@@ -45,7 +45,8 @@ impl Process {
         }
     }
 
-    /// Returns whether the process is alive, as seen from the process `here`. Returns `None` if this is unknown.
+    /// Returns whether the process is alive, as far as the process `here` can see. Returns `None` if `here` cannot see
+    /// it.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
@@ -61,18 +62,19 @@ impl Process {
     }
 }
 
-/// Returns when a process started. Returns `None` if the process has ended but is still listed as a zombie.
+/// Returns the start time of a process, in clock ticks since the boot. Returns `None` if the process has ended but is
+/// still listed as a zombie.
 fn start_of(pid: u32) -> io::Result<Option<u64>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // proc(5): the name in parentheses may contain any characters. The state and, as field 22, the start time follow
-    // the name.
+    // proc(5) describes the fields. The name in parentheses may contain any characters. The state follows after the
+    // name, and the start time is field 22.
     let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
     let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
     let start = fields.nth(18).and_then(|field| field.parse().ok());
     if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
-/// Returns whether `/proc` may hide processes of other users: proc(5), `hidepid`.
+/// Returns true if `/proc` may hide this process, because it belongs to another user: proc(5), `hidepid`.
 fn is_hidden(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// Returns a view of each of these ranges of some memory. The ranges may be in any order; an empty range gets an empty
-/// view.
+/// Splits a memory into one view for each of the given ranges. The ranges may be in any order; an empty range gets an
+/// empty view.
 ///
 /// # Errors
 /// The first range that is not inside the memory, or that overlaps another range.

@@ -14,7 +14,7 @@ use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
-/// One rank, which is a thread of this process. Its memory is host memory.
+/// The communicator of one rank, which is a thread of this process. It moves bytes of host memory.
 #[derive(Debug)]
 pub struct Local {
     rank: u32,
@@ -32,9 +32,9 @@ struct Mailboxes {
 
 #[derive(Debug)]
 struct MessageQueue {
-    /// Messages that have not been received yet, by receiver and then by sender.
+    /// Messages that are sent but not received yet. The outer index is the receiver, the inner index is the sender.
     waiting: Vec<Vec<VecDeque<Message>>>,
-    /// For each rank, the reason why it sends no more messages.
+    /// For each rank, the reason why it will send no more messages; `None` if it is still running.
     silent: Vec<Option<&'static str>>,
 }
 
@@ -172,7 +172,8 @@ impl Communicator for Local {
     }
 
     fn fail(&self, error: &Error) {
-        // While this thread holds the lock, no other thread can miss the wake-up between its check and its wait.
+        // While this thread holds the lock, no other thread can be between its check and its wait. So no thread misses
+        // the wake-up.
         let _letters = self.letters();
         self.office.first_failure.seal(PeerFailure::because_of(error, self.rank));
         self.office.changed.notify_all();

@@ -15,14 +15,14 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Returns the traffic since `before`, an earlier count.
+    /// Returns the traffic since the earlier count `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self { sent: self.sent - before.sent, received: self.received - before.received }
     }
 }
 
-/// A counter of traffic.
+/// Counts the bytes that a rank sends and receives.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     sent: AtomicU64,
@@ -38,8 +38,8 @@ impl Counter {
         self.received.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Counts an all-gather of these ranges at this rank. The ring brings the range of each other rank to this rank,
-    /// and this rank forwards it, unless the next rank owns it.
+    /// Counts, at this rank, the bytes of an all-gather of these ranges. In the ring, this rank receives the range of
+    /// each other rank, and forwards it unless the next rank owns it.
     pub fn round(&self, ranges: &[Range<usize>], rank: u32) {
         let len = |rank: usize| ranges[rank].len() as u64;
         let (rank, all) = (rank as usize, (0..ranges.len()).map(len).sum::<u64>());
@@ -47,8 +47,8 @@ impl Counter {
         self.sent(all - len((rank + 1) % ranges.len()));
     }
 
-    /// Counts, at one of `size` ranks, a reduction of `len` bytes to rank `root`. Each rank adds its values to the sum
-    /// and sends the sum to the next rank. The root is the last rank.
+    /// Counts, at one of `size` ranks, the bytes of a reduction of `len` bytes to rank `root`. Each rank adds its
+    /// values to the sum and sends the sum to the next rank. The root is the last rank.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);

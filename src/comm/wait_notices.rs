@@ -1,4 +1,4 @@
-//! Waiting for other processes: the time limit, the checks that end a wait early, and the lines that report a wait.
+//! Rules for waiting for other processes: a time limit, checks that end a wait early, and messages that report a wait.
 //!
 //! If the terminal stays silent, the user does not know which process is missing until the time limit. Therefore a
 //! process reports which processes it waits for: the first time after a short delay, and later less often.
@@ -11,26 +11,27 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy)]
 pub struct WaitNotices<'a> {
     pub limit: Duration,
-    /// The delay before the first report. Later reports follow at intervals of `again`.
+    /// The delay before the first report. Later reports follow at intervals of the length `again`.
     pub first: Duration,
     pub again: Duration,
     pub print: &'a (dyn Fn(&str) + Sync),
 }
 
 impl WaitNotices<'_> {
-    /// Returns notices that report nothing.
+    /// Returns rules with this time limit and without any report.
     #[must_use]
     pub fn silent(limit: Duration) -> Self {
         Self { limit, first: limit, again: limit, print: &|_| {} }
     }
 }
 
-/// Reports to the user which process or event this process waits for, as [`WaitNotices`] describes.
+/// A reporter that tells the user which process or event this process waits for, at the times that [`WaitNotices`]
+/// describes.
 #[derive(Clone)]
 pub struct WaitReporter {
-    /// See [`WaitNotices::first`].
+    /// The delay before the first report; see [`WaitNotices::first`].
     pub first: Duration,
-    /// See [`WaitNotices::again`].
+    /// The interval between later reports.
     pub again: Duration,
     pub print: Arc<dyn Fn(&str) + Send + Sync>,
 }
@@ -53,7 +54,7 @@ impl fmt::Debug for WaitReporter {
     }
 }
 
-/// One wait of a process, with its time limit.
+/// One wait of a process for other processes, with its time limit.
 pub struct Wait<'a> {
     notices: WaitNotices<'a>,
     begun: Instant,
@@ -75,7 +76,7 @@ impl<'a> Wait<'a> {
         Instant::now() >= self.until()
     }
 
-    /// Formats the limit as `120 s`.
+    /// Formats the time limit, for example as `120 s`.
     pub fn limit(&self) -> String {
         format!("{} s", self.notices.limit.as_secs())
     }
@@ -90,8 +91,8 @@ impl<'a> Wait<'a> {
         is_due
     }
 
-    /// Reports the wait, and returns the text of the report. `what` is `waiting for ...`; `why` is the cause of the
-    /// delay, if it is known.
+    /// Reports the wait, and returns the text of the report. `what` is a text such as `waiting for ...`. `why` is the
+    /// cause of the delay, if it is known.
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());

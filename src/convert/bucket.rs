@@ -17,27 +17,28 @@ const DEFAULT_BYTES: u64 = 64_000_000;
 /// Smallest automatic bucket size. Smaller buckets cost more time than their memory is worth.
 pub const LEAST_BYTES: u64 = 1_000_000;
 
-/// Number of buffers of bucket size: read and write buffers (with partial values) of two rounds each, one send buffer
-/// and one receive buffer.
+/// Number of buffers that have the bucket size: one send buffer, one receive buffer, and for each of two rounds one
+/// read buffer and one write buffer. The write buffer includes the partial values.
 const BUFFERS: u64 = 6;
 
 /// Bucket size of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bucket {
-    /// Size that the user chose.
+    /// The bucket size that the user chose, in bytes.
     Asked(u64),
-    /// Upper bound that memory may reduce.
+    /// The largest bucket size to use, in bytes. If memory is short, a smaller one is used.
     AtMost(u64),
 }
 
 impl Bucket {
-    /// Returns the bucket size from the options, before memory reduces it.
+    /// Returns the bucket size that the options ask for, before it is reduced to fit into memory.
     #[must_use]
     pub fn of(args: &ExchangeOptions) -> Self {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size, or `None` if the options do not allow an exchange. SRC need not be open yet.
+    /// Returns the bucket size, or `None` if with these options processes do not exchange data. SRC need not be open
+    /// yet.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
@@ -55,13 +56,14 @@ impl Bucket {
         bytes
     }
 
-    /// Returns the memory of all buffers and plans of the rounds.
+    /// Returns the bytes of memory that all buffers and plans of the exchange rounds need.
     #[must_use]
     pub fn held_bytes(self) -> u64 {
         self.bytes().saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
     }
 
-    /// Returns the bucket size that fits into `room` bytes. A size that the user chose is returned unchanged.
+    /// Returns the bucket size, reduced if necessary so that all buffers fit into `room` bytes. A size that the user
+    /// chose is returned unchanged.
     #[must_use]
     pub fn within(self, room: u64) -> Self {
         match self {
@@ -73,7 +75,8 @@ impl Bucket {
         }
     }
 
-    /// Returns the smallest bucket size of all processes. Collective.
+    /// Returns the smallest of the bucket sizes that the processes propose; a size that the user chose is returned
+    /// unchanged. Collective.
     ///
     /// # Errors
     /// The errors of [`Communicator::gather`], and `Comm` for an invalid message.

@@ -18,7 +18,8 @@ use crate::progress::Task;
 use crate::publish::recovery::CompletedWork;
 use crate::publish::{OtherPart, OtherState, Staging};
 
-/// Work that was recorded when this process started, by this run or by earlier runs.
+/// Bytes that the journals had recorded when this process started, written by earlier runs or by other processes of
+/// this run.
 pub struct EarlierWork {
     by_journal: HashMap<Arc<str>, u64>,
 }
@@ -29,7 +30,8 @@ impl EarlierWork {
         Self { by_journal: known.len_bytes_by_journal() }
     }
 
-    /// Returns the bytes that earlier runs recorded. Journals of processes known to belong to this run do not count.
+    /// Returns the bytes that earlier runs recorded. The journals of `others`, the other processes of this run, do not
+    /// count.
     pub fn bytes(&self, others: &[OtherPart]) -> u64 {
         let is_earlier = |journal: &str| others.iter().all(|other| other.journal.as_deref() != Some(journal));
         self.by_journal.iter().filter(|(journal, _)| is_earlier(journal)).map(|(_, bytes)| bytes).sum()
@@ -42,13 +44,13 @@ impl EarlierWork {
     }
 }
 
-/// Reporter of written bytes.
+/// A reporter that displays the number of written bytes.
 pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// Time of the last check of the other processes, and the bytes shown for them; `None` if this process shows only
-    /// its own bytes.
+    /// Time of the last check of the other processes, and the number of their bytes that was displayed then. `None` if
+    /// this process displays only its own bytes.
     others: Option<Mutex<(Instant, u64)>>,
 }
 
@@ -56,7 +58,7 @@ pub struct Meter<'a> {
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
-    /// Starts the display with the bytes of earlier runs.
+    /// Starts the progress display with the bytes that earlier runs wrote.
     ///
     /// # Errors
     /// `Io`.
@@ -68,7 +70,7 @@ impl<'a> Meter<'a> {
         Ok(Self { progress, staging, before, others })
     }
 
-    /// Counts bytes that an earlier run wrote.
+    /// Adds bytes that an earlier run wrote to the progress display.
     pub fn skip(&self, bytes: u64) {
         self.progress.skip(bytes);
     }
@@ -99,7 +101,7 @@ impl Reporter for Meter<'_> {
 mod tests {
     use super::*;
 
-    /// Bytes of a process that turns out to belong to this run are not counted twice.
+    /// If a journal turns out to belong to a process of this run, its bytes are not counted twice.
     #[test]
     fn journal_of_this_run_does_not_count_as_earlier_work() {
         let recorded = [("part-1-of-3.0.journal", 5), ("part-1-of-3.1.journal", 30), ("part-2-of-3.0.journal", 200)];

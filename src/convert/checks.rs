@@ -17,8 +17,8 @@ use crate::launch::Part;
 use crate::progress::Task;
 use crate::storage::FileRange;
 
-/// Checks every stored checksum against its data, and returns each wrong file or item with its error. The processes of
-/// a run divide the files; each process checks only files that it can read.
+/// Checks every stored checksum against its data. Returns the name of each wrong file or item, with the error. The
+/// processes of a run divide the files; each process checks only files that it can read.
 pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     let Part { index, of } = run.launch.part;
     let archives = checksum::archives(&checkpoint.catalog);
@@ -52,12 +52,13 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     wrong.map(|(index, error)| (name(index), error)).collect()
 }
 
-/// Selects the replicas to compare.
+/// The replicas that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
-    /// Plain tensors that several ranks store whole. No metadata states that they are replicas of one tensor.
+    /// Only replicas of plain tensors: several ranks store the complete tensor, but no metadata states that these are
+    /// replicas.
     Plain,
-    /// Replicas of plain tensors, DTensors and ShardedTensors.
+    /// All replicas: of plain tensors, DTensors and ShardedTensors.
     All,
 }
 
@@ -96,7 +97,7 @@ pub fn differing(
     Ok(found)
 }
 
-/// Hint for a conflict that can be resolved by choosing one value.
+/// Hint for a conflict between ranks that the user can resolve by choosing the value of one rank.
 const CHOICE: &str = "options::on_conflict rank0 keeps the lowest rank's value";
 
 /// Returns the error for a tensor whose replicas differ. With `peers`, the error names the processes that see the

@@ -17,27 +17,27 @@ use crate::layout::Rank;
 use crate::name_list::short_list;
 use crate::quantity::count;
 
-/// Files of the target: one per rank, or shared by all ranks.
+/// The kind of files that the target has: one file for each rank, or files that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetFiles {
-    /// Every rank has its own file.
+    /// Each rank has its own file in the target.
     Apart,
-    /// All ranks share the files.
+    /// All ranks share the files of the target.
     Together,
 }
 
-/// Result of resolving the conflicts of a state dict.
+/// Names of the values that differed between ranks, by the way in which they were resolved.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ResolvedConflicts {
-    /// Names of objects that are left out.
+    /// Names of objects that are left out because their values differ between ranks.
     pub dropped: Vec<String>,
-    /// Names of tensors that are left out.
+    /// Names of tensors that are left out because their values differ between ranks.
     pub dropped_tensors: Vec<String>,
-    /// Names for which every rank keeps its own value.
+    /// Names of values for which every rank keeps its own value.
     pub per_rank: Vec<String>,
-    /// Ranks of the source that have their own values.
+    /// Source ranks whose own values are kept.
     pub ranks: Vec<Rank>,
-    /// Names for which the value of the lowest rank is used.
+    /// Names of values for which all ranks get the value of the lowest rank.
     pub rank0: Vec<String>,
 }
 
@@ -94,7 +94,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
     });
 }
 
-/// Returns whether a leaf is this tensor or contains it.
+/// Returns true if a leaf of the state dict is this tensor, or is an object that contains this tensor.
 pub fn holds(leaf: &Value, id: TensorId) -> bool {
     match leaf {
         Value::Tensor(own) => *own == id,
@@ -102,7 +102,8 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
     }
 }
 
-/// Resolves all values that differ between ranks: keeps one value, the values of all ranks, or none.
+/// Resolves every value that differs between ranks: keeps the value of the lowest rank, keeps the values of all ranks,
+/// or drops the value.
 ///
 /// # Errors
 /// `Conflict` for the first value that differs if there is no choice for it.
@@ -153,13 +154,14 @@ fn side_by_side(holdings: &[RankValue]) -> Value {
     Value::Dict(Dict { entries: by_rank.into_iter().map(entry).collect(), ..Dict::default() })
 }
 
-/// Returns whether each chunk is the whole tensor of one rank, so that the copies can be assigned to ranks.
+/// Returns true if each chunk is the complete tensor of one known rank, so that each chunk can become the tensor of
+/// that rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
     let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.location, FileLocation::Empty);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
-/// Returns a short list of names, for example `extra_state.rng.cpu and 3 more`.
+/// Returns a short list of names for a message, for example `extra_state.rng.cpu and 3 more`.
 pub fn few(names: &[String]) -> String {
     short_list(names, 1)
 }

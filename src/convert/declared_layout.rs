@@ -66,7 +66,7 @@ fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOpti
     }
 }
 
-/// Returns the origin of a list for messages, for example `--src-placements S(0),R`.
+/// Returns the text with which messages name the option of a placement list, for example `--src-placements S(0),R`.
 fn said(by: &str, list: &[PlacementSpec]) -> String {
     format!("{by} {}", comma_list(list))
 }

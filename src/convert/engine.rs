@@ -1,5 +1,5 @@
-//! A run: the resources and settings that every step of an operation needs, from opening the source to publishing the
-//! destination.
+//! A run is one operation of a process, with the resources and settings that each step needs, from opening the source
+//! to publishing the destination.
 //!
 //! A run has its own pool of worker threads, so it does not use the global pool of the program that calls the library.
 
@@ -16,15 +16,15 @@ use crate::exec::{Options, Stop};
 use crate::launch::Launch;
 use crate::progress::Progress;
 
-/// Settings of an operation: its process in the run, its stop flag, and its option names.
+/// Settings of an operation: the number of this process in the run, the stop flag, and the option names for messages.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Number of this process, number of processes, and their launcher.
+    /// The number of this process, the number of all processes, and the launcher that started them.
     pub launch: Launch,
-    /// Flag that ends the operation.
+    /// Flag that another thread sets to stop the operation.
     pub stop: Stop,
-    /// Options that determine the result: the names that the user knows, with their values as text. They are recorded
-    /// beside an unfinished destination, so that another run with different options can report the difference.
+    /// Options that determine the result, as text: the option names that the user knows, with their values. They are
+    /// recorded beside an unfinished destination, so that a later run with different options can report the difference.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -34,7 +34,7 @@ impl Default for Setup {
     }
 }
 
-/// Threads, buffers and the setup of one operation.
+/// Worker threads, buffer sizes and settings of one operation.
 #[derive(Debug)]
 pub struct Engine {
     pub options: Options,
@@ -52,7 +52,8 @@ impl Engine {
         Self::new(source, (false, Bottleneck::Processor), None, setup)
     }
 
-    /// Returns the engine for an operation that writes to `destination`, as a single process or one of several.
+    /// Returns the engine for an operation that writes to `destination`. The operation may run in one process or in
+    /// several.
     ///
     /// # Errors
     /// The errors of [`Self::reading`].
@@ -100,19 +101,19 @@ impl Engine {
     }
 }
 
-/// Context of an operation, passed to each of its steps.
+/// Resources and settings of an operation, which each of its steps gets as an argument.
 pub struct Run<'a> {
     pub progress: &'a Arc<dyn Progress>,
     pub options: Options,
     pub stop: Stop,
     pub started: Instant,
     pub launch: Launch,
-    /// Options that determine the result; see [`Setup::labels`].
+    /// Options that determine the result, as text; see [`Setup::labels`].
     pub labels: &'a BTreeMap<String, String>,
 }
 
 impl Run<'_> {
-    /// Reports the part number of this process.
+    /// Reports the part number of this process and its launcher, if the run has several processes.
     pub fn introduce(&self) {
         let Launch { part, launcher, node, .. } = &self.launch;
         if !part.is_alone() {

@@ -1,4 +1,4 @@
-//! The error of a request that cannot be met.
+//! The error for options that ask for something impossible.
 
 /// An error about options that ask for something impossible.
 #[derive(Debug, thiserror::Error)]
@@ -12,7 +12,7 @@ pub struct UsageError {
 }
 
 impl UsageError {
-    /// Returns the error of a message, and a hint if there is one.
+    /// Returns an error with a message, and with a hint if `hint` is given.
     pub fn new(message: impl Into<String>, hint: Option<String>) -> Self {
         Self { message: message.into(), hint }
     }

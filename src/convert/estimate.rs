@@ -17,38 +17,40 @@ use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::AnonymousMemory;
 
-/// Returns when the workers of a conversion read.
+/// Returns whether the workers of a conversion read just before they write, or one round ahead.
 fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the bytes of headers, pickles and tables of DST beyond the fixed allowance for them.
+/// Returns the memory in bytes that headers, pickles and tables of DST need beyond 16 MiB, which are always reserved
+/// for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
     laid_out.saturating_sub(ALLOWED)
 }
 
-/// Returns the bytes of the exchange rounds of this process: send buffers, receive buffers and reduction buffers.
+/// Returns the memory in bytes that the exchange rounds of this process need: send buffers, receive buffers and
+/// reduction buffers.
 fn rounds_bytes(conversion: &Prepared) -> u64 {
     let peers = conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
     let bucket = peers.map(Peers::bucket);
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
-/// Returns the bytes of the exchange rounds and of the headers and tables of DST.
+/// Returns the memory in bytes that the exchange rounds and the headers and tables of DST need.
 fn held_bytes(conversion: &Prepared) -> u64 {
     rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
 }
 
-/// Returns the bytes that rounds may use without making write blocks shorter.
+/// Returns the memory in bytes that exchange rounds may use without making write blocks shorter.
 pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64) -> u64 {
     let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Returns options whose write blocks fit into the memory limit. A process that exchanges bytes may also get fewer
-/// threads.
+/// Returns options with write blocks that fit into the memory limit. If processes exchange data, the number of threads
+/// may also be reduced.
 ///
 /// # Errors
 /// `Usage` with the minimum if the memory limit is too low.
@@ -81,10 +83,10 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     }
 }
 
-/// Returns the peak of all anonymous memory of a conversion. The peak occurs while metadata is read, or while data is
-/// copied. `before` is the memory after planning, before any tensor data is copied.
+/// Returns the largest anonymous memory of a conversion, in bytes. The maximum occurs while metadata is read or while
+/// data is copied. `before` is the memory after planning, before any tensor data is copied.
 pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
-    /// Stack of a worker, and the unused part of its allocations.
+    /// Memory of a worker's stack and of the unused part of its allocations, in bytes.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
     let buffers = options.threads as u64 * (options.write_block_bytes + scratch);

@@ -37,7 +37,7 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
     chosen.map_err(|error| failed(prepared, error))
 }
 
-/// Adds checkpoint and process to an error, and informs the other processes why this process ends.
+/// Adds the checkpoint and the process to an error, and informs the other processes why this process ends.
 fn failed(prepared: &mut Prepared, error: Error) -> Error {
     let error = prepared.source.locate(error);
     if let Some(peers) = prepared.source.peers.take() {
@@ -47,8 +47,8 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
     error
 }
 
-/// Chooses the longest rounds whose buffers fit into memory together with the headers of DST. Collective if there are
-/// peers.
+/// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
+/// DST. Collective if there are peers.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -106,7 +106,7 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
     report
 }
 
-/// Disconnects from the other processes, if there are any.
+/// Disconnects this process from the other processes, if it is connected.
 fn part(prepared: &mut Prepared, is_published: bool) {
     if let Some(peers) = prepared.source.peers.take() {
         prepared.source.has_parted = true;
@@ -154,8 +154,8 @@ fn copy_source(
     copied
 }
 
-/// Returns an estimate of the bytes that the destination needs: 0 if the run resumes, `None` if there is nothing to
-/// write.
+/// Returns an estimate of the bytes that will be written to the destination's file system: 0 if the run resumes or
+/// discards earlier work, `None` if DST is already complete.
 ///
 /// # Errors
 /// The error with which a run would be refused.
@@ -171,7 +171,7 @@ fn bytes_to_write(
         Preflight::Done => Ok(None),
         Preflight::Fresh if !claim.restart => Ok(Some(prepared.len_bytes())),
         Preflight::Fresh | Preflight::Resumes => Ok(Some(0)),
-        // With these options, the run continues or starts again, even if another process has ended.
+        // With --resume or --restart, the run continues or starts again, even if another process has ended.
         Preflight::Unsure(_) if claim.resume || claim.restart => Ok(Some(0)),
         Preflight::Unsure(error) => Err(error),
     }
@@ -245,7 +245,7 @@ fn check_len(reservation: &Reservation) -> Result<()> {
 /// Checks for every source tensor that its chunks cover each element exactly once, so that a gap is an error before any
 /// byte is copied.
 fn check_coverage(prepared: &Prepared) -> Result<()> {
-    /// Tensors that one task checks.
+    /// Number of tensors that one task checks.
     const TENSORS: usize = 1 << 10;
     let mut sources: Vec<TensorId> = prepared.reservation.tensors.iter().map(|tensor| tensor.source).collect();
     sources.sort_unstable();
@@ -255,7 +255,8 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has tensors, unless the user chose to drop tensors that differ between ranks.
+/// Checks that the result has at least one tensor. With `--on-conflict drop`, a result without tensors is accepted,
+/// because the option may leave out all of them.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

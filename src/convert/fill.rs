@@ -61,14 +61,14 @@ pub fn with_others(
     Ok(source)
 }
 
-/// Opens another checkpoint in addition to SRC. The checkpoint must be complete.
+/// Opens the checkpoint at `path`, which is used in addition to SRC. It must have no missing files.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
     Ok(checkpoint)
 }
 
-/// Returns FILLER with the values of SRC.
+/// Returns the checkpoint FILLER, in which values of SRC replace the matching values.
 ///
 /// # Errors
 /// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from
@@ -93,14 +93,14 @@ fn fill(
     Ok(ConversionSource { checkpoint: filler, selection, filled, ..source })
 }
 
-/// Number of values that come from SRC, and number of per-rank values of SRC that are not used.
+/// Number of tensors and of objects that come from SRC, and number of per-rank values of SRC that are not used.
 struct FillCounts {
     tensors: usize,
     objects: usize,
     own_values: usize,
 }
 
-/// Returns the notes about the values that come from each checkpoint.
+/// Returns the notes that state how many values come from SRC and how many from FILLER.
 fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> Vec<String> {
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
@@ -132,7 +132,7 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     notes
 }
 
-/// Returns how many names of SRC the name options (`--include` and similar) leave out.
+/// Returns the number of names in SRC that the name options (`--include` and similar) leave out.
 fn not_taken(source: &ConversionSource) -> usize {
     source.selection.left_out.tensors.len() + source.selection.left_out.objects.len()
 }
@@ -169,7 +169,7 @@ fn put(
     replaced
 }
 
-/// Search for the counterparts of SRC's values in FILLER.
+/// State of matching the values of SRC to the values of FILLER.
 struct Filling<'a> {
     source: &'a ConversionSource,
     filler: &'a Checkpoint,
@@ -303,7 +303,7 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Checks that two tensors of SRC are equal where FILLER has one tied tensor for both names.
+    /// Checks that two tensors of SRC are equal. FILLER has one tied tensor for both of their names.
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
         let selected = self.source.selection.catalog.tensor(first.id);
@@ -322,7 +322,7 @@ impl Filling<'_> {
         }))
     }
 
-    /// Returns the error for a value of SRC that does not fit its counterpart in FILLER.
+    /// Returns the error for a value of SRC whose shape, dtype or type differs from the matching value in FILLER.
     fn misfit(
         &self,
         path: &Path,

@@ -1,4 +1,4 @@
-//! Validation of the journals: which recorded byte ranges are really written.
+//! Validation of the journals: checks that the files contain the byte ranges that the journals record as written.
 //!
 //! An entry is valid if its file has the expected length and, with `--verify`, if the bytes in the file have the
 //! recorded digest. An invalid entry gets a warning and is [invalidated](crate::publish::journal), so its bytes are
@@ -21,10 +21,10 @@ use crate::publish::recovery::{ChangedRange, CompletedWork, RecordedRange, chang
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
-/// Largest number of warnings that are printed one by one.
+/// Number of warnings that are printed one by one; the remaining warnings are only counted.
 const MOST_WARNINGS: usize = 8;
 
-/// Journals of an unfinished destination, with the conversion that they belong to.
+/// Journals of an unfinished destination, with its conversion.
 #[derive(Clone, Copy)]
 pub struct JournalSet<'a> {
     pub conversion: &'a Prepared,
@@ -46,7 +46,8 @@ impl JournalSet<'_> {
         CompletedWork::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.sync)
     }
 
-    /// Returns the recorded work, or `None` if another process has published the destination and removed the journals.
+    /// Returns the recorded work. Returns `None` if another process has published the destination and removed the
+    /// journals.
     ///
     /// # Errors
     /// `Io`.
@@ -120,9 +121,9 @@ impl JournalSet<'_> {
         self.known()
     }
 
-    /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read. A
-    /// process that creates or extends a file first invalidates old entries of it, and records new entries only
-    /// afterwards.
+    /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read.
+    /// One check is not enough: a process that creates or extends a file first invalidates the old entries of the file,
+    /// and records new entries afterwards.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;
@@ -139,7 +140,8 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Returns whether a sidecar file is recorded and correctly copied. With `verify`, its bytes are compared.
+    /// Returns true if a journal records that a sidecar file was copied, and the copy is correct. With `verify`, all
+    /// bytes of the copy are compared.
     ///
     /// # Errors
     /// `Io`.
@@ -159,8 +161,9 @@ impl JournalSet<'_> {
         Ok(is_whole)
     }
 
-    /// Invalidates partly written replicas of reduced tensors. Entries are invalidated as a whole, which can make more
-    /// replicas incomplete, so this repeats until none is left.
+    /// Invalidates journal entries of reduced tensors whose replicas are only partly written. Each invalidation removes
+    /// a complete entry, which can make further replicas incomplete. So this is repeated until every replica is
+    /// complete or not written.
     ///
     /// # Errors
     /// `Io`.
@@ -176,7 +179,7 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Invalidates all entries that overlap `bytes`, of any process.
+    /// Invalidates all journal entries of all processes that overlap with `bytes`.
     ///
     /// # Errors
     /// `Io`.

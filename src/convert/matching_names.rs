@@ -14,15 +14,15 @@ use crate::select::Wrappers;
 /// Result of looking up a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameMatch {
-    /// No tensor has the name.
+    /// No tensor has the name that was looked up.
     Nothing,
-    /// One tensor has the name.
+    /// Exactly one tensor has the name that was looked up.
     One(TensorId),
-    /// One tensor has the name inside the model, and another tensor has it as its path.
+    /// The name is ambiguous: one tensor has it as its name inside the model, and another tensor has it as its path.
     Two(TensorId, TensorId),
 }
 
-/// Names of a checkpoint's tensors.
+/// Index of a checkpoint's tensors by name.
 #[derive(Debug)]
 pub struct Names {
     model_root: Path,
@@ -31,7 +31,7 @@ pub struct Names {
 }
 
 impl Names {
-    /// Returns the names of all tensors in a state dict.
+    /// Indexes the names of all tensors in a state dict.
     pub fn new(state: &Value, wrappers: Wrappers) -> Self {
         let model = model::model(state);
         let mut names =
@@ -43,14 +43,15 @@ impl Names {
         names
     }
 
-    /// Returns the name inside the model of the tensor at a path, or `None` if it is not a tensor of the model.
+    /// Returns the name that the tensor at a path has inside the model. Returns `None` if the tensor is not part of the
+    /// model.
     pub fn within_model(&self, path: &Path) -> Option<String> {
         let name = Path(path.0.strip_prefix(self.model_root.0.as_slice())?.to_vec()).to_string();
         self.in_model.exact.contains_key(&name).then_some(name)
     }
 
-    /// Finds the counterpart of another checkpoint's tensor, which has the given path and, for a tensor of the model,
-    /// the name `in_model`.
+    /// Finds the tensor that corresponds to a tensor of another checkpoint. That tensor has the given path and, if it
+    /// is part of the model, the name `in_model`.
     pub fn find(&self, path: &Path, in_model: Option<&str>) -> NameMatch {
         let of_model = in_model.and_then(|name| self.in_model.get(name));
         match (of_model, self.whole.get(&path.to_string())) {
@@ -60,12 +61,12 @@ impl Names {
         }
     }
 
-    /// Returns the tensor with this name inside the model.
+    /// Returns the tensor that has this name inside the model.
     pub fn parameter(&self, name: &str) -> Option<TensorId> {
         self.in_model.get(name)
     }
 
-    /// Returns a hint with the most similar name, if no tensor has the name.
+    /// Returns a hint with the most similar name, for a name that no tensor has.
     pub fn nearest(&self, path: &Path, in_model: Option<&str>) -> String {
         let (name, lookup) = match in_model {
             Some(name) => (name.to_owned(), &self.in_model),
@@ -76,20 +77,20 @@ impl Names {
     }
 }
 
-/// Returns the path of the value whose per-rank value is at `path`: `rng` for `rng.rank_3`. Formats without rank files
-/// store per-rank values like this.
+/// Returns the path of a value without the key of its rank: `rng` for `rng.rank_3`. Formats without rank files store
+/// per-rank values under such keys.
 pub fn of_all_ranks(path: &Path) -> Option<Path> {
     let (Key::Name(last), above) = path.0.split_last()? else { return None };
     let is_rank = last.strip_prefix("rank_").is_some_and(|number| number.parse::<u32>().is_ok());
     is_rank.then(|| Path(above.to_vec()))
 }
 
-/// Lookup of tensors by exact name and by name without wrapper prefixes.
+/// Table of tensors by their exact names, and by their names without wrapper prefixes.
 #[derive(Debug)]
 struct TensorLookup {
     wrappers: Wrappers,
     exact: HashMap<String, TensorId>,
-    /// Tensors by name without wrappers; `None` if several tensors have the name.
+    /// Tensors by their name without wrapper prefixes. The value is `None` if several tensors have this name.
     clean: HashMap<String, Option<TensorId>>,
 }
 

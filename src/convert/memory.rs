@@ -1,5 +1,5 @@
-//! Number of threads and length of write blocks that fit into the memory limit. [`estimate`](super::estimate) computes
-//! the memory of a whole conversion.
+//! Computes the number of threads and the length of write blocks that fit into the memory limit.
+//! [`estimate`](super::estimate) computes the memory of a whole conversion.
 //!
 //! All sizes and offsets are in bytes. `--max-memory` bounds the buffers, and the headers and tables of DST. The
 //! reported peak (`peak_bytes`) also includes the catalog, whose size grows with the number of chunks and has no bound.
@@ -28,8 +28,8 @@ pub enum Bottleneck {
 }
 
 impl Bottleneck {
-    /// Returns the bottleneck for a single process that writes `destination` and syncs it to disk. A dry run may have
-    /// no destination; then the answer is a disk.
+    /// Returns the bottleneck of a single process that writes `destination` and syncs it to disk. Without a
+    /// destination, as in some dry runs, returns `Disk`.
     pub fn of_synced(destination: Option<&Path>) -> Self {
         let is_on_disk = |destination: &Path| suits_direct_writes(nearest_folder(destination)).is_ok_and(|suits| suits);
         if destination.is_none_or(is_on_disk) { Self::Disk } else { Self::Processor }
@@ -88,8 +88,8 @@ impl Workers {
         Self(pool.flatten())
     }
 
-    /// Runs `work` on these threads. If there are none, the calling thread does all the work as the only thread of a
-    /// new pool. Rayon's global pool belongs to the calling program and is not used.
+    /// Runs `work` on these threads. Without worker threads, the calling thread does all the work, as the only thread
+    /// of a new pool. Rayon's global pool belongs to the calling program and is not used.
     pub fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         if let Some(pool) = &self.0 {
             return pool.install(work);
@@ -123,14 +123,16 @@ fn startable_threads(wanted: usize) -> usize {
 /// Upper limit for `--threads`, above the core count of any machine.
 const MAX_THREADS: usize = 4096;
 
-/// Memory besides buffers: the program, its stacks, and a catalog of ordinary size.
+/// Memory that a process uses in addition to buffers, in bytes: the program, its stacks, and a catalog of ordinary
+/// size.
 pub const BASE_BYTES: u64 = 32 << 20;
 
-/// Length of the shortest write block that justifies a system call.
+/// Shortest useful length of a write block, in bytes. For a shorter block, the system call would cost more than the
+/// write.
 pub const MIN_WRITE_BLOCK_BYTES: u64 = 64 << 10;
 
-/// Number of threads that keep a disk busy on any number of cores. Some threads sleep until their write blocks are
-/// written, while others gather the next blocks.
+/// Number of threads that keep a disk busy, independent of the number of cores. Some threads sleep until their write
+/// blocks are written, while others gather the next blocks.
 const DISK_THREADS: usize = 4;
 
 /// Returns one thread per core that this process may use, or fewer if memory is short. A disk gets additional threads
@@ -156,7 +158,7 @@ pub fn affordable(max_memory: u64, scratch: u64, write_block_bytes: u64) -> usiz
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
-/// Time at which workers read.
+/// The time at which workers read, relative to writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadTiming {
     /// A worker reads the data of a block just before it writes the block.
@@ -166,14 +168,14 @@ pub enum ReadTiming {
 }
 
 impl ReadTiming {
-    /// Returns the timing for a run with or without exchange rounds.
+    /// Returns the time at which workers read, in a run with or without exchange rounds.
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
 }
 
-/// Returns the bytes that one worker needs besides its write block. For `Ahead`, this includes the buffers of the
-/// reader that stages the next round.
+/// Returns the bytes of memory that one worker needs in addition to its write block. For `Ahead`, this includes the
+/// buffers of the reader that reads the next round.
 pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {
@@ -182,12 +184,12 @@ pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     }
 }
 
-/// Returns the minimum memory for `threads` threads.
+/// Returns the smallest memory limit, in bytes, with which `threads` threads can run.
 pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (MIN_WRITE_BLOCK_BYTES + scratch)
 }
 
-/// Returns the length of write blocks that fit into `max_memory` minus `taken`.
+/// Returns the length in bytes of write blocks that fit into `max_memory` after `taken` bytes are subtracted.
 ///
 /// # Errors
 /// `Usage` if even the shortest write blocks do not fit.
@@ -211,8 +213,8 @@ pub fn write_block_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usi
     Ok(left.saturating_sub(scratch).clamp(MIN_WRITE_BLOCK_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
 }
 
-/// Returns the bytes of rounds and reduction buffers. All `threads` of the pool reduce, including threads that do not
-/// read and write because memory is short.
+/// Returns the memory in bytes that exchange rounds and reduction buffers need. All `threads` of the pool have
+/// reduction buffers, even if only some of them read and write because memory is short.
 pub fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
     bucket.held_bytes().saturating_add(sums_bytes(threads))
 }
@@ -222,12 +224,13 @@ pub fn sums_bytes(threads: usize) -> u64 {
     threads as u64 * REDUCING_BYTES
 }
 
-/// Returns an upper bound of the bytes that rounds may use, before the headers of DST are laid out.
+/// Returns an upper bound of the memory in bytes that exchange rounds may use. The headers of DST, which reduce this
+/// memory, are not laid out yet.
 pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
     room_beside_workers(args.io, options, args.max_memory)
 }
 
-/// Returns the bytes that remain for rounds after the buffers of the workers.
+/// Returns the memory in bytes that is left for exchange rounds after the buffers of the workers.
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
     let workers = options.threads as u64 * (options.write_block_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
@@ -257,7 +260,8 @@ mod tests {
         assert_eq!(write_block_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
     }
 
-    /// Some workers write a round while others read the next one.
+    /// Exchange rounds need additional scratch buffers, because some workers write a round while others read the next
+    /// one.
     #[test]
     fn rounds_need_additional_scratch_buffers() {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));

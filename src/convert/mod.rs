@@ -59,7 +59,7 @@ pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, 
 pub use source_options::check_flat;
 pub use source_options::input;
 
-/// Functions that lay out the destination, one per conversion.
+/// Functions that lay out the destination, one for each kind of conversion.
 pub mod prepare {
     pub use super::consolidate::prepare as consolidate;
     pub use super::flatten::prepare as flatten;

@@ -12,12 +12,12 @@ use crate::storage::{lookup, regular_file};
 /// Name of the configuration file, from which loaders build the model.
 pub const CONFIG: &str = "config.json";
 
-/// Size limit in bytes. A larger file is not treated as a configuration.
+/// Size limit in bytes of a configuration file. A larger file is not read as a configuration.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 /// Returns the folders that may contain the configuration: the source's folder and its parents up to the path that the
 /// user named, each preceded by its `huggingface` subfolder. The nearest folders come first. If the source is an index
-/// file, its folder is the source's folder.
+/// file, the source's folder is the folder that contains this file.
 ///
 /// # Errors
 /// `Io` if the root cannot be examined.
@@ -35,7 +35,7 @@ pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
     Ok(folders.collect())
 }
 
-/// Returns the configuration, or `None` if there is none.
+/// Returns the content of the model's configuration file, or `None` if there is no such file.
 ///
 /// # Errors
 /// `Io` if it cannot be read.

@@ -18,23 +18,23 @@ pub const DEFAULT_SHARD_SIZE: u64 = 5_000_000_000;
 /// Options for reading a source, with limits on threads and memory.
 #[derive(Clone, Debug)]
 pub struct SourceOptions {
-    /// Format; detected if `None`.
+    /// Format of the source. `None` means that dtshard detects the format.
     pub from: Option<Format>,
-    /// Series of rank files to read: names, or `all`; the default of the conversion if empty.
+    /// Series of rank files to read: names, or `all`. If empty, each kind of conversion has its own default.
     pub series: Vec<String>,
-    /// Method of reading file contents; chosen by file system if `None`.
+    /// Method of reading file contents. `None` means that the method is chosen for the file system.
     pub io: Option<IoMode>,
-    /// Number of worker threads; one per core if `None`.
+    /// Number of worker threads. `None` means one thread per core.
     pub threads: Option<usize>,
-    /// Limit of anonymous memory in bytes, without the page cache.
+    /// Limit in bytes of the anonymous memory, which excludes the page cache.
     pub max_memory: u64,
-    /// Accepts missing rank files if other ranks store replicas of all their data.
+    /// True if rank files may be missing, as long as other ranks store replicas of all their data.
     pub allow_missing: bool,
-    /// Leaves out objects whose Python class is not known to be plain data.
+    /// True if objects are left out whose Python class is not known to be plain data.
     pub drop_unknown: bool,
-    /// Flat layout file of FSDP1 flat parameters.
+    /// Path of the flat layout file, which describes the FSDP1 flat parameters of the source.
     pub flat_layout: Option<PathBuf>,
-    /// Declared layout of plain tensors in rank files.
+    /// Declared layout of the plain tensors in rank files.
     pub layout: SourceLayoutOptions,
 }
 
@@ -57,105 +57,106 @@ impl Default for SourceOptions {
 /// Sharding of plain tensors in rank files, declared by the caller because the files do not record it.
 #[derive(Clone, Debug, Default)]
 pub struct SourceLayoutOptions {
-    /// Mesh of the ranks that saved the source: `dp=4,tp=2`.
+    /// Mesh of the ranks that saved the source, for example `dp=4,tp=2`.
     pub src_mesh: Option<String>,
-    /// Ranks of that mesh in row-major order of its cells.
+    /// Ranks of the source mesh, in row-major order of the mesh cells.
     pub src_mesh_ranks: Vec<u32>,
-    /// Placements: a list for every tensor, or `PATTERN=LIST`.
+    /// Placements of plain tensors in the source: a list for every tensor, or `PATTERN=LIST`.
     pub src_placements: Vec<String>,
-    /// Rule for splitting a dimension of uneven size.
+    /// Rule that gives the shard sizes in the source if a dimension does not divide evenly.
     pub src_split: Option<Split>,
-    /// Parallelize plan: a built-in name or a layout file.
+    /// Parallelize plan of the source: a built-in name or a layout file.
     pub src_plan: Option<String>,
-    /// Layout file.
+    /// Path of a layout file that describes the source.
     pub src_layout: Option<PathBuf>,
-    /// Mesh dimensions along which ranks hold partial values: `dp,cp=avg`.
+    /// Mesh dimensions along which ranks hold partial values, with an optional operation, for example `dp,cp=avg`.
     pub reduce: Vec<String>,
 }
 
-/// Selection of names of the source, with their new names and dtypes.
+/// Options that select names of the source, and set their new names and dtypes.
 #[derive(Clone, Debug, Default)]
 pub struct SelectOptions {
     /// Patterns of names to select.
     pub include: Vec<String>,
     /// Patterns of names to leave out.
     pub exclude: Vec<String>,
-    /// File of further patterns to select, one per line.
+    /// File with more patterns of names to select, one per line.
     pub include_from: Option<PathBuf>,
-    /// Subtree of the state dict to select; names become relative to it.
+    /// Path of the subtree of the state dict to select. Names in the result are relative to this path.
     pub root: Option<String>,
-    /// Prefixes to cut from names.
+    /// Prefixes that are removed from names.
     pub strip_prefix: Vec<String>,
-    /// Renames: `REGEX=REPLACEMENT`.
+    /// Renames of tensors and objects, each as `REGEX=REPLACEMENT`.
     pub rename: Vec<String>,
-    /// File of further renames, one per line.
+    /// File with more renames, one per line.
     pub rename_file: Option<PathBuf>,
-    /// Text before every name, added after the renames.
+    /// Text that is added before every name, after the renames.
     pub add_prefix: Option<String>,
-    /// Dotted path of nested dicts that contain the whole result.
+    /// Dotted path of nested dicts under which the complete result is stored.
     pub nest: Option<String>,
-    /// Keeps wrapper prefixes in names.
+    /// True if wrapper prefixes stay in names.
     pub keep_names: bool,
-    /// Casts: `DTYPE` or `PATTERN=DTYPE`.
+    /// Casts of tensors, each as `DTYPE` for all tensors or as `PATTERN=DTYPE`.
     pub dtype: Vec<String>,
 }
 
-/// Checks before anything is written, and the choice for values that differ.
+/// Options for checks before anything is written, and for values that differ between ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
-    /// Choice if ranks store different values; an error if `None`.
+    /// Value that is written if ranks store different values. `None` means that different values are an error.
     pub on_conflict: Option<OnConflict>,
-    /// Compares replicas of DTensors, too.
+    /// True if replicas of DTensors are compared, in addition to replicas of plain tensors.
     pub check_replicas: bool,
-    /// Checks every stored checksum first.
+    /// True if every stored checksum is checked before anything is written.
     pub check_crc: bool,
 }
 
-/// Choice if ranks store different values of one plain tensor or object.
+/// Value that is written if ranks store different values of one plain tensor or object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnConflict {
-    /// The value of the lowest rank.
+    /// Writes the value of the lowest rank.
     Rank0,
-    /// The values of all ranks: each rank file stores the value of its rank, and other formats store a dict of
+    /// Writes the values of all ranks: each rank file stores the value of its rank, and other formats store a dict of
     /// `rank_0`, `rank_1`, ...
     PerRank,
-    /// No value: the name is left out.
+    /// Writes no value; the name is left out.
     Drop,
 }
 
-/// How several names of one tensor are written.
+/// The way in which tied tensors (one tensor under several names) are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tied {
     /// The tensor is written under every name.
     #[default]
     Keep,
-    /// The tensor is written under its first name; the others are recorded in the metadata of safetensors.
+    /// The tensor is written under its first name; its other names are recorded in the metadata of safetensors.
     Drop,
-    /// The tensor is written under every name, also under the tied name that the source does not store.
+    /// The tensor is written under every name, including a tied name that the source does not store.
     Write,
 }
 
-/// Format of the destination.
+/// Options that set the format of the destination.
 #[derive(Clone, Debug, Default)]
 pub struct DestinationOptions {
-    /// Format to write; the default of the conversion if `None`.
+    /// Format of the destination. `None` means the default of the conversion.
     pub to: Option<Format>,
-    /// PyTorch version that loads DTensors in rank files.
+    /// PyTorch version of the job that will load the DTensors in rank files.
     pub torch_version: Option<String>,
 }
 
-/// Options for executing a plan. The default refuses an existing destination, and waits until all data is on disk.
+/// Options for executing a plan. By default, an existing destination is an error, and the run waits until all data is
+/// on disk.
 #[derive(Clone, Debug)]
 pub struct ExecuteOptions {
-    /// Replaces an existing checkpoint.
+    /// True if an existing checkpoint at the destination may be replaced.
     pub overwrite: bool,
-    /// Continues the work of an interrupted run, and keeps finished work if this run is interrupted.
+    /// True if the run continues the work of an interrupted run, and keeps its own finished work if it is interrupted.
     pub resume: bool,
-    /// Discards the work of an interrupted run.
+    /// True if the work of an interrupted run is discarded.
     pub restart: bool,
-    /// Waits until all data is on disk. Always true for a run of several processes.
+    /// True if the run waits until all data is on disk. A run of several processes always waits.
     pub sync: bool,
-    /// Reads everything back and compares it with the source before publishing.
+    /// True if all written data is read back and compared with the source before the result is published.
     pub verify: bool,
 }
 
@@ -168,18 +169,19 @@ impl Default for ExecuteOptions {
 /// Options for the exchange of data between the processes of a run.
 #[derive(Clone, Debug, Default)]
 pub struct ExchangeOptions {
-    /// Visibility of the source's files.
+    /// Visibility of the source's files: to every process, or only to the processes on one node.
     pub source: SourceVisibility,
-    /// Transport of tensor data between processes.
+    /// Method by which processes send tensor data to each other.
     pub backend: Backend,
-    /// Lets NCCL reduce partial values, whose summation order changes the last bits.
+    /// True if NCCL may reduce partial values. NCCL's summation order changes the last bits.
     pub fast_reduce: bool,
-    /// Bytes that each process reads, sends and receives at a time.
+    /// Bytes that each process reads, sends and receives in one exchange round. `None` means that the size is chosen
+    /// automatically.
     pub bucket_size: Option<u64>,
 }
 
 impl OnConflict {
-    /// Returns the word of the command line.
+    /// Returns the value of `--on-conflict` that selects this variant.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -191,7 +193,7 @@ impl OnConflict {
 }
 
 impl SourceVisibility {
-    /// Returns the word of the command line.
+    /// Returns the value of `--source` that selects this variant.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -202,7 +204,7 @@ impl SourceVisibility {
 }
 
 impl Backend {
-    /// Returns the word of the command line.
+    /// Returns the value of `--backend` that selects this variant.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -217,45 +219,46 @@ impl Backend {
 /// Visibility of the source's files to the processes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SourceVisibility {
-    /// Every process sees all files.
+    /// Every process sees all files of the source.
     #[default]
     Shared,
-    /// Each process sees only the files on its own node.
+    /// Each process sees only the source files on its own node.
     PerRank,
 }
 
-/// Transport of tensor data between processes.
+/// Method by which processes send tensor data to each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
-    /// Chosen by the GPUs and libraries that the processes have.
+    /// The method depends on the GPUs and libraries that the processes have.
     #[default]
     Auto,
-    /// No transport: files that only some processes see are first copied to a folder that all processes see.
+    /// Processes send no tensor data. Files that only some processes see are first copied to a folder that all
+    /// processes see.
     Cpu,
-    /// NCCL, between GPUs.
+    /// Processes use NCCL to send tensor data between GPUs.
     Nccl,
-    /// MPI, between hosts. Needs the cargo feature `mpi`.
+    /// Processes use MPI to send tensor data between hosts. Needs the cargo feature `mpi`.
     Mpi,
 }
 
 /// Options that all conversions share.
 #[derive(Clone, Debug, Default)]
 pub struct ConvertOptions {
-    /// The source: a file or a folder.
+    /// Path of the source: a file or a folder.
     pub src: PathBuf,
-    /// The destination; may be `None` for a dry run.
+    /// Path of the destination. `None` is possible for a dry run.
     pub dst: Option<PathBuf>,
     /// Format of the destination.
     pub destination: DestinationOptions,
     /// Options for writing the destination.
     pub execute: ExecuteOptions,
-    /// Computes only a preview and writes nothing.
+    /// True if only a preview is computed and nothing is written.
     pub dry_run: bool,
-    /// Selection of names and dtypes.
+    /// Options that select names and set dtypes.
     pub select: SelectOptions,
-    /// How several names of one tensor are written.
+    /// The way in which tied tensors (one tensor under several names) are written.
     pub tied: Tied,
-    /// Checks before anything is written.
+    /// Options for checks before anything is written.
     pub checks: CheckOptions,
     /// Options for reading the source.
     pub source: SourceOptions,
@@ -263,26 +266,26 @@ pub struct ConvertOptions {
     pub exchange: ExchangeOptions,
 }
 
-/// Options for sharded output: a mesh, and the placements of tensors on it.
+/// Options of `reshard`, which writes sharded tensors: a mesh, and the placements of tensors on it.
 #[derive(Clone, Debug, Default)]
 pub struct ReshardOptions {
-    /// Mesh: `dp=4,tp=2`.
+    /// Mesh of the result, for example `dp=4,tp=2`.
     pub mesh: Vec<String>,
-    /// Ranks of the mesh in row-major order of its cells.
+    /// Ranks of the mesh of the result, in row-major order of the mesh cells.
     pub mesh_ranks: Vec<u32>,
-    /// Placements: a list for every tensor, or `PATTERN=LIST`.
+    /// Placements of tensors in the result: a list for every tensor, or `PATTERN=LIST`.
     pub placements: Vec<String>,
-    /// Layout file.
+    /// Path of a layout file that describes the result.
     pub layout: Option<PathBuf>,
-    /// Parallelize plan: a built-in name or a layout file.
+    /// Parallelize plan of the result: a built-in name or a layout file.
     pub plan: Option<String>,
-    /// Mesh dimension along which the plan shards modules (tensor parallelism).
+    /// Name of the mesh dimension along which the plan shards modules (tensor parallelism).
     pub tp: Option<String>,
-    /// Mesh dimension along which FSDP shards dimension 0.
+    /// Name of the mesh dimension along which FSDP shards dimension 0 of tensors.
     pub fsdp: Option<String>,
-    /// Mesh dimension along which tensors are replicated.
+    /// Name of the mesh dimension along which tensors are replicated.
     pub replicate: Option<String>,
-    /// Rule for splitting a dimension of uneven size.
+    /// Rule that gives the shard sizes in the result if a dimension does not divide evenly.
     pub split: Option<Split>,
     /// Checkpoint whose layout the result gets.
     pub like: Option<PathBuf>,
@@ -295,33 +298,33 @@ pub struct ReshardOptions {
 /// Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorClass {
-    /// Same class as in the source.
+    /// Each tensor keeps the class that it has in the source.
     Auto,
-    /// DTensor.
+    /// Sharded tensors are DTensors.
     DTensor,
-    /// ShardedTensor.
+    /// Sharded tensors are ShardedTensors.
     ShardedTensor,
-    /// Plain tensors, each the shard of its rank.
+    /// Sharded tensors are plain tensors; each one is the shard of its rank.
     Local,
 }
 
-/// Options for whole tensors in the nested state dict of the source.
+/// Options of `unshard`, which writes whole tensors in the nested state dict of the source.
 #[derive(Clone, Debug, Default)]
 pub struct UnshardOptions {
-    /// Writes one file per rank, each with all tensors.
+    /// True if there is one file per rank, each with all tensors as whole tensors.
     pub all_ranks: bool,
-    /// Modules whose parameters are written whole on every rank.
+    /// Names of modules whose parameters are whole tensors in the file of every rank.
     pub unit: Vec<String>,
-    /// Includes gradients.
+    /// True if gradients are written, too.
     pub with_grads: bool,
-    /// Division into safetensors files.
+    /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
 }
 
-/// Division of tensors into safetensors files.
+/// Options for dividing tensors into safetensors files.
 #[derive(Clone, Debug)]
 pub struct ShardOptions {
-    /// Checkpoint whose division into files the result gets.
+    /// Checkpoint whose assignment of tensors to files is copied.
     pub like: Option<PathBuf>,
     /// Largest size of a file, in bytes. A larger tensor gets its own file.
     pub max_shard_size: u64,
@@ -333,68 +336,69 @@ impl Default for ShardOptions {
     }
 }
 
-/// Options for FSDP1 flat parameters.
+/// Options of `flatten`, which writes FSDP1 flat parameters.
 #[derive(Clone, Debug, Default)]
 pub struct FlattenOptions {
     /// Configuration of FSDP1 in the job that loads the result.
     pub flat: FlatOptions,
 }
 
-/// Configuration of FSDP1.
+/// Configuration of FSDP1 in the job that loads the flat parameters.
 #[derive(Clone, Debug, Default)]
 pub struct FlatOptions {
-    /// Ranks that load the files.
+    /// Number of ranks that load the files.
     pub world_size: Option<u32>,
-    /// Patterns of modules that are units.
+    /// Patterns of modules that FSDP1 wraps as units.
     pub wrap: Vec<String>,
-    /// `use_orig_params` of FSDP1.
+    /// Value of `use_orig_params` in FSDP1.
     pub use_orig_params: Option<bool>,
-    /// Sharding strategy.
+    /// Sharding strategy of FSDP1.
     pub strategy: Option<Strategy>,
-    /// Ranks that share one copy under hybrid sharding.
+    /// Number of ranks that share one copy of the model under hybrid sharding.
     pub shard_group_size: Option<u32>,
-    /// `MixedPrecision(param_dtype=...)`.
+    /// Dtype that FSDP1 is given as `MixedPrecision(param_dtype=...)`.
     pub forward_dtype: Option<String>,
     /// Patterns of float tensors that are buffers.
     pub buffers: Vec<String>,
-    /// Layout file with flat units.
+    /// Path of a layout file that lists the flat parameters of each unit.
     pub layout: Option<PathBuf>,
     /// Checkpoint of the same model that provides FSDP units or the order of parameters.
     pub like: Option<PathBuf>,
 }
 
-/// `ShardingStrategy` of FSDP1.
+/// Sharding strategy of FSDP1 (`ShardingStrategy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
-    /// `FULL_SHARD`; `SHARD_GRAD_OP` has the same files.
+    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. Files of `SHARD_GRAD_OP` are identical.
     FullShard,
-    /// `HYBRID_SHARD`.
+    /// Strategy `HYBRID_SHARD`: each group of ranks shards one copy of the model.
     HybridShard,
-    /// `NO_SHARD`.
+    /// Strategy `NO_SHARD`: every rank has a copy of the whole model.
     NoShard,
 }
 
-/// Options for the model as whole tensors.
+/// Options of `consolidate`, which writes the model as whole tensors.
 #[derive(Clone, Debug, Default)]
 pub struct ConsolidateOptions {
-    /// Selects every tensor. Each keeps its whole dotted name.
+    /// True if every tensor is written, not only the model. Each tensor keeps its full dotted name.
     pub everything: bool,
-    /// Origin of configuration and tokenizer files.
+    /// The place from which configuration and tokenizer files are copied.
     pub assets: Assets,
-    /// Division into safetensors files.
+    /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
 }
 
-/// Origin of the files that loaders need beside the weights.
+/// The place from which files are copied that loaders need beside the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Assets {
-    /// The source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user named.
+    /// Search the source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user
+    /// named.
     #[default]
     Found,
-    /// This folder.
+    /// Copy the files of this folder.
     From(PathBuf),
-    /// No files are copied.
+    /// Copy no files.
     None,
 }
 
@@ -403,13 +407,13 @@ pub enum Assets {
 pub struct VerifyOptions {
     /// The checkpoint to check.
     pub src: PathBuf,
-    /// The checkpoint, or saved listing with digests, to compare with.
+    /// The other side of the comparison: a checkpoint, or a saved listing with digests.
     pub other: Option<PathBuf>,
-    /// Compares only names that both checkpoints have.
+    /// True if only names are compared that both checkpoints have.
     pub common: bool,
-    /// Names and dtypes of the source.
+    /// Options that select names of the source and set their dtypes.
     pub select: SelectOptions,
-    /// Checkpoint that provides shapes for flat parameters.
+    /// Checkpoint that provides the shapes of parameters, if the source has flat parameters.
     pub like: Option<PathBuf>,
     /// Options for reading both checkpoints.
     pub source: SourceOptions,
@@ -418,10 +422,10 @@ pub struct VerifyOptions {
 /// Options of `inspect`.
 #[derive(Clone, Debug, Default)]
 pub struct InspectOptions {
-    /// Leaves out chunks.
+    /// True if the list of chunks is left out.
     pub brief: bool,
-    /// Names or patterns of the tensors to show; all if empty.
+    /// Names or patterns of the tensors to show. If empty, all tensors are shown.
     pub tensor: Vec<String>,
-    /// Hashes the values of every tensor.
+    /// True if the values of every tensor are hashed.
     pub digest: bool,
 }

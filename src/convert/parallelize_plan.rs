@@ -10,12 +10,12 @@ use crate::layout::parallelize::{Family, RoleNames, UnboundPlan};
 use crate::nearest;
 use crate::storage::lookup;
 
-/// Options of a plan.
+/// Options that name a parallelize plan.
 pub struct PlanOptions<'a> {
     /// Name of a built-in plan or path of a layout file.
     pub plan: Option<&'a str>,
     pub option: &'static str,
-    /// Option that reads a whole layout file.
+    /// Name of the option that reads a complete layout file, for messages.
     pub layout_option: &'static str,
     pub names: RoleNames,
 }
@@ -59,7 +59,7 @@ impl PlanOptions<'_> {
         Ok(Some(UnboundPlan { styles, family, names }))
     }
 
-    /// Reads the layout file that is used as a plan.
+    /// Reads the layout file whose path was given instead of the name of a built-in plan.
     fn file_of(&self, name: &str) -> Result<LayoutFile> {
         let (option, path) = (self.option, Path::new(name));
         if path.extension().is_none() && !lookup::exists(path)? {

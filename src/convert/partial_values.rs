@@ -34,7 +34,7 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
     Ok(())
 }
 
-/// Returns the share of each chunk; equal shares are stored once.
+/// Returns, for each chunk, which part of its partial values each target rank gets. Equal results are stored once.
 fn shares(
     source: &Catalog,
     mesh: &DeviceMesh,
@@ -79,7 +79,7 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     })
 }
 
-/// Describes the reduced mesh dimensions, for example `P(avg) on dp and cp`.
+/// Describes a partial placement with its mesh dimensions, for example `P(avg) on dp and cp`.
 fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     let mut dims: IndexMap<String, Vec<String>> = IndexMap::new();
     for (dim, placement) in shared.placements.iter().enumerate().filter(|(_, placement)| placement.is_partial()) {
@@ -90,8 +90,9 @@ fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns notes such as `3 tensors of P(sum) are computed from values, which are divided by 3 and rounded`. Divisions by powers
-/// of two are exact for floats, and integers with a remainder are refused, so both need no note.
+/// Returns notes such as `3 tensors of P(sum) are computed from values, which are divided by 3 and rounded`. Divisions
+/// without rounding need no note: divisions of floats by powers of two are exact, and integers with a remainder are
+/// refused.
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();

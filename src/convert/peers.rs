@@ -49,28 +49,28 @@ use crate::publish::presence::Presence;
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
-/// Longest time until all processes detect that a process has ended.
+/// Time limit within which every process notices that another process has ended.
 const DETECTED_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time for which a process without GPU or NCCL waits for the other processes to connect. Before the process stops, it
-/// informs them.
+/// Time for which a process without GPU or NCCL waits until the other processes have connected. It then informs them of
+/// the reason and stops.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 
 /// Connection of this process to the other processes of the run.
 pub struct Peers {
     link: Link,
-    /// Metadata mirror of SRC; `None` if all processes see SRC.
+    /// Metadata mirror of SRC; `None` if every process sees all files of SRC.
     mirror: Option<MetadataMirror>,
-    /// Node of each process.
+    /// Number of the node on which each process runs.
     nodes: Vec<u32>,
     process_table: ProcessTable,
     counting: ReplicaChoice,
     reducing: ReductionMethod,
     bucket: Bucket,
-    /// Lease of process 0 on the copy of SRC while it is in use.
+    /// Lease of process 0 on the copy of SRC, while processes use the copy.
     copying: Option<Presence>,
-    // Dropped last, because it contains the mirror and the copy.
+    // This field is last, so that it is dropped last: the work folder contains the mirror and the copy.
     work: WorkFolder,
 }
 
@@ -154,7 +154,7 @@ impl Peers {
         };
         let chosen = link.choose(&linking).map_err(|error| process_table.name(error));
         chosen.inspect_err(|error| link.fail(error))?;
-        // With --on-conflict, replicas may differ, so the value must always come from the first replica.
+        // With --on-conflict, replicas may differ, so the value of the lowest rank must always be used.
         let counting = if args.checks.on_conflict.is_some() { ReplicaChoice::LowestRank } else { ReplicaChoice::Any };
         let reducing = match link.way() {
             Transport::Nccl(..) if args.exchange.fast_reduce => ReductionMethod::Nccl,
@@ -171,7 +171,7 @@ impl Peers {
         Ok(Some((peers, checkpoint)))
     }
 
-    /// Reads the metadata of SRC with the others. Collective.
+    /// Reads the metadata of SRC together with the other processes. Collective.
     fn read(&mut self, args: &ConvertOptions, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
         self.link.begin("reading the metadata of SRC");
         if args.exchange.source == SourceVisibility::Shared {
@@ -191,15 +191,15 @@ impl Peers {
         self.link.all_ok(checkpoint)
     }
 
-    /// Returns whether processes exchange the data that they read. If not, each process reads the data that it writes,
-    /// from SRC or from a copy of its files.
+    /// Returns true if the processes exchange the data that they read. Otherwise each process reads the data that it
+    /// writes, from SRC or from a copy of its files.
     #[must_use]
     pub fn exchange_bytes(&self) -> bool {
         !matches!(self.link.way(), Transport::Copy)
     }
 
-    /// Lets process 0 decide for all processes whether files of SRC are copied. Returns `None` if not, otherwise the
-    /// bytes of DST that are written to the same file system. Collective.
+    /// Lets process 0 decide for all processes whether files of SRC are copied. Returns `None` if no files are copied.
+    /// Otherwise returns the bytes of DST that are written to the same file system as the copy. Collective.
     ///
     /// # Errors
     /// The error of `decide` on process 0; on the other processes, `Comm` with that error.
@@ -237,7 +237,8 @@ impl Peers {
         copy.turn(&mut checkpoint.files)
     }
 
-    /// Acquires the lease on the copy and checks the free space. Only process 0 calls this, before files are copied.
+    /// Acquires the lease on the copy of SRC, and checks the free space. Only process 0 calls this, before files are
+    /// copied.
     fn begin_copy(&self, copy: &SourceCopy, beside: u64, resumes: bool, run: &Run<'_>) -> Result<Presence> {
         let lease = copy.begin(resumes, &run.stop)?;
         let Amount { files, bytes, left } = copy.amount();
@@ -256,7 +257,8 @@ impl Peers {
         Ok(lease)
     }
 
-    /// Adds node and process id to the process that an error names, and to the processes that see a damaged file.
+    /// Completes an error: adds node and process id to the process that the error names, and adds which processes see a
+    /// damaged file.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
         // Only an error about a missing file can be a consequence of a process that has ended.
@@ -282,25 +284,26 @@ impl Peers {
         Some(format!("{}, {}", first?, second?))
     }
 
-    /// Returns how partial values are reduced.
+    /// Returns the method by which partial values are reduced.
     #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.reducing
     }
 
-    /// Returns whether each process sees only its own files of SRC.
+    /// Returns true if each process sees only its own files of SRC.
     #[must_use]
     pub fn see_apart(&self) -> bool {
         self.mirror.is_some()
     }
 
-    /// Returns the length of the exchange rounds.
+    /// Returns the bucket size of the exchange rounds.
     #[must_use]
     pub fn bucket(&self) -> Bucket {
         self.bucket
     }
 
-    /// Chooses the longest rounds that fit into the memory of every process; this process has `room` bytes. Collective.
+    /// Chooses the largest bucket size that fits into the memory of every process. This process has `room` bytes.
+    /// Collective.
     ///
     /// # Errors
     /// The errors of [`Bucket::agree`].
@@ -316,7 +319,7 @@ impl Peers {
         Ok(())
     }
 
-    /// Returns the processes that see a file of SRC completely. Empty if all processes see it.
+    /// Returns the processes that see a file of SRC completely. Returns an empty list if all processes see the file.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
         let apart = self.mirror.as_ref().filter(|mirror| !mirror.holds_all_of(path));
@@ -343,10 +346,11 @@ impl Peers {
     }
 
     /// Returns the first difference of each tensor whose replicas differ, like
-    /// [`checks::differing`](super::checks::differing), for replicas that no process sees completely. Collective.
+    /// [`checks::differing`](super::checks::differing), for replicas in files of several processes, which no process
+    /// sees together. Collective.
     ///
     /// # Errors
-    /// The errors of [`differing`].
+    /// The errors of [`differing_replicas`].
     pub fn differing(
         &self,
         checkpoint: &Checkpoint,
@@ -371,8 +375,8 @@ impl Peers {
         }))
     }
 
-    /// Returns which processes see which files of the checkpoint. With `--fill-from`, the checkpoint also has files
-    /// that all processes see.
+    /// Returns which processes see which files of the checkpoint. With `--fill-from`, all processes see the files of
+    /// FILLER.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -454,7 +458,7 @@ impl Peers {
         Exchange { input: input(checkpoint), reservation, parties, owners, bucket_bytes: self.bucket.bytes() }
     }
 
-    /// Informs the other processes that this process ends because of `error`.
+    /// Informs the other processes that this process ends, with `error` as the reason.
     pub fn fail(&self, error: &Error) {
         self.link.fail(error);
     }
@@ -462,7 +466,7 @@ impl Peers {
     /// Returns the value of `mine` if every process succeeded. Collective.
     ///
     /// # Errors
-    /// The error of `mine`, and the errors of [`Communicator::settle`].
+    /// The error of `mine`, and the errors of [`Communicator::vote`].
     pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
         self.link.all_ok(mine)
     }
@@ -485,7 +489,7 @@ impl Peers {
     }
 }
 
-/// Refuses options that contradict each other in every run.
+/// Refuses combinations of options that are never valid, independent of SRC and of the other processes.
 ///
 /// # Errors
 /// `Usage` if `--fast-reduce` is combined with an option that excludes it.
@@ -508,10 +512,11 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     Ok(())
 }
 
-/// Name of the metadata mirror in the folder of a run.
+/// Name of the metadata mirror's folder in the folder of a run.
 const MIRROR: &str = "mirror";
 
-/// Connects to the other processes: by MPI if MPI started them, otherwise by message files beside DST.
+/// Connects to the other processes of the run. If MPI started them, they connect by MPI, otherwise by message files
+/// beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;
@@ -550,7 +555,7 @@ fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFold
     Ok((Meeting::Mpi(Arc::new(mpi)), work))
 }
 
-/// Returns whether an error says that a file does not exist.
+/// Returns true if an error says that a file does not exist.
 fn is_not_there(error: &Error) -> bool {
     matches!(error, Error::Storage(StorageError::Io { source, .. }) if source.kind() == ErrorKind::NotFound)
 }

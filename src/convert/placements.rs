@@ -9,7 +9,7 @@ use crate::layout::file::LayoutFile;
 use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
-/// Parses `plain` or a list of placements; `None` for any other text.
+/// Parses `plain` or a list of placements. Returns `None` for any other text.
 fn lies(list: &str) -> Option<PlacementChoice> {
     match list.trim() {
         "plain" => Some(PlacementChoice::Plain),
@@ -47,7 +47,7 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     Ok((rules, fallback))
 }
 
-/// Reads the layout file of an option. A given `split` replaces the one in the file.
+/// Reads the layout file of an option. If `split` is given, it replaces the split rule of the file.
 ///
 /// # Errors
 /// Errors from reading the file, and `Usage` with the hint `flat_alone` if the file has only a layout of flat

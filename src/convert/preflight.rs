@@ -1,5 +1,5 @@
-//! Check of the destination for `--dry-run`, without changing it: a run would be refused, would resume, or has nothing
-//! to do.
+//! Checks for `--dry-run` whether a run would be refused, would resume, or has nothing to do. The destination is not
+//! changed.
 
 use std::path::Path;
 

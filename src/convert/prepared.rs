@@ -1,4 +1,4 @@
-//! A completely planned conversion, and the check of its destination. All sizes and offsets are in bytes.
+//! A fully planned conversion, and the check of its destination. All sizes and offsets are in bytes.
 
 use std::path::Path;
 
@@ -16,9 +16,9 @@ use crate::launch::Part;
 use crate::publish::DestinationKind;
 use crate::storage::lookup;
 
-/// A completely planned conversion: the files of the destination are laid out, and nothing is written yet.
+/// A fully planned conversion: the files of the destination are laid out, and nothing is written yet.
 pub struct Prepared {
-    /// Source, with the selected names.
+    /// Opened source, with the selected names.
     pub source: ConversionSource,
     /// Layout of the output files and their tensors.
     pub reservation: Reservation,
@@ -28,9 +28,9 @@ pub struct Prepared {
     pub shape: DestinationKind,
     /// Format of the destination.
     pub to: Format,
-    /// Tied names that are only recorded, each with the name that is written: (alias, kept).
+    /// Pairs of tied names (alias, kept): the alias is only recorded, and the tensor is written under the name `kept`.
     pub tied: Vec<(Fqn, Fqn)>,
-    /// Further notes for the user.
+    /// Notes for the user from planning.
     pub notes: Vec<String>,
 }
 
@@ -40,7 +40,7 @@ impl Prepared {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
     }
 
-    /// Returns the ranges of the output that a part writes.
+    /// Returns the byte ranges of the output that a process with this part number writes.
     pub fn division(&self, part: Part) -> Extents {
         let divide = if self.source.is_exchanged() { own_rank_files } else { even_share };
         divide(&self.reservation.files, part)

@@ -1,5 +1,5 @@
-//! Table of the processes of a run: node and process id of each rank, for messages such as `process 2 of 4 (n1, pid
-//! 4711)`.
+//! Table of the processes of a run, with the node and process id of each process. Messages use it to name a process:
+//! `process 2 of 4 (n1, pid 4711)`.
 
 use crate::comm::{Communicator, Process};
 use crate::error::{Error, Peer, Result};
@@ -7,21 +7,21 @@ use crate::launch::Part;
 use crate::metadata_mirror::MetadataMirror;
 use crate::name_list::short_list;
 
-/// Node and process id of each process.
+/// Node and process id of each process of a run.
 pub struct ProcessTable {
     of: u32,
-    /// Descriptions by process; empty before the processes have connected.
+    /// Text that describes each process, in the order of process numbers. Empty before the processes have connected.
     places: Vec<String>,
 }
 
 impl ProcessTable {
-    /// Returns the table of processes that have not connected.
+    /// Returns the table for processes that have not connected yet.
     #[must_use]
     pub fn unknown(part: Part) -> Self {
         Self { of: part.of, places: Vec::new() }
     }
 
-    /// Gathers node and process id of all processes. Collective.
+    /// Gathers the node and process id of every process. Collective.
     ///
     /// # Errors
     /// The errors of [`Communicator::gather`].
@@ -31,7 +31,7 @@ impl ProcessTable {
         Ok(Self { of: communicator.size(), places })
     }
 
-    /// Returns a process, with its node and process id if they are known.
+    /// Returns the description of a process, with its node and process id if they are known.
     #[must_use]
     pub fn peer(&self, index: u32) -> Peer {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
@@ -44,7 +44,7 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds the processes that see a damaged file to the error about that file. No process sees all of SRC, so the user
+    /// Adds to an error about a damaged file which processes see this file. No process sees all of SRC, so the user
     /// cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
@@ -61,7 +61,7 @@ impl ProcessTable {
         error
     }
 
-    /// Adds node and process id to the process that an error names.
+    /// If an error names a process, adds the node and the process id of this process.
     #[must_use]
     pub fn name(&self, mut error: Error) -> Error {
         if let Some(peer) = error.peer_mut() {

@@ -101,8 +101,8 @@ impl ReadBack<'_> {
         Ok(first.map(|error| Mismatch { error, bytes }))
     }
 
-    /// Compares headers, pickles, zip directories, checksums and sidecar files. In a resumed run, an earlier run has
-    /// written some of them.
+    /// Compares the bytes that are not tensor data: headers, pickles, zip directories, checksums and sidecar files. In
+    /// a resumed run, an earlier run has written some of them.
     fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;

@@ -15,13 +15,14 @@ use crate::name_list::short_list;
 use crate::publish::DestinationKind;
 use crate::storage::{AnchoredPath, lookup};
 
-/// Largest number of foreign files in a message.
+/// Largest number of foreign files that an error message names.
 const SHOWN: usize = 8;
 
 /// Size limit in bytes for comparing a file with a sidecar file of this run.
 const MAX_COMPARED_BYTES: u64 = 64 << 20;
 
-/// Checks that `--overwrite` may replace the file or folder at the destination, if there is one.
+/// Checks that `--overwrite` may replace the file or folder at the destination. Succeeds if there is nothing to
+/// replace.
 ///
 /// # Errors
 /// `Usage` if it is not a checkpoint or contains other files; `Io` if it cannot be examined.
@@ -64,7 +65,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
     ))
 }
 
-/// Returns the error for a destination that is not a checkpoint.
+/// Returns the error for a destination that is not a checkpoint and therefore is not replaced.
 fn no_checkpoint(destination: &Path) -> Error {
     Error::usage(
         format!("{} is not a checkpoint, so options::overwrite does not replace it", destination.display()),
@@ -80,13 +81,14 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>> {
 struct FoundFile<'a> {
     destination: &'a Path,
     carried: &'a [SidecarFile],
-    /// Names of files and folders that are not replaced.
+    /// Names of files and folders that `--overwrite` must not delete.
     foreign: Vec<String>,
     has_checkpoint: bool,
 }
 
 impl FoundFile<'_> {
-    /// Examines everything in `folder`, which is relative to the destination.
+    /// Examines all files and folders in `folder`, and records the foreign ones. `folder` is relative to the
+    /// destination.
     fn walk(&mut self, folder: &Path) -> Result<()> {
         for name in list(&self.destination.join(folder))? {
             let name = folder.join(name);

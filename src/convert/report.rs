@@ -1,6 +1,6 @@
 //! Reports of a conversion: the notes before the work begins, the preview, the closing line and the JSON document.
 //!
-//! All four are computed from one [`Account`], so they agree. All sizes and offsets are in bytes.
+//! All four are computed from one [`ReportSource`], so they agree. All sizes and offsets are in bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -50,14 +50,14 @@ impl fmt::Display for Preview {
     }
 }
 
-/// Result of an execution.
+/// Outcome of executing a plan, for this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// This process published the destination.
     Published,
     /// Another process of the run published the destination.
     PublishedByOther,
-    /// This process has finished its part. The process that finishes last publishes the destination.
+    /// This process has written its part. The process that finishes last publishes the destination.
     PartDone,
     /// The destination already existed and was made from the same source and options.
     UpToDate,
@@ -67,7 +67,7 @@ pub enum Outcome {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// Result of the execution.
+    /// Outcome of the execution.
     pub outcome: Outcome,
     /// Number of files of the destination.
     pub files: usize,
@@ -81,7 +81,8 @@ pub struct Report {
     pub time: Duration,
     /// Warnings about values that casts lost: overflows and NaNs.
     pub warnings: Vec<String>,
-    /// Options that include the values left out by default; `None` if nothing was left out.
+    /// Hint about values that are left out by default. It names the options that include them. `None` if no value was
+    /// left out.
     pub hint: Option<String>,
     line: String,
     document: Json,
@@ -101,16 +102,17 @@ impl fmt::Display for Report {
     }
 }
 
-/// Source of the counts and texts in previews and reports.
+/// Data from which the counts and texts of previews and reports are computed.
 pub struct ReportSource<'a> {
     conversion: &'a Prepared,
     destination: Option<&'a Path>,
     options: &'a Options,
-    /// Anonymous memory after planning, before any tensor data is copied.
+    /// Anonymous memory of this process after planning, before any tensor data is copied.
     before: Option<AnonymousMemory>,
-    /// Memory limit in bytes.
+    /// Limit of anonymous memory in bytes (`--max-memory`).
     max_memory: u64,
-    /// Bytes that each process would read, send and receive. Empty unless this is a preview with an exchange.
+    /// For each process, the bytes that it would read, send and receive. Empty unless this is the preview of an
+    /// exchange.
     pub loads: Vec<Load>,
     /// Warnings about options that have no effect.
     pub unused_options: Vec<String>,
@@ -126,7 +128,8 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
     notes
 }
 
-/// Returns the values that are not written: first as groups for the closing line, then as names for the JSON document.
+/// Returns the values that are not written: first as groups for the closing line, then as single names for the JSON
+/// document.
 pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let source = &conversion.source;
     let left = &source.selection.left_out;
@@ -142,7 +145,7 @@ pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
 }
 
-/// Returns the counts of cast tensors, for example `290 f32->bf16`.
+/// Returns the number of cast tensors for each pair of dtypes, for example `290 f32->bf16`.
 fn cast_text(stats: &Stats) -> Vec<String> {
     stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
 }
@@ -237,7 +240,7 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns a hint that names the options which include the values left out.
+    /// Returns a hint about the values that are left out. It names the options that include them.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());

@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
-/// Default selection of a verb, for a command line without name options.
+/// Selection of names that a verb uses if the command line has no name options.
 pub struct Defaults {
     pub root: Root,
     pub wrappers: Wrappers,
@@ -38,26 +38,27 @@ impl Defaults {
     }
 }
 
-/// Identity of SRC after `--fill-from` has put the values of SRC into another checkpoint, FILLER.
+/// Path and format of SRC. They are stored here after `--fill-from` has put the values of SRC into another checkpoint,
+/// FILLER.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
     pub format: Format,
-    /// Original entries of FILLER for the tensors that come from SRC.
+    /// Entries that FILLER had for the tensors that SRC replaced.
     pub replaced: BTreeMap<TensorId, TensorEntry>,
 }
 
-/// Opened source of a conversion, with the selected names and the connection to other processes.
+/// Opened source of a conversion, with the selected names and the connection to the other processes.
 pub struct ConversionSource {
-    /// SRC; with `--fill-from`, FILLER with the files of both checkpoints.
+    /// The opened checkpoint SRC. With `--fill-from`, it is FILLER, with the files of both checkpoints.
     pub checkpoint: Checkpoint,
-    /// Identity of SRC if the values of SRC were put into FILLER.
+    /// Path and format of SRC; `None` without `--fill-from`.
     pub filled: Option<Filled>,
     /// Checkpoint of `--like`, whose layout the destination gets.
     pub like: Option<Checkpoint>,
     /// Selected values, with their new names and dtypes.
     pub selection: Selected,
-    /// Choices for values that differ between ranks.
+    /// Result of resolving the values that differ between ranks.
     pub conflicts: ResolvedConflicts,
     /// True if replicas have already been compared.
     pub compared: bool,
@@ -65,12 +66,12 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// True if the processes have disconnected.
     pub has_parted: bool,
-    /// Hint with the option that includes the tensors left out by default.
+    /// Hint about tensors that are left out by default. It names the option that includes them.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint with the option that includes the names that `defaults` leave out. Returns no hint if the caller
-/// selected names.
+/// Returns a hint about the names that `defaults` leave out. It names the option that includes them. Returns `None` if
+/// the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -83,13 +84,13 @@ fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'stat
 }
 
 impl ConversionSource {
-    /// Returns how partial values are reduced.
+    /// Returns the method by which partial values are reduced.
     #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.peers.as_ref().map_or(ReductionMethod::InRankOrder, Peers::reducing)
     }
 
-    /// Returns whether processes exchange the data that they read.
+    /// Returns true if the processes exchange the data that they read.
     #[must_use]
     pub fn is_exchanged(&self) -> bool {
         self.peers.as_ref().is_some_and(Peers::exchange_bytes)
@@ -137,7 +138,7 @@ impl ConversionSource {
         }
     }
 
-    /// Returns the name for messages and the path of every checkpoint that is read.
+    /// Returns every checkpoint that is read: its name for messages, and its path.
     #[must_use]
     pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
@@ -164,7 +165,8 @@ impl ConversionSource {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
 
-    /// Adds the checkpoint to an error that names only a tensor, and node and process id to a process that it names.
+    /// Completes an error: adds the checkpoint if the error names only a tensor, and adds node and process id if it
+    /// names a process.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
         let error = match &self.peers {
@@ -177,7 +179,7 @@ impl ConversionSource {
         error.within(root)
     }
 
-    /// Chooses the values where ranks differ.
+    /// Resolves every value that differs between ranks, as `--on-conflict` says.
     ///
     /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise they are compared just
     /// before the copy.
@@ -251,8 +253,8 @@ impl ConversionSource {
         }
     }
 
-    /// Describes the first difference between two tensors of SRC, read as `dtype`, or returns `None` if they are equal.
-    /// Collective if there are peers.
+    /// Describes the first difference between two tensors of SRC, which are compared after a cast to `dtype`. Returns
+    /// `None` if they are equal. Collective if there are peers.
     ///
     /// # Errors
     /// Errors from reading.
@@ -277,15 +279,15 @@ impl ConversionSource {
         checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
-    /// Frees the selection and the state dict once the destination is laid out. For a checkpoint with very many
-    /// tensors, they take half of the memory. Two threads free them in parallel.
+    /// Frees the memory of the selection and the state dict, after the destination is laid out. They take half of the
+    /// memory for a checkpoint with very many tensors. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
         let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
         rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
     }
 
-    /// Returns every selected tensor with each of its names.
+    /// Returns every selected tensor under each of its names.
     #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
         model::all_tensors(&self.selection.catalog.state)
@@ -302,7 +304,7 @@ impl ConversionSource {
         found
     }
 
-    /// Returns every selected tensor once.
+    /// Returns every selected tensor once, even if it has several names.
     #[must_use]
     pub fn tensor_ids(&self) -> Vec<TensorId> {
         let mut ids = Vec::with_capacity(self.selection.catalog.tensors.len());
@@ -319,9 +321,9 @@ pub struct ReadRequest<'a> {
     pub like: Option<&'a Path>,
     pub series: SeriesChoice,
     pub want: Want,
-    /// Reads the existing files of a checkpoint with missing files.
+    /// True if a checkpoint with missing files may be read. Only its existing files are then read.
     pub incomplete: bool,
-    /// Reads flat parameters as 1-d tensors if their shapes are unknown.
+    /// True if flat parameters of unknown shapes are read as 1-d tensors.
     pub raw_flat: bool,
 }
 
@@ -351,7 +353,7 @@ pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> R
     Ok((checkpoint, peers))
 }
 
-/// Adds the hint that files missing on this node may be on the disk of another node.
+/// Adds a hint to an error about missing files: the files may be on the disk of another node.
 pub fn maybe_on_other_nodes(error: Error) -> Error {
     error.missing_hint(
         "copy the missing files into the folder, or save the checkpoint again; if other nodes have them, start a \
@@ -359,7 +361,7 @@ pub fn maybe_on_other_nodes(error: Error) -> Error {
     )
 }
 
-/// Prints the path that SRC resolved to, and the warnings and notes from reading it.
+/// Prints the path to which SRC was resolved, and the warnings and notes from reading it.
 pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if let Some(given) = &checkpoint.resolved_from {
         progress.note(&format!("reading {}, found in {}", checkpoint.root.display(), given.display()));
@@ -375,15 +377,14 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// Checks that the gradients, to which `--reduce` applies, are selected, because not every verb selects gradients by
-/// default.
+/// Checks that the gradients to which `--reduce` applies are selected. Not every verb selects gradients by default.
 ///
 /// # Errors
 /// `Usage` with the option that selects them.
 fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
     let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
-    // Other series have complete values, which must not be reduced.
+    // Only gradients are partial values. Other series have complete values, which must not be reduced.
     let are_taken = series.iter().any(|name| is_gradients(&name));
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
@@ -401,7 +402,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
     Err(Error::usage(format!("options::reduce {given}: the gradients are left out, so {effect}"), hint))
 }
 
-/// Returns the path of the gradients if no gradient is selected.
+/// Returns the path of the gradients in the source if none of them is selected, otherwise `None`.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;

@@ -8,7 +8,7 @@ use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
 use crate::quantity::count;
 
-/// Returns the options for the format's reader. `default` selects the series if the user names none.
+/// Returns the options for reading a checkpoint. `default` selects the series of rank files if the user names none.
 pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
@@ -29,7 +29,7 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
     }
 }
 
-/// Returns the checkpoint as input for the steps that copy bytes.
+/// Returns the catalog and the files of a checkpoint, as the input of the steps that copy bytes.
 pub fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }

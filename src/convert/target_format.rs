@@ -59,11 +59,11 @@ fn suffixes() -> impl Iterator<Item = &'static str> {
     Format::ALL.iter().flat_map(|format| format.entry().suffixes).copied()
 }
 
-/// Returns the error for a verb that writes whole tensors, if the format stores only shards.
+/// Returns the error for a verb that writes whole tensors to a format that stores only shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
     let is_whole = |format: &&Format| format.entry().write_whole.is_some();
     let mut formats: Vec<&Format> = Format::ALL.iter().filter(is_whole).collect();
-    // Formats that keep everything come first.
+    // In the hint, formats that also store objects come first.
     formats.sort_by_key(|format| !format.holds_objects());
     let formats = join(formats.into_iter().map(Format::to_string), "or");
     Error::usage(
@@ -72,7 +72,7 @@ pub fn holds_shards(verb: &str, to: Format) -> Error {
     )
 }
 
-/// Returns the error for a verb that writes shards, if the format stores only whole tensors.
+/// Returns the error for a verb that writes shards to a format that stores only whole tensors.
 pub fn holds_whole_tensors(to: Format) -> Error {
     let is_sharded = |format: &&Format| format.entry().write_shards.is_some();
     let shards = Format::ALL.iter().filter(is_sharded).map(|format| format!("options::to {format}"));

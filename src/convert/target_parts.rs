@@ -1,5 +1,5 @@
-//! Division of the destination into parts as in the source: several series of rank files, or several folders, and the
-//! sidecar files beside them.
+//! Divides the destination into parts in the same way as the source: several series of rank files, or several folders.
+//! Sidecar files are copied with each part.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use crate::format::{Checkpoint, CheckpointPart, Format, PartContent, RankName, R
 use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 
-/// Returns the checkpoint from which the result copies details of the format: the checkpoint of `--like`, otherwise the
+/// Returns the checkpoint from which details of the output format are copied: the checkpoint of `--like`, otherwise the
 /// source.
 pub fn example_of(source: &ConversionSource) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
-/// Part of the destination: a subtree of the state dict in its own folder or series of rank files.
+/// Part of the destination: a subtree of the state dict that has its own folder or its own series of rank files.
 pub struct PartTarget {
     pub folder: PathBuf,
     pub state: Value,
-    /// Path of this part in the whole state dict.
+    /// Path of the part's root in the state dict of the whole checkpoint.
     pub at: Path,
     /// Names of the part's rank files; `None` for a DCP directory, whose file names are fixed.
     pub names: Option<RankNamePattern>,
 }
 
 impl PartTarget {
-    /// Returns the path in the whole state dict of a value at `path` in this part.
+    /// Converts a path in this part into a path in the state dict of the whole checkpoint.
     pub fn whole_path(&self, path: &Path) -> Path {
         Path([self.at.0.as_slice(), &path.0].concat())
     }
@@ -99,7 +99,8 @@ fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
         .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
 }
 
-/// Returns one part per folder, if the source had several folders and they still contain every entry of the state dict.
+/// Returns one part per folder. Returns `None` unless the source had several folders that together still contain every
+/// entry of the state dict.
 fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     let parts = &source.checkpoint.parts;
     let dict = source.selection.catalog.state.as_dict()?;
@@ -170,8 +171,8 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
     }
 }
 
-/// Returns a sidecar file with its path and modification time in SRC. All processes use these to identify the file,
-/// even if they read a copy of it.
+/// Returns a sidecar file with its path and modification time in SRC. All processes identify the file by these values,
+/// even if they read a copy of the file.
 ///
 /// # Errors
 /// `Io` if it cannot be examined or is not a file.
@@ -197,7 +198,7 @@ fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
 /// # Errors
 /// `Usage` if the headers need more memory than the limit.
 pub fn check_room(ranks: u64, tensors: usize, more: u64, max_memory: u64) -> Result<()> {
-    /// Minimum size of a tensor's pickle, without the parts that all ranks share.
+    /// Minimum size in bytes of the pickle of one tensor, without the bytes that all ranks share.
     const TENSOR_BYTES: u64 = 128;
     let names = ranks.saturating_mul(tensors as u64).saturating_mul(TENSOR_BYTES);
     let needed = names.saturating_add(more);

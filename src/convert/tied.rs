@@ -1,5 +1,5 @@
-//! Tied embeddings: a checkpoint does not store the output layer, because the model shares one tensor between embedding
-//! and output layer.
+//! Restores output layers that are tied to the embedding. A model with tied embeddings uses one tensor for both, so its
+//! checkpoint may lack the output layer.
 //!
 //! `save_pretrained` of transformers and some trainers store only the embedding of such a model (`_tied_weights_keys`).
 //! A loader that asks for every key of the state dict, as DCP does, then misses the output layer.
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
 
-/// Names of embeddings in known model classes, each with the name of the tied output layer. GPT-NeoX is not included,
+/// Names of embeddings in known model classes, each with the name of the tied output layer. GPT-NeoX is missing,
 /// because its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.
 const TIED: [(&str, &str); 7] = [
     // Llama, Mistral, Qwen, Gemma, Phi
@@ -34,7 +34,7 @@ const TIED: [(&str, &str); 7] = [
 #[derive(Debug, PartialEq, Eq)]
 struct Tie {
     embedding: String,
-    /// Length of the common prefix before the names of [`TIED`].
+    /// Length of the prefix of both names, before the part that [`TIED`] lists.
     prefix: usize,
     output: String,
     id: TensorId,
@@ -42,7 +42,7 @@ struct Tie {
     is_stored: bool,
 }
 
-/// Returns the embeddings with known names, each with the name of its output layer.
+/// Returns the embeddings that have a known name, each with the name of its output layer.
 fn find(state: &Value) -> Vec<Tie> {
     let model = model::model(state);
     // A quantised or adapted output layer has tensors with other names below the same module.
@@ -65,13 +65,14 @@ fn find(state: &Value) -> Vec<Tie> {
     found
 }
 
-/// Returns the output layers that a checkpoint stores and model classes may tie, each with its embedding.
+/// Returns the output layers that the checkpoint stores although the model class may tie them. Each comes with its
+/// embedding.
 pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
     let stored = find(state).into_iter().filter(|tie| tie.is_stored);
     stored.map(|tie| (tie.output, tie.embedding)).collect()
 }
 
-/// Returns whether the configuration of a model ties its embeddings.
+/// Returns true if the configuration of a model states that its embeddings are tied.
 ///
 /// # Errors
 /// `Io` if the configuration cannot be read.
@@ -140,7 +141,7 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
 
 const NOTHING: &str = "options::tied write adds no name, because SRC already has all names";
 
-/// Returns whether a tensor of the checkpoint has several names.
+/// Returns true if any tensor of the checkpoint has more than one name.
 fn has_ties(catalog: &Catalog) -> bool {
     let mut seen = std::collections::HashSet::new();
     let mut is_tied = false;

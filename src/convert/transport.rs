@@ -20,39 +20,40 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// Means by which the processes connected.
+/// Connection that the processes opened first. It carries the control messages.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
     Mpi(Arc<Mpi>),
 }
 
-/// Transport of tensor data between processes.
+/// Method by which processes send tensor data to each other.
 pub enum Transport {
-    /// Each process reads the data that it writes, from SRC or from a copy of the files that it does not see.
+    /// Processes send no tensor data. Each reads the data that it writes, from SRC or from a copy of the files that it
+    /// does not see.
     Copy,
     #[cfg(feature = "mpi")]
     Mpi,
     Nccl(Box<Gpu>, Nccl),
 }
 
-/// Connection between the processes of a run.
+/// Connection between the processes of a run, for control messages and for tensor data.
 pub struct Link {
     way: Transport,
     met: Meeting,
 }
 
-/// Parameters for the choice of a transport.
+/// Inputs for choosing how the processes send tensor data to each other.
 pub struct LinkRequest<'a> {
     pub args: &'a ExchangeOptions,
-    /// Upper bound of the length of rounds.
+    /// Largest possible bucket size of the exchange rounds.
     pub rounds: Bucket,
     pub local_rank: u32,
     pub process_table: &'a ProcessTable,
     pub progress: &'a dyn Progress,
 }
 
-/// Evaluates an expression with the communicator of a [`Meeting`].
+/// Evaluates an expression with the communicator of a [`Meeting`], for each kind of communicator.
 macro_rules! of_met {
     ($met:expr, $control:ident => $body:expr) => {
         match $met {
@@ -63,7 +64,7 @@ macro_rules! of_met {
     };
 }
 
-/// Checks that `--backend mpi` is possible.
+/// Returns an error, because this program was built without MPI.
 ///
 /// # Errors
 /// `Usage`, because this program was built without MPI.
@@ -75,7 +76,7 @@ pub fn check_mpi(_launch: &crate::launch::Launch) -> Result<()> {
     ))
 }
 
-/// Checks that `--backend mpi` is possible.
+/// Checks that MPI started this program, as `--backend mpi` needs.
 ///
 /// # Errors
 /// `Usage` if MPI did not start this program.
@@ -91,7 +92,7 @@ pub fn check_mpi(launch: &crate::launch::Launch) -> Result<()> {
 }
 
 impl Meeting {
-    /// Chooses the transport of tensor data. Collective.
+    /// Chooses how the processes send tensor data to each other. Collective.
     fn way<C>(&self, control: &Arc<C>, linking: &LinkRequest<'_>) -> Result<Transport>
     where
         C: Communicator + crate::comm::FailureNotes + 'static,
@@ -142,7 +143,7 @@ impl Meeting {
         Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
-    /// Returns the transport without NCCL, and reports the reason `why`.
+    /// Returns the transport for processes that do not use NCCL, and reports the reason `why`.
     fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
@@ -159,13 +160,13 @@ impl Meeting {
 }
 
 impl Link {
-    /// Returns the connection before a transport is chosen.
+    /// Returns a connection for which no transport of tensor data has been chosen yet.
     #[must_use]
     pub fn new(met: Meeting) -> Self {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses the transport of tensor data. Collective; all processes choose the same transport.
+    /// Chooses how the processes send tensor data to each other. All processes choose the same method. Collective.
     ///
     /// # Errors
     /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.
@@ -183,7 +184,7 @@ impl Link {
         }
     }
 
-    /// Returns the transport of tensor data.
+    /// Returns the method by which processes send tensor data to each other.
     #[must_use]
     pub fn way(&self) -> &Transport {
         &self.way
@@ -201,7 +202,7 @@ impl Link {
 }
 
 impl Communicator for Link {
-    /// Uninhabited: tensor data uses the [transport](Link::way).
+    /// Uninhabited type: this communicator sends only control messages, and tensor data uses [`Link::way`].
     type Memory = Infallible;
 
     fn rank(&self) -> u32 {
@@ -247,8 +248,8 @@ impl Communicator for Link {
     }
 }
 
-/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU does this. Reports whether the GPU or the
-/// CPU is used.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU reduces and casts. Reports which of the
+/// two is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {
@@ -259,8 +260,8 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arith
 }
 
 impl LinkRequest<'_> {
-    /// Returns the GPU of this process if every process has a GPU. Otherwise returns the reason why the first process
-    /// without a GPU cannot use one. Collective.
+    /// Returns the GPU of this process if every process has a GPU. Otherwise returns the reason why a process cannot
+    /// use a GPU, from the first process without one. Collective.
     fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());

@@ -15,7 +15,8 @@ use crate::exec::copy::Stats;
 const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
-/// Returns the warnings that are known before the work begins. Processes that exchange bytes are already connected.
+/// Returns warnings about options without effect, as far as they are known before the work begins. Processes that
+/// exchange data are already connected.
 pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);
@@ -45,7 +46,7 @@ fn short_rounds(bytes: u64) -> Option<String> {
     })
 }
 
-/// Returns a warning that is known only after the run: `--fast-reduce` reduced nothing by NCCL.
+/// Returns a warning if NCCL reduced nothing although `--fast-reduce` was given. This is known only after the run.
 pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
     let is_by_nccl = conversion.source.reducing() == ReductionMethod::Nccl;
     // In a resumed run, the earlier run may have reduced all tensors that NCCL can reduce.
@@ -60,7 +61,7 @@ pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &St
     })
 }
 
-/// Returns the reason why processes exchange no bytes, or `None` if they exchange bytes.
+/// Returns the reason why processes exchange no data, or `None` if they exchange data.
 fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Option<String> {
     Some(String::from(match args.exchange.backend {
         _ if conversion.source.is_exchanged() => return None,
@@ -71,12 +72,12 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
     }))
 }
 
-/// Returns whether the processes are connected and reduce on the CPU.
+/// Returns true if the processes are connected and reduce partial values on the CPU.
 fn is_by_hosts(conversion: &Prepared) -> bool {
     conversion.source.peers.is_some() && conversion.source.reducing() == ReductionMethod::InRankOrder
 }
 
-/// Returns whether the conversion reads partial values (PyTorch's `Partial` placement).
+/// Returns true if the conversion reads partial values (PyTorch's `Partial` placement).
 fn has_partial_values(conversion: &Prepared) -> bool {
     let catalog = input(&conversion.source.checkpoint).catalog;
     conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).partial_values.is_some())

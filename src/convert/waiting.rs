@@ -7,11 +7,11 @@ use super::engine::Run;
 use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 
-/// Time that the first process waits for the last one to connect.
+/// Time that a process waits for all other processes to connect.
 const MEET_WITHIN: Duration = Duration::from_mins(2);
 const HURRIED: Duration = Duration::from_secs(10);
 
-/// Time after which a wait is first reported.
+/// Time after which a process first reports that it is waiting.
 const FIRST_SAID: Duration = Duration::from_secs(5);
 const SAID_SOON: Duration = Duration::from_secs(2);
 const SAID_AGAIN: Duration = Duration::from_secs(30);
@@ -28,20 +28,20 @@ pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     move |words| progress.outcome(words)
 }
 
-/// Returns a reporter of the files or parts that this process waits for. It reports after a delay, or immediately with
-/// `-v`.
+/// Returns a reporter that prints which files or parts this process waits for. It prints after a delay, or immediately
+/// with `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };
     WaitReporter { first, again, print: Arc::new(wait_printer(run)) }
 }
 
-/// Returns a reporter of long waits for connected processes.
+/// Returns a reporter that prints a message if connected processes make this process wait for a long time.
 pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, print: Arc::new(wait_printer(run)) }
 }
 
-/// Returns the time limit of a wait, with the times of its reports.
+/// Returns the time limit of a wait, with the times at which the wait is reported.
 pub fn wait_notices(limit: Duration, print: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
     WaitNotices { limit, first, again, print }

@@ -14,11 +14,11 @@ use crate::format::{Checkpoint, Format, Placing, ReadOptions, Want, WriteWhole, 
 use crate::publish::DestinationKind;
 use crate::quantity::count;
 
-/// A tied name that is only recorded, and the name under which its tensor is written.
+/// A pair of tied names: the name that is only recorded, and the name under which the tensor is written.
 type Alias = (Fqn, Fqn);
 
-/// Returns the tensors to write with their names, in natural order. Also returns the tied names that are only recorded,
-/// each with the name under which its tensor is written.
+/// Returns the tensors to write with their names, sorted in natural order. Also returns the tied names that are only
+/// recorded, each with the name under which its tensor is written.
 pub fn names_to_write(
     source: &ConversionSource,
     mut tensors: Vec<(Fqn, TensorId)>,
@@ -36,7 +36,7 @@ pub fn names_to_write(
     (tensors, aliases)
 }
 
-/// Checks that a format can record the dropped names of tied tensors.
+/// Checks that a format can record tied names, if these are not written as tensors.
 ///
 /// # Errors
 /// `Usage` if it cannot.
@@ -50,7 +50,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     ))
 }
 
-/// Returns the writer of a format for whole tensors.
+/// Returns the writer that stores whole tensors in a format.
 ///
 /// # Errors
 /// `Usage` for a format that stores only shards.
@@ -58,12 +58,13 @@ pub fn whole_writer(verb: &str, to: Format) -> Result<&'static dyn WriteWhole> {
     to.entry().write_whole.ok_or_else(|| holds_shards(verb, to))
 }
 
-/// Returns whether a destination is one file or a folder.
+/// Returns whether the destination is one file or a folder.
 pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> DestinationKind {
     if writer.is_one_file(destination) { DestinationKind::File } else { DestinationKind::Folder }
 }
 
-/// Returns the file of each tensor in the checkpoint of `--like`, if it and DST are folders of the same format.
+/// Returns, for each tensor, the file in which the checkpoint of `--like` stores it. Returns `None` unless that
+/// checkpoint and DST are folders of the same format.
 ///
 /// # Errors
 /// Errors from reading the checkpoint.

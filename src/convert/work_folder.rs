@@ -28,17 +28,17 @@ use crate::storage::{AnchoredPath, lookup};
 /// Longest time that process 0 waits for other processes to disconnect before it removes the files of the run.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// Longest time in which other runs may remove the folder that this run is creating.
+/// Longest time for which this run tries again to create its folder, while other runs remove that folder.
 #[cfg(any(test, feature = "mpi"))]
 const MAKE_WITHIN: Duration = Duration::from_secs(5);
 
 const COPY: &str = "copy";
 
-/// Work folder of one launch.
+/// Work folder beside DST that the processes of one launch share.
 pub struct WorkFolder {
     folder: AnchoredPath,
     run: AnchoredPath,
-    /// Parent folders that did not exist, the innermost first.
+    /// Parent folders of DST that did not exist before this run, the innermost first.
     made: Vec<PathBuf>,
     #[cfg(any(test, feature = "mpi"))]
     held: Option<Presence>,
@@ -83,8 +83,8 @@ impl WorkFolder {
     }
 
     /// Creates a folder with a new name for processes that are connected by MPI. Process 0 holds a lease in it, so that
-    /// no other run removes it. The folder contains only the metadata mirror, because these processes send the reasons
-    /// of failures by MPI. Collective.
+    /// no other run removes it. The folder contains only the metadata mirror, because these processes report failures
+    /// by MPI. Collective.
     ///
     /// # Errors
     /// `Io`; `Comm` with the process that fails.
@@ -105,7 +105,8 @@ impl WorkFolder {
         loop {
             let name =
                 format!("run-{:016x}", getrandom::u64().map_err(|error| Error::io("name", &self.run)(error.into()))?);
-            // Another run may have removed the work folder since it was opened, so it is opened again.
+            // Another run may have removed the work folder since this process opened it, so this process opens it
+            // again.
             let run = self.folder.reopened().join(&name);
             let taken = match run.create_with_parents() {
                 Ok(()) => Presence::take(&run, Part::alone(), 0)?,
@@ -114,7 +115,8 @@ impl WorkFolder {
             };
             match taken {
                 Some(held) => return Ok((name, held)),
-                // Another run that has published DST removes folders in which nobody holds a lease.
+                // Another run that has published DST removes every folder without a lease, so this folder may be
+                // missing.
                 None if begun.elapsed() < MAKE_WITHIN => sleep(Duration::from_millis(10)),
                 None => return Err(Error::io("create a lease in", &run)(ErrorKind::NotFound.into())),
             }
@@ -127,7 +129,7 @@ impl WorkFolder {
         &self.run
     }
 
-    /// Returns the folder for copied files of SRC.
+    /// Returns the folder into which files of SRC are copied.
     #[must_use]
     pub fn copy(&self) -> AnchoredPath {
         self.folder.join(COPY)
@@ -139,7 +141,7 @@ impl WorkFolder {
         self.keeps_copy = keeps_copy;
     }
 
-    /// Records that the work of this process is done. Other processes may still be connected.
+    /// Records that this process has finished its work. Other processes may still be connected.
     pub fn leave(&mut self, is_published: bool) {
         (self.is_done, self.is_published) = (true, is_published);
     }
@@ -188,8 +190,8 @@ fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
     AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
-/// Removes the files that killed runs left beside DST. A process calls this if it published DST without connecting to
-/// other processes.
+/// Removes the files that killed runs left beside DST. This function is for a process that published DST without a
+/// connection to other processes.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
         let folder = beside(destination, name);
@@ -201,7 +203,7 @@ pub fn clear_beside(destination: &Path) {
     }
 }
 
-/// Removes all entries of a work folder that no process uses.
+/// Removes all entries of a work folder that are not in use by a process.
 fn sweep(folder: &AnchoredPath) {
     for name in folder.names().unwrap_or_default() {
         let path = folder.join(&name);
@@ -255,7 +257,7 @@ mod tests {
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
-    /// The launcher gives both runs no name, or the same name.
+    /// Both runs have the same name, or no name, from the launcher.
     #[test]
     fn runs_that_meet_by_other_means_have_folders_of_their_own() {
         let root = tempfile::tempdir().unwrap();
@@ -277,7 +279,7 @@ mod tests {
             |works: &[WorkFolder]| works.iter().map(|work| work.of_run().path().to_path_buf()).collect::<Vec<_>>();
         let (first, second) = (paths(&one), paths(&other));
         assert!(first[0] == first[1] && second[0] == second[1] && first[0] != second[0], "{first:?} {second:?}");
-        // A third run that has published DST leaves both alone.
+        // A third run publishes DST, and does not remove the folders of these two runs.
         clear_beside(&root.path().join("a/out"));
         drop(one);
         assert!(!first[0].exists() && second[0].exists());

@@ -1,4 +1,5 @@
-//! Execution of a planned conversion: by a single process, by several processes, or as continuation of an earlier run.
+//! Executes a planned conversion. It runs in one process or in several processes, and can continue the work of an
+//! earlier run.
 //!
 //! All processes with the same command compute the same plan, so each knows its part without communication. A process
 //! writes the byte ranges of its part that no journal records as done, and records them. The process that finishes last
@@ -39,17 +40,17 @@ use crate::publish::{
 };
 use crate::quantity::human_bytes;
 
-/// Result of writing a destination.
+/// Result of writing to a destination.
 pub enum WriteOutcome {
-    /// The destination is published.
+    /// The destination is published, by this process or by another process.
     Published(Stats, Publisher),
-    /// This part is done; the process that finishes last publishes.
+    /// This process has written its part. The process that finishes last publishes the destination.
     Part(Stats),
-    /// The destination already existed and was made from the same plan.
+    /// The destination already existed and was made from the same plan, so nothing was written.
     Already,
 }
 
-/// Process that published the destination.
+/// The process that published the destination: this process or another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Publisher {
     This,
@@ -77,7 +78,7 @@ pub fn write_destination(
         peers.compare(plan.fingerprint)?;
     }
     let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
-    // Parts wait for each other after all have begun, so a process that cannot begin informs the others first.
+    // The processes later wait for each other's parts. A process that cannot begin informs the other processes now.
     let begun = match peers.filter(|peers| !peers.exchange_bytes()) {
         Some(peers) => peers.all_ok(begun)?,
         None => begun?,
@@ -95,14 +96,14 @@ pub fn write_destination(
                 clear_beside(destination);
             }
             match produced {
-                // Other processes recorded all parts first, or assumed that this process was dead. The files that this
-                // process misses were published.
+                // Another process has published the destination, after all parts were recorded or because it assumed
+                // that this process was dead. Publishing moved the files that this process misses.
                 Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
                 Err(Error::Stopped(stopped)) if staging.is_kept() => {
                     Err(stopped.keeping(staging.partial(), producer.kept()).into())
                 }
                 Err(error) if staging.is_kept() => {
-                    // The hints of usage errors already mention --resume.
+                    // The hints of usage errors already mention --resume, so these errors need no note.
                     if error.kind() != "usage" && producer.has_recorded() {
                         let (place, much) = (staging.partial().display(), producer.kept());
                         run.progress.note(&format!(
@@ -118,8 +119,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the claim of this process on a destination: whether it may replace an existing checkpoint, and whether it
-/// may resume or discard earlier work.
+/// Returns the request of this process to work on a destination. It states whether this process may replace an existing
+/// checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -186,8 +187,8 @@ impl DestinationWriter<'_> {
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
-    /// Writes the remaining ranges of this part. Also returns the work that was recorded before, because the journals
-    /// of other processes may later show that it belongs to this run.
+    /// Writes the byte ranges of this part that are not written yet. Also returns the work that was recorded before,
+    /// because the journals of other processes may later show that it belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -202,12 +203,14 @@ impl DestinationWriter<'_> {
         let before = EarlierWork::of(&known);
         let to_carry = self.carried_by(part).filter(|(number, _)| !known.carried.contains(number));
         check_space(staging.folder(), files, &todo, to_carry.map(|(_, file)| file))?;
-        // An earlier run may have used fewer checks, so the whole part is checked, not only the remaining ranges.
+        // An earlier run may have used fewer checks. So this run checks its complete part, including ranges that are
+        // already written.
         let see_apart = peers.is_some_and(Peers::see_apart);
         let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&source_tensors(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
-        // A single process that reads nothing back publishes immediately, so it records nothing at the end.
+        // A single process that reads nothing back publishes immediately after writing, so it need not record its last
+        // bytes.
         let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);
@@ -245,11 +248,11 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// Invalidates partly written replicas, and returns the completed work. NCCL must reduce all replicas of a value in
-    /// one operation, because otherwise their last bits may differ. Collective.
+    /// Invalidates replicas that are only partly written, and returns the completed work. NCCL must reduce all replicas
+    /// of a value in one operation, because otherwise the replicas may differ in their last bits. Collective.
     fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
-        // After the first barrier, no process invalidates entries. Before the second barrier, no process starts to
-        // write.
+        // The first barrier waits until no process invalidates entries any more. The second barrier prevents that a
+        // process writes before process 0 has invalidated entries.
         peers.barrier()?;
         if self.part().index == 0 {
             self.records.invalidate_partial_replicas()?;
@@ -258,7 +261,7 @@ impl DestinationWriter<'_> {
         self.records.known()
     }
 
-    /// Publishes the destination. Connected processes all learn the result.
+    /// Publishes the destination, and informs all connected processes of the result.
     fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
@@ -268,7 +271,7 @@ impl DestinationWriter<'_> {
             return Ok(WriteOutcome::Published(stats, Publisher::Other));
         }
         let published = self.publish(stats, before);
-        // A process that ends from here on cannot change the result, so the error of the barrier is ignored.
+        // From here on, a process that ends cannot change the result, so an error of the barrier is ignored.
         published.as_ref().map_or_else(|error| peers.fail(error), |_| drop(peers.barrier()));
         published
     }
@@ -301,7 +304,7 @@ impl DestinationWriter<'_> {
     /// Publishes the destination, unless work is missing, a process has not started, or another process is publishing.
     fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
         let Self { staging, run, .. } = *self;
-        // Without a kept journal, this process has written everything.
+        // If no journal is kept, this process has written everything.
         let known = if staging.is_kept() { self.records.known_yet()? } else { None };
         let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
         if !is_all_there || !self.has_everybody_begun()? {
@@ -312,8 +315,8 @@ impl DestinationWriter<'_> {
         Ok(true)
     }
 
-    /// Continues without processes that did not start or did not return, if their work is recorded. They may have
-    /// finished and ended before they could report it.
+    /// Continues although some processes did not start or did not report that they finished. Their work must be
+    /// recorded in the journals, which shows that they finished before they ended.
     ///
     /// # Errors
     /// An error with the missing parts if their work is not recorded.
@@ -326,7 +329,8 @@ impl DestinationWriter<'_> {
         Ok(())
     }
 
-    /// Checks that the finished work is recorded, unless another process has already published the destination.
+    /// Checks with `is_recorded` that the journals contain the finished work. Succeeds also if another process has
+    /// already published the destination.
     fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
         let mut incomplete = None;
         let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
@@ -336,7 +340,7 @@ impl DestinationWriter<'_> {
         incomplete.filter(|_| !is_shown).map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
-    /// Completes the output, whose parts are all written, and publishes it.
+    /// Completes the checksums of the output and publishes it. All parts of the output are already written.
     fn seal(&self, right: Seal<'_>, known: Option<CompletedWork>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
@@ -379,22 +383,22 @@ impl DestinationWriter<'_> {
         is_complete(known, self.files(), self.conversion.carried.len())
     }
 
-    /// Returns whether the journals record all work of a part.
+    /// Returns true if the journals record all work of the part with number `index`.
     fn is_done(&self, known: &CompletedWork, index: u32) -> bool {
         let part = Part { index, ..self.part() };
         self.conversion.division(part).without(&known.done).is_empty()
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 
-    /// Returns whether all processes that run at the same time have started. A process without work may start last, and
-    /// a destination that is already published would make it fail.
+    /// Returns true if all processes that run at the same time have started. A process without work may start late; if
+    /// the destination were already published, that process would fail.
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
-    /// Describes the work that another run need not repeat, for example `12.30 GB of 40.00 GB`. Each process describes
-    /// only its own part, because the other processes may still write or record theirs.
+    /// Describes the work of this process that the next run can skip, for example `12.30 GB of 40.00 GB`. The work of
+    /// other processes is not included, because they may still be writing.
     fn kept(&self) -> String {
         let part = self.part();
         let own = self.conversion.division(part);
@@ -409,7 +413,7 @@ impl DestinationWriter<'_> {
         }
     }
 
-    /// Returns whether another run can continue from recorded work.
+    /// Returns true if the journals contain work, so that another run can continue from it.
     fn has_recorded(&self) -> bool {
         !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }
@@ -428,12 +432,12 @@ impl DestinationWriter<'_> {
     }
 }
 
-/// Hints for a read-back that differs from the data that was written.
+/// Hints for an error of `--verify`: the written files differ from the source.
 const WRONG: &str = "memory or disk is faulty; nothing was published or kept; run the command again";
 const WRONG_AND_KEPT: &str = "memory or disk is faulty; nothing was published. Run the same command with \
                               options::resume to write these bytes again and keep all other finished work";
 
-/// Time until this process reports which parts it waits for, and interval between further reports.
+/// Time after which this process first reports which parts it waits for, and time between further reports.
 const SAY_AFTER: Duration = Duration::from_secs(5);
 const SAY_EVERY: Duration = Duration::from_mins(1);
 

@@ -1,31 +1,30 @@
-//! Buffer pool: reuses the host memory of rounds. Allocating new buffers for each round would be slow, because the
-//! kernel would clear as many pages as bytes are moved, and because pinned memory takes even longer to allocate. Unit:
-//! bytes.
+//! Buffer pool that reuses host memory, so that not every exchange round allocates new buffers. Allocating is slow: the
+//! kernel would clear as many pages as bytes are moved, and pinned memory takes even longer. Unit: bytes.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Result;
 
-/// Host memory of a fixed length, of the kind that a shuffle reads and writes.
+/// Host memory of a fixed length. Each kind of shuffle (host or GPU) has its own kind of host memory.
 pub trait HostMemory: AsRef<[u8]> + AsMut<[u8]> + Send + Sync + 'static {}
 
 impl HostMemory for Vec<u8> {}
 
-/// A pool of buffers of one kind of memory.
+/// A pool of reusable buffers in one kind of host memory.
 pub struct BufferPool<M> {
     make: Box<dyn Fn(usize) -> Result<M> + Send + Sync>,
     free: Mutex<Vec<M>>,
 }
 
 impl<M: HostMemory> BufferPool<M> {
-    /// Returns an empty pool, which allocates memory with `make`.
+    /// Returns an empty pool that calls `make` to allocate memory of a given length.
     #[must_use]
     pub fn new(make: impl Fn(usize) -> Result<M> + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Self { make: Box::new(make), free: Mutex::default() })
     }
 
-    /// Returns a buffer of this length with arbitrary content.
+    /// Returns a buffer with `len` bytes. Its content is arbitrary.
     ///
     /// # Errors
     /// Returns the error of the allocation.
@@ -36,7 +35,7 @@ impl<M: HostMemory> BufferPool<M> {
         // rounds as well.
         let too_short = if fitting.is_none() { free.pop() } else { None };
         drop(free);
-        // Freeing pinned memory takes time, so this happens after the lock is released.
+        // Freeing pinned memory takes time, so the memory is freed after the lock is released.
         drop(too_short);
         let memory = match fitting {
             Some(memory) => memory,
@@ -46,7 +45,7 @@ impl<M: HostMemory> BufferPool<M> {
     }
 }
 
-/// A buffer of a pool. Dropping it returns its memory to the pool.
+/// A buffer that belongs to a pool. When it is dropped, its memory returns to the pool.
 pub struct PooledBuffer<M: HostMemory> {
     /// The memory, which may be longer than the buffer. It is `None` only during `drop`.
     memory: Option<M>,
@@ -81,7 +80,7 @@ impl<M: HostMemory> Drop for PooledBuffer<M> {
     }
 }
 
-/// Splits a buffer into disjoint slices. `places` are the starts and lengths of the slices, ascending.
+/// Splits a buffer into disjoint slices. `places` has the start and the length of each slice, in ascending order.
 pub fn disjoint_slices(mut buffer: &mut [u8], places: impl Iterator<Item = (usize, usize)>) -> Vec<&mut [u8]> {
     let mut at = 0;
     let take = |(start, len): (usize, usize)| {

@@ -8,44 +8,45 @@ use std::ops::Range;
 
 use crate::exec::cast::Cast;
 
-/// The place where values are cast to the dtype of the target.
+/// The step in which values are cast to the dtype of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Casting {
     /// The writer casts values when it assembles the write blocks.
     InWriter,
-    /// The shuffle casts values, as [`Casts`] describes.
+    /// The shuffle casts values before they reach the writer, as [`Casts`] describes.
     InShuffle,
 }
 
-/// The layout of the output of a round after casts.
+/// The layout of a round's output buffer after the shuffle has cast the values.
 #[derive(Debug)]
 pub struct Casts {
-    /// The layout of each arriving tile.
+    /// The byte range and the cast of each tile that this process receives in the round.
     pub tiles: Vec<CastTile>,
-    /// The length of the output, in bytes.
+    /// The length of the output buffer after the casts, in bytes.
     pub len: usize,
 }
 
-/// The range and the cast of one tile.
+/// The byte range of one tile in the output buffer, and the cast of its values.
 #[derive(Debug)]
 pub struct CastTile {
-    /// The range of the output.
+    /// The byte range of the tile in the output buffer.
     pub range: Range<usize>,
-    /// The cast and its portions; `None` if the tile is not cast.
+    /// The cast, and the portions of the tile that are cast one by one; `None` if the tile is not cast.
     pub cast: Option<(Cast, Vec<Portion>)>,
 }
 
-/// A range of elements that is cast in one call.
+/// A range of a tile's elements that is cast in one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portion {
-    /// The elements of the portion.
+    /// The range of elements in the portion, counted from the first element of the tile.
     pub elements: Range<u64>,
-    /// The elements whose lost values are counted: a part of `elements`.
+    /// The subrange of `elements` for which values lost by the cast are counted.
     pub counted: Range<u64>,
 }
 
 impl Portion {
-    /// Splits all elements of a tile into portions, each of which contains at most one of the `counted` ranges.
+    /// Splits the elements of a tile into portions, so that each portion contains at most one of the ranges in
+    /// `counted`.
     pub fn all(numel: u64, counted: impl Iterator<Item = Range<u64>>) -> Vec<Self> {
         let mut counted: Vec<_> = counted.collect();
         if counted.is_empty() {

@@ -18,15 +18,15 @@ use crate::layout::partial::Share;
 use crate::layout::{Dims, Tile};
 use crate::plan::{SourceTensor, TilePlan};
 
-/// The process that writes each byte range of the output files (the owner of the range). No byte has two owners.
+/// For each byte range of the output files, the process that writes it (its owner). No byte has two owners.
 #[derive(Debug)]
 pub struct FileOwners {
-    /// For each file, byte ranges with their owners, ascending.
+    /// For each output file, its byte ranges in ascending order, each with the rank that writes it.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
 impl FileOwners {
-    /// Collects the owners from the byte ranges that each rank has to write.
+    /// Collects, for each byte range, the rank that writes it. `todos` has the byte ranges of each rank.
     #[must_use]
     pub fn new(files: &[OutputFile], todos: &[Extents]) -> Self {
         let mut owned: Vec<Vec<(Range<u64>, u32)>> = vec![Vec::new(); files.len()];
@@ -37,7 +37,7 @@ impl FileOwners {
         Self { files: owned }
     }
 
-    /// Splits a range of a file by owner. Returns each part with its owner.
+    /// Splits a range of a file into parts, each of which one rank writes. Returns each part with its rank.
     fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
         let ranges = &self.files[file as usize];
         let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);
@@ -46,62 +46,62 @@ impl FileOwners {
     }
 }
 
-/// A target tensor, and the elements of it that each rank needs.
+/// A target tensor with the elements that each rank needs.
 pub struct Demand<'a> {
-    /// The target tensor.
+    /// The target tensor, laid out in the output files.
     pub tensor: &'a Reserved,
-    /// The source tensor.
+    /// The entry of the source tensor in the catalog.
     pub source: &'a TensorEntry,
     /// The tiles from which at least one rank needs elements.
     pub tiles: Vec<Arc<NeededTile>>,
-    /// The groups of source chunks that hold the same elements (replicas), ascending by the first chunk. A tile plan
-    /// names the first chunk of a group.
+    /// Groups of source chunks that hold the same elements (replicas), in ascending order of the first chunk. A tile
+    /// plan names only the first chunk of each group.
     holders: SmallVec<[Holders; 2]>,
 }
 
-/// A tile that is written to one or more files.
+/// A target tile that is written to one or more files, with the ranks that need its elements.
 #[derive(Debug)]
 pub struct NeededTile {
     /// The name of the source tensor.
     pub fqn: Fqn,
     /// The position of the tile in the tensor.
     pub tile: Tile,
-    /// The partial values that are combined to the tile; `None` if the source has no partial values.
+    /// The partial values from which the tile is computed; `None` if the source has no partial values.
     pub share: Option<Arc<Share>>,
-    /// The chunks of this tile in the target's chunk table.
+    /// The indices of the target chunks that have this tile.
     pub chunks: Chunks,
-    /// The elements that ranks need, ascending and disjoint.
+    /// The ranges of elements that ranks need, in ascending order and without overlaps.
     pub needs: Needs,
-    /// The source of each partial value. If there are no partial values, the list has one entry, the source of the
-    /// values.
+    /// For each partial value, the source chunks that contain it. Without partial values, the list has one entry for
+    /// the source of the values.
     pub sources: Vec<SourceElements>,
     /// The reduction of the partial values; `None` if the values are copied.
     pub reducer: Option<Reducer>,
 }
 
-/// A range of elements that the same ranks need.
+/// A range of a tile's elements, and the ranks that need these elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
-    /// The elements, as a range of the tile's local tensor.
+    /// The elements, as a range of indices in the tile's local tensor.
     pub elements: Range<u64>,
     /// The ranks that need all of these elements.
     pub ranks: Ranks,
 }
 
-/// Indices of chunks. For a small tensor the list has one entry.
+/// Indices of chunks. The list has one entry for a small tensor.
 pub type Chunks = SmallVec<[usize; 1]>;
-/// The needs of a tile. For a small tensor the list has one entry.
+/// The ranges of a tile's elements that ranks need. The list has one entry for a small tensor.
 pub type Needs = SmallVec<[Need; 1]>;
 
-/// Ranks, ascending.
+/// Numbers of ranks, in ascending order.
 pub type Ranks = SmallVec<[u32; 4]>;
 
-/// The elements of a tile in the source chunks, with the strides of contiguous chunks.
+/// The source chunks that contain the elements of a tile, and the strides with which these chunks are read.
 #[derive(Debug)]
 pub struct SourceElements {
-    /// The overlaps of the tile with the source chunks.
+    /// The overlaps of the tile with source chunks.
     pub plan: TilePlan,
-    /// The strides of the source chunk, for each overlap of the plan.
+    /// For each overlap in the plan, the strides of its source chunk as a contiguous tensor.
     pub strides: Vec<Dims>,
 }
 
@@ -150,14 +150,15 @@ impl<'a> Demand<'a> {
         Ok(Self { tensor, source: entry, tiles: needed_tiles, holders })
     }
 
-    /// Returns the chunks that hold the same elements as this chunk, including this chunk.
+    /// Returns all source chunks that hold the same elements as `chunk`, which must be the first of its group. The
+    /// result includes `chunk`.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
         let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
         &self.holders[found.expect("tile plans name the first chunk of a group")]
     }
 
-    /// Returns whether no rank needs any element.
+    /// Returns true if no rank needs any element of the tensor.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tiles.is_empty()
@@ -185,13 +186,13 @@ fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs
             (rank, elements)
         }));
     }
-    // A small tensor is written by one rank.
+    // Most small tensors are written by one rank, so there is only one range.
     if let [(rank, elements)] = &all[..] {
         return Needs::from_iter([Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }]);
     }
     let mut rank_ranges: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
     all.into_iter().for_each(|(rank, elements)| rank_ranges.entry(rank).or_default().push(elements));
-    // For each element, the ranks whose ranges begin or end there.
+    // For each element index, the ranks whose ranges begin or end at that element.
     let mut boundaries: BTreeMap<u64, SmallVec<[(u32, Boundary); 4]>> = BTreeMap::new();
     for (rank, mut ranges) in rank_ranges {
         ranges.sort_unstable_by_key(|range| range.start);
@@ -217,13 +218,13 @@ fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs
     needs
 }
 
-/// One end of a range that a rank needs.
+/// The start or the end of a range that a rank needs.
 enum Boundary {
     Begin,
     End,
 }
 
-/// Merges adjacent and overlapping ranges of an ascending list.
+/// Merges adjacent and overlapping ranges in a list that is sorted by start.
 fn merge_adjacent(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     let mut merged: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
     for range in ranges {

@@ -4,12 +4,12 @@
 /// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WireBytes {
-    /// All sent bytes. Bytes that are sent by an all-gather count once.
+    /// The number of sent bytes. Bytes that an all-gather sends to all ranks count once.
     pub sent: u64,
-    /// The part of the sent bytes that is sent by an all-gather. These bytes need space in the sender's incoming buffer
-    /// as well.
+    /// The number of sent bytes that are sent by an all-gather. In the sender, these bytes also need space in its
+    /// incoming buffer.
     pub all_gathered: u64,
-    /// All received bytes.
+    /// The number of received bytes.
     pub received: u64,
 }
 
@@ -34,33 +34,34 @@ impl WireBytes {
 /// The memory that one process needs for a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
-    /// The bytes that are read into the stage.
+    /// The number of bytes that are read from files into the stage buffer.
     pub read: u64,
-    /// The bytes of the first phase, including NCCL reductions.
+    /// The bytes that are sent and received in the first phase, including NCCL reductions.
     pub first_phase: WireBytes,
-    /// The bytes of the second phase.
+    /// The bytes that are sent and received in the second phase.
     pub second_phase: WireBytes,
-    /// The bytes of the unpacked buffer: values, and the partial values that this process reduces.
+    /// The length of the unpacked buffer in bytes. It contains the values, and the partial values that this process
+    /// reduces.
     pub unpacked: u64,
-    /// This process's own partial values of NCCL reductions whose root is this process. They need space in the outgoing
-    /// buffer.
+    /// The number of bytes of this process's own partial values in NCCL reductions for which this process is the root.
+    /// They need space in the outgoing buffer.
     pub own_partial_values: u64,
 }
 
 impl Load {
-    /// Returns the bytes that are sent in both phases.
+    /// Returns the number of bytes that are sent in both phases together.
     #[must_use]
     pub fn sent(&self) -> u64 {
         self.first_phase.sent + self.second_phase.sent
     }
 
-    /// Returns the bytes that are received in both phases.
+    /// Returns the number of bytes that are received in both phases together.
     #[must_use]
     pub fn received(&self) -> u64 {
         self.first_phase.received + self.second_phase.received
     }
 
-    /// Returns the length of the largest buffer.
+    /// Returns the length in bytes of the largest buffer that the process needs for the round.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         let WireBytes { sent, all_gathered, received } = self.first_phase.plus(self.second_phase);
@@ -90,23 +91,23 @@ impl Load {
     }
 }
 
-/// The loads of all ranks. A round has one such value.
+/// The memory that each rank needs for one round.
 #[derive(Debug)]
 pub struct Loads(Vec<Load>);
 
-/// The loads of the ranks that take part in a transfer plan, ascending by rank. A round has many plans, but few ranks
-/// take part in each.
+/// The memory that a transfer plan needs on the ranks that take part in it, in ascending order of ranks. A round has
+/// many plans, but few ranks take part in each plan.
 #[derive(Debug, Default)]
 pub struct PartLoads(Box<[(u32, Load)]>);
 
 impl Loads {
-    /// Returns loads of 0 bytes.
+    /// Returns the loads of a round without any plan: 0 bytes for each rank.
     #[must_use]
     pub fn zero(ranks: usize) -> Self {
         Self(vec![Load::default(); ranks])
     }
 
-    /// Adds the loads of a transfer plan.
+    /// Adds the memory needs of a transfer plan to the needs of the round.
     pub fn add(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -114,7 +115,7 @@ impl Loads {
         }
     }
 
-    /// Subtracts the loads of a transfer plan that was added before.
+    /// Subtracts the memory needs of a transfer plan that was added before.
     pub fn subtract(&mut self, part: &PartLoads) {
         for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
@@ -122,13 +123,13 @@ impl Loads {
         }
     }
 
-    /// Returns the length of the largest buffer of any rank.
+    /// Returns the length in bytes of the largest buffer that any rank needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(Load::largest_buffer).max().unwrap_or(0)
     }
 
-    /// Returns the load of each rank.
+    /// Returns the list of the memory needs of each rank.
     #[must_use]
     pub fn into_ranks(self) -> Vec<Load> {
         self.0
@@ -136,13 +137,13 @@ impl Loads {
 }
 
 impl PartLoads {
-    /// Keeps the loads that are not zero.
+    /// Makes the list from the loads of all ranks. Ranks without any load are left out.
     #[must_use]
     pub fn new(all: &[Load]) -> Self {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())
     }
 
-    /// Returns the length of the largest buffer of any rank.
+    /// Returns the length in bytes of the largest buffer that any rank needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(|(_, load)| load.largest_buffer()).max().unwrap_or(0)

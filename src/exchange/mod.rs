@@ -74,15 +74,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The maximum number of rounds into which a dry run divides a large tensor.
 const MOST_WEIGHED: u64 = 1 << 12;
 
-/// The inputs of an exchange that all processes have in common.
+/// The inputs of an exchange, which are equal in all processes.
 #[derive(Clone, Copy)]
 pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
     pub parties: &'a Topology,
-    /// The ranges of the output files that each rank writes.
+    /// For each byte range of the output files, the rank that writes it.
     pub owners: &'a FileOwners,
-    /// The maximum number of bytes of a round for each process, see [`Rounds::new`].
+    /// The maximum number of bytes that each process may read, send, receive or unpack in a round; see [`Rounds::new`].
     pub bucket_bytes: u64,
 }
 
@@ -92,7 +92,7 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// Returns whether the shuffle computes values: it reduces partial values or casts.
+    /// Returns true if values change during the shuffle, because it reduces partial values or casts.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {
@@ -109,7 +109,7 @@ impl<'a> Exchange<'a> {
     pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
         let mut stats = Stats::for_reservation(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
-        // Limits the number of rounds, whatever the size of the checkpoint is.
+        // Larger rounds limit the number of rounds, however large the checkpoint is.
         let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
         let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
         for round in weighed.rounds() {
@@ -162,7 +162,7 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Reads the source ranges of one round after another.
+    /// Reads the source ranges of all rounds, one round after another.
     fn stage<M: HostMemory>(
         &self,
         moves: impl Fn(&Round<'_>) -> Moves,
@@ -180,7 +180,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Shuffles one round after another.
+    /// Sends the bytes of all rounds to the processes that need them, one round after another.
     fn shuffle<C: Communicator, S: Shuffle>(
         &self,
         communicator: &C,
@@ -232,7 +232,7 @@ impl<'a> Exchange<'a> {
         self.batch(moves, given, is_checked)
     }
 
-    /// Returns the received bytes as tiles to write.
+    /// Returns the values of a finished round as tiles for the writer.
     fn batch<M: HostMemory>(&self, moves: &Moves, given: ShuffleOutput<M>, is_checked: bool) -> Result<Arrived> {
         let ShuffleOutput { values, cast_losses: lost } = given;
         let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(values);
@@ -289,10 +289,10 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// The tiles of a round that are ready to be written.
+/// Tiles of a round that are ready to be written, and the ranges of the output files into which they are written.
 type Arrived = (Vec<PlannedTile>, TileBatch);
 
-/// The rounds that the shuffle returns, until the end or until a signal stops the process.
+/// The finished rounds, as input for the writer. Ends after the last round, or when a signal stops the process.
 struct Batches<'a> {
     shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,
@@ -316,7 +316,7 @@ impl TileSource for Batches<'_> {
     }
 }
 
-/// Sends this rank's remaining work to all ranks, and receives theirs.
+/// Sends the byte ranges that this rank still has to write to all ranks, and receives the ranges of the other ranks.
 ///
 /// # Errors
 /// The errors of [`Communicator::gather`]; `Comm` if a message is invalid.

@@ -40,74 +40,76 @@ use crate::exec::reduce::Reducer;
 /// element, and also the width of the widest memory access of a GPU.
 const ALIGNMENT: u64 = 16;
 
-/// A range of a source chunk to read.
+/// A range of a source chunk that this process reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceRead {
-    /// The source tensor.
+    /// The id of the source tensor.
     pub tensor: TensorId,
-    /// The index of the chunk.
+    /// The index of the chunk in its tensor.
     pub chunk: u32,
-    /// The first element, in the chunk's local tensor.
+    /// The index of the first element to read, in the chunk's local tensor.
     pub first_element: u64,
-    /// The range of the stage that the bytes are read into.
+    /// The byte range of the stage buffer into which the bytes are read.
     pub stage: Range<usize>,
 }
 
-/// The buffer from which bytes of a tile are copied.
+/// The buffer from which the bytes of a tile are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByteOrigin {
-    /// The stage, with the bytes that this process read.
+    /// The stage buffer, which contains the bytes that this process has read.
     Stage,
-    /// The incoming buffer, with the bytes that other processes sent.
+    /// The incoming buffer, which contains the bytes that other processes have sent.
     Incoming,
 }
 
 /// A part of a target tile that this process writes to its output files.
 #[derive(Clone, Debug)]
 pub struct ArrivingTile {
-    /// The index of the tensor in the reservation.
+    /// The index of the target tensor in the reservation.
     pub tensor: usize,
-    /// The tile of which this is a part.
+    /// The complete tile, of which this is a part.
     pub needed: Arc<NeededTile>,
-    /// The elements of this part, in the tile's local tensor.
+    /// The range of the part's elements in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The range of the output that contains the values of this part.
+    /// The byte range of the output buffer that contains the values of this part.
     pub value_range: Range<usize>,
-    /// The source of the values.
+    /// The way in which this process obtains the values.
     pub value_source: ValueSource,
-    /// Copies from the incoming buffer of the second phase to `value_range`. Target offsets count from the start of
-    /// `value_range`.
+    /// The copies from the incoming buffer of the second phase to `value_range`. Their target offsets count from the
+    /// start of `value_range`.
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// The way in which the values of a part of a tile are obtained.
+/// The way in which a process obtains the values of a part of a tile.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
-    /// Values are copied from the stage and from the first phase. The list is empty if the values arrive in the second
-    /// phase.
+    /// The values are copied from the stage, and from the incoming buffer of the first phase. The list is empty if the
+    /// values arrive in the second phase.
     Copied(OriginCopies),
-    /// Values are reduced from partial values, which are copied to a range of the unpacked buffer, one after the other.
+    /// The values are computed by reducing partial values. The partial values are first copied to `partial_range` of
+    /// the unpacked buffer, one after the other.
     Reduced { partial_range: Range<usize>, copies: OriginCopies, reducer: Reducer },
-    /// Values are written by an NCCL reduction; see [`Moves::nccl_reductions`].
+    /// An NCCL reduction writes the values; see [`Moves::nccl_reductions`].
     ReducedByNccl,
 }
 
-/// Copies, each with the buffer that it reads. Target offsets count from the start of the destination's range.
+/// Copies, each with the buffer from which it reads. Target offsets count from the start of the range that the copies
+/// write.
 pub type OriginCopies = Vec<(ByteOrigin, StridedCopy)>;
 
-/// The destination of the copies of one tile.
+/// The range of the unpacked buffer that the copies of one tile write.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyDestination<'a> {
-    /// The range of the unpacked buffer.
+    /// The byte range of the unpacked buffer that the copies write.
     pub range: &'a Range<usize>,
-    /// The copies, each with the buffer that it reads.
+    /// The copies, each with the buffer from which it reads.
     pub copies: &'a [(ByteOrigin, StridedCopy)],
     /// True if the copies may leave parts of the range unwritten. These parts must be 0.
     pub has_gaps: bool,
 }
 
 impl ArrivingTile {
-    /// Returns the destination of the copies. Returns `None` if NCCL writes the values.
+    /// Returns the byte range that the copies of this tile write. Returns `None` if NCCL writes the values.
     fn copy_destination(&self) -> Option<CopyDestination<'_>> {
         let (range, copies) = match &self.value_source {
             ValueSource::Copied(copies) => (&self.value_range, copies),
@@ -118,7 +120,7 @@ impl ArrivingTile {
         Some(CopyDestination { range, copies, has_gaps })
     }
 
-    /// Returns the copies from the stage and from the first phase.
+    /// Returns the copies from the stage and from the incoming buffer of the first phase.
     fn copies(&mut self) -> &mut OriginCopies {
         match &mut self.value_source {
             ValueSource::Copied(copies) | ValueSource::Reduced { copies, .. } => copies,
@@ -127,34 +129,36 @@ impl ArrivingTile {
     }
 }
 
-/// The work of one process in one round.
+/// The reads and copies that one process makes in one round.
 #[derive(Debug, Default)]
 pub struct Moves {
-    /// The ranges of source chunks to read.
+    /// The ranges of source chunks that this process reads.
     pub reads: Vec<SourceRead>,
-    /// The length of the stage.
+    /// The length of the stage buffer, into which source bytes are read.
     pub stage_len: usize,
-    /// The first phase. It packs bytes of the stage.
+    /// The first phase, which sends bytes of the stage buffer.
     pub first_phase: TransferPhase,
     /// The NCCL reductions of all ranks, in the same order on each rank. They run at the same time as the first phase.
     /// Their partial values follow the messages of the first phase in the outgoing buffer.
     pub nccl_reductions: Vec<NcclReduction>,
-    /// The tiles that this process writes.
+    /// The parts of target tiles that this process writes.
     pub arriving_tiles: Vec<ArrivingTile>,
-    /// The length of the output. The output is at the beginning of the unpacked buffer and contains the values.
+    /// The length of the output, in bytes. The output contains the values and is at the beginning of the unpacked
+    /// buffer.
     pub output_len: usize,
-    /// The length of the unpacked buffer, which contains the output and the partial values that this rank reduces.
+    /// The length of the unpacked buffer, in bytes. It contains the output, followed by the partial values that this
+    /// rank reduces.
     pub unpacked_len: usize,
-    /// The second phase. It packs bytes of the output. `None` if no rank sends anything in it.
+    /// The second phase, which sends bytes of the output. `None` if no rank sends anything in it.
     pub second_phase: Option<TransferPhase>,
     /// The layout of the output after casts; `None` if no value is cast in this round.
     pub casts: Option<Casts>,
-    /// See [`Round::completes_tensors`].
+    /// True if the round completes its tensors; see [`Round::completes_tensors`].
     pub completes_tensors: bool,
 }
 
 impl Moves {
-    /// Returns the moves of `rank` in a round.
+    /// Returns the reads and copies that `rank` makes in a round.
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.loads.len();
@@ -171,7 +175,7 @@ impl Moves {
             moves.nccl_reductions.extend(plan_nccl_reductions(plan, rank, &offsets, &arriving, &mut outgoing_len));
             moves.arriving_tiles.extend(arriving.into_values());
         }
-        // The partial values follow after all values.
+        // In the unpacked buffer, the partial values follow after all values.
         let partial_start = moves.output_len.next_multiple_of(usize::try_from(ALIGNMENT).expect("a few bytes"));
         for tile in &mut moves.arriving_tiles {
             if let ValueSource::Reduced { partial_range, .. } = &mut tile.value_source {
@@ -185,8 +189,8 @@ impl Moves {
         moves
     }
 
-    /// Adds the casts of the output, if there are any. `todo` contains the bytes that this rank writes; they determine
-    /// for which elements this rank counts lost values.
+    /// Adds the casts of the values, if the shuffle casts. `todo` contains the bytes that this rank writes; this rank
+    /// counts the lost values of their elements.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;
@@ -216,7 +220,7 @@ impl Moves {
         (longest(TransferPhase::outgoing_len).max(reductions_end), longest(TransferPhase::incoming_len))
     }
 
-    /// Returns the destinations of all copies from the stage and from the first phase, ascending.
+    /// Returns the byte ranges that copies from the stage and from the first phase write, in ascending order.
     #[must_use]
     pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
         let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
@@ -224,14 +228,14 @@ impl Moves {
         destinations
     }
 
-    /// Returns whether this rank reduces partial values without NCCL.
+    /// Returns true if this rank reduces partial values itself, without NCCL.
     #[must_use]
     pub fn has_reductions(&self) -> bool {
         self.unpacked_len > self.output_len
     }
 
-    /// Returns the tiles that this rank gets by a plan, by the index of the transfer target, still without copies from
-    /// the first phase. Schedules the messages of the second phase.
+    /// Returns the parts of tiles that this rank gets by a plan; the key is the index of the transfer target. Copies
+    /// from the first phase are not yet included. Also schedules the messages of the second phase.
     fn plan_arriving_tiles(
         &mut self,
         plan: &TransferPlan<'_>,
@@ -295,10 +299,11 @@ impl Moves {
     }
 }
 
-/// For each source range, the (wrapping) number that is added to an offset in the chunk to get the offset in the stage.
+/// For each source range, a number that converts offsets: the offset in the chunk plus this number is the offset in the
+/// stage buffer. The sum wraps, because the number may be negative.
 type StageOffsets = BTreeMap<SourceRange, u64>;
 
-/// Adds the copies of the first phase: the copies into messages, and the copies into this rank's tiles.
+/// Adds the copies of the first phase: copies into outgoing messages, and copies into the tiles of this rank.
 fn plan_transfers(
     plan: &TransferPlan<'_>,
     rank: u32,
@@ -322,7 +327,7 @@ fn plan_transfers(
     }
 }
 
-/// Returns the NCCL reductions of a plan, with the copies of this rank's partial values.
+/// Returns the NCCL reductions of a plan, with the copies that pack this rank's partial values.
 fn plan_nccl_reductions(
     plan: &TransferPlan<'_>,
     rank: u32,
@@ -351,8 +356,8 @@ fn plan_nccl_reductions(
     reductions.into_values()
 }
 
-/// Returns the elements of a tile for which this rank counts lost values, ascending. These are the elements whose first
-/// byte this rank writes in the first replica.
+/// Returns the elements of a tile for which this rank counts values lost by casts, in ascending order. To count each
+/// element once, a rank counts the elements whose first byte it writes in the first replica.
 fn elements_to_count(tensor: &Reserved, tile: &ArrivingTile, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
     let itemsize = tensor.dtype().itemsize();
     let range = tile.needed.chunks.first().and_then(|first| tensor.file_offset(*first));

@@ -1,8 +1,8 @@
-//! NCCL reductions. If each rank reads a different partial value of a tile, and the number of partial values is the
-//! number of ranks, `ncclReduce` can reduce them while it sends them. Then no rank needs memory for partial values of
-//! other ranks. NCCL adds in its own order and rounds to the dtype at each step. Therefore a result is close to the
-//! result of [`crate::exec::reduce`], but may have different bits. All sizes and offsets are in bytes. Invariant: all
-//! ranks queue the same reductions in the same order.
+//! NCCL reductions. `ncclReduce` can reduce the partial values of a tile while it sends them. This is possible if each
+//! rank reads a different partial value, and there are as many partial values as ranks. Then no rank needs memory for
+//! partial values of other ranks. NCCL adds in its own order and rounds to the dtype at each step. Therefore a result
+//! is close to the result of [`crate::exec::reduce`], but may have different bits. All sizes and offsets are in bytes.
+//! Invariant: all ranks queue the same reductions in the same order.
 //!
 //! ```text
 //!     in rank order    stage --packs--> outgoing --messages--> incoming --> partial values --reduce--> value
@@ -23,30 +23,32 @@ use crate::layout::ReduceOp;
 /// The dtype and the operation of an NCCL reduction. Each rank contributes one partial value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionKind {
-    /// The dtype of the partial values and of the result.
+    /// The dtype of the partial values, and also of the result.
     pub dtype: Dtype,
-    /// The operation. `Avg` is the sum divided by the number of ranks.
+    /// The reduction operation. `Avg` is the sum divided by the number of ranks.
     pub op: ReduceOp,
 }
 
 /// An NCCL reduction. All ranks take part in it.
 #[derive(Clone, Debug)]
 pub struct NcclReduction {
-    /// The dtype and operation.
+    /// The dtype and the operation of the reduction.
     pub kind: ReductionKind,
     /// The rank that gets the result.
     pub root: u32,
-    /// The range of the outgoing buffer that holds this rank's partial value.
+    /// The byte range of the outgoing buffer that contains this rank's partial value.
     pub partial_range: Range<usize>,
-    /// The copies from the stage to `partial_range`. Target offsets count from the start of `partial_range`.
+    /// The copies that pack this rank's partial value from the stage into `partial_range`. Their target offsets count
+    /// from the start of `partial_range`.
     pub packs: Vec<StridedCopy>,
-    /// The range of the unpacked buffer for the result, if this rank is the root.
+    /// The byte range of the unpacked buffer into which the result is written; `None` if this rank is not the root.
     pub value_range: Option<Range<usize>>,
 }
 
 impl ReductionKind {
-    /// Returns the NCCL reduction of a tile by `ranks` ranks. Returns `None` if NCCL does not support this reduction,
-    /// or if some elements of the tile have no partial value, because these elements must stay 0.
+    /// Returns the kind of NCCL reduction with which `ranks` ranks can reduce a tile. Returns `None` if NCCL does not
+    /// support the dtype or the operation. Also returns `None` if some elements of the tile have no partial value,
+    /// because these elements must stay 0.
     pub fn for_tile(needed: &NeededTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let reducer = needed.reducer?;

@@ -1,15 +1,15 @@
-//! Partial replicas: an interrupted run has written some replicas of a value but not the others. If an NCCL reduction
-//! runs twice, the two results may have different bits. Therefore, if a resumed run has to write a missing replica, it
-//! also rewrites the completed replicas of the same elements, so that all replicas are equal. All sizes and offsets are
-//! in bytes. Invariant: if no replica is missing, nothing is rewritten.
+//! Handles partial replicas: after an interrupted run, some replicas of a value are written and others are not. If an
+//! NCCL reduction runs twice, the two results may have different bits. Therefore, if a resumed run must write a missing
+//! replica, it also writes the completed replicas of the same elements again, so that all replicas are equal. All sizes
+//! and offsets are in bytes. Invariant: if no replica is missing, nothing is written again.
 
 use indexmap::IndexMap;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::exec::Extents;
 
-/// Returns the byte ranges of all replicas of those elements of reduced tensors that are missing in at least one
-/// replica. `done` contains the completed bytes.
+/// Finds the elements of reduced tensors that are missing in at least one replica, and returns the byte ranges of these
+/// elements in all replicas. `done` contains the completed bytes.
 #[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();

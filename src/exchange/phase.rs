@@ -15,35 +15,35 @@ use std::ops::Range;
 use super::load::{Load, WireBytes};
 use super::strided::StridedCopy;
 
-/// Bytes that one rank sends to one or more ranks.
+/// Bytes that one rank sends to one or more other ranks in a phase.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
     /// The rank that sends the bytes.
     pub sender: u32,
-    /// The ranks that get the bytes. The sender may be one of them.
+    /// The ranks that receive the bytes. The sender may be one of them, but sends nothing to itself.
     pub receivers: &'a [u32],
-    /// The number of bytes.
+    /// The number of bytes in the message.
     pub len: u64,
 }
 
-/// The operation that sends a message.
+/// The operation with which a message is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Addressing {
-    /// One message to each receiver.
+    /// The sender sends one point-to-point message to each receiver.
     PointToPoint,
-    /// One all-gather to all other ranks.
+    /// An all-gather sends the bytes to all other ranks.
     AllGather,
 }
 
 impl<'a> Message<'a> {
-    /// Returns the receivers without the sender.
+    /// Returns all receivers of the message except for the sender.
     fn other_receivers(&self) -> impl Iterator<Item = usize> + use<'a> {
         let Self { sender, receivers, .. } = *self;
         receivers.iter().filter(move |receiver| **receiver != sender).map(|receiver| *receiver as usize)
     }
 
-    /// Chooses the operation. With two ranks, a point-to-point message sends the same number of bytes as an all-gather,
-    /// and it needs no space in the sender's incoming buffer.
+    /// Chooses the operation with which this message is sent. With two ranks, a point-to-point message sends as many
+    /// bytes as an all-gather, and it needs no space in the sender's incoming buffer.
     fn addressing(&self, ranks: usize) -> Addressing {
         if ranks > 2 && self.other_receivers().count() == ranks - 1 {
             Addressing::AllGather
@@ -53,7 +53,7 @@ impl<'a> Message<'a> {
     }
 
     /// Returns the maximum number of strided copies that one process makes for this message. A long list of receivers
-    /// needs memory as well, so it is counted as additional copies.
+    /// also needs memory, so it counts as additional copies.
     pub fn max_copies(&self, ranks: usize) -> usize {
         const RECEIVERS_PER_COPY: usize = 1 << 6;
         let packs = match self.addressing(ranks) {
@@ -63,7 +63,7 @@ impl<'a> Message<'a> {
         packs + self.receivers.len() / RECEIVERS_PER_COPY
     }
 
-    /// Adds the bytes of this message to the loads of its sender and receivers, in one phase.
+    /// Adds the bytes of this message to the loads of its sender and of its receivers, in the given phase.
     pub fn add_load(&self, loads: &mut [Load], phase: fn(&mut Load) -> &mut WireBytes) {
         let addressing = self.addressing(loads.len());
         let sender = phase(&mut loads[self.sender as usize]);
@@ -116,19 +116,19 @@ impl TransferPhase {
     }
 }
 
-/// Builds a phase. The lengths of all messages are known from the start; the copies are added message by message.
+/// Builder of a phase. It gets the lengths of all messages at the start; the copies are added message by message.
 pub struct PhaseSchedule {
-    /// The phase of this rank, as scheduled so far.
+    /// The phase of this rank, with the messages that are already scheduled.
     pub phase: TransferPhase,
     rank: usize,
-    /// For each rank, the bytes scheduled so far: sent to it, received from it, and gathered from it.
+    /// For each rank, the number of scheduled bytes that are sent to that rank.
     sent: Vec<u64>,
     received: Vec<u64>,
     gathered: Vec<u64>,
 }
 
 impl PhaseSchedule {
-    /// Starts the phase of `rank`, in which all of these messages are sent.
+    /// Starts to build the phase of `rank`. `messages` are all messages that are sent in the phase.
     pub fn new<'a>(messages: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
         let rank = rank as usize;
         let zeros = || vec![0; ranks];
@@ -158,8 +158,9 @@ impl PhaseSchedule {
         Self { phase, rank, sent: zeros(), received: zeros(), gathered: zeros() }
     }
 
-    /// Schedules the next message. `pack` returns the copy that packs the bytes at a given offset of the outgoing
-    /// message. If this rank receives the message, returns the offset of the message in the incoming buffer.
+    /// Schedules the next message. If this rank sends the message, `pack` returns the copy that writes the bytes to a
+    /// given offset of the outgoing message. If this rank receives the message, this function returns the offset of the
+    /// message in the incoming buffer.
     pub fn schedule(&mut self, message: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
         let (rank, sender) = (self.rank, message.sender as usize);
         match message.addressing(self.sent.len()) {
@@ -187,7 +188,7 @@ impl PhaseSchedule {
     }
 }
 
-/// Adds `len` to `done`. Returns the previous value of `done`.
+/// Increases `done` by `len`, and returns its value before that.
 fn advance(done: &mut u64, len: u64) -> u64 {
     let at = *done;
     *done += len;

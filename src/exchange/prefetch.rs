@@ -1,6 +1,6 @@
-//! Prefetch: plans whole tensors in advance, one batch at a time, on all threads. A round of small tensors contains
-//! thousands of tensors, and the previous rounds must not wait until all of them are planned. Invariant: the iterator
-//! returns tensors and errors in the order of the reservation.
+//! Plans whole tensors in advance, one batch at a time, on all threads. A round of small tensors contains thousands of
+//! tensors, and the rounds before it must not wait until all of them are planned. Invariant: the iterator returns
+//! tensors and errors in the order of the reservation.
 
 use std::iter::{Enumerate, Peekable};
 use std::slice;
@@ -16,20 +16,20 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 
-/// The maximum number of tensors in a batch: several for each thread, even with many threads, but few compared with a
-/// round. The plans of a batch never need more memory than the plans of a round, even with many threads.
+/// The maximum number of tensors in a batch. A batch has several tensors for each thread, but few compared with a
+/// round. So the plans of a batch never need more memory than the plans of a round.
 const MAX_TENSORS: usize = 1 << 10;
 
-/// A unit with its transfer plan. There is no plan if it would have too many copies.
+/// A unit (elements of a tensor that are exchanged in one round) with its transfer plan.
 pub struct PlannedUnit<'a> {
-    /// The unit that is planned.
+    /// The unit for which the plan was made.
     pub unit: Unit<'a>,
-    /// The plan; `None` if it would have too many copies.
+    /// The transfer plan; `None` if it would have too many copies.
     pub plan: Option<SizedPlan<'a>>,
 }
 
 impl<'a> PlannedUnit<'a> {
-    /// Plans a unit.
+    /// Makes the transfer plan of a unit.
     ///
     /// # Errors
     /// Returns the errors of [`TransferPlan::build`].
@@ -39,7 +39,7 @@ impl<'a> PlannedUnit<'a> {
     }
 }
 
-/// An iterator over the tensors of which at least one rank has to write bytes. Each tensor is one range.
+/// An iterator over the tensors of which at least one rank must write bytes. Each item is a whole tensor with its plan.
 pub struct Prefetch<'a> {
     catalog: &'a Catalog,
     remaining: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
@@ -49,7 +49,7 @@ pub struct Prefetch<'a> {
 }
 
 impl<'a> Prefetch<'a> {
-    /// Returns the tensors to write, planned in advance.
+    /// Returns an iterator over the tensors to write. Their transfer plans are made in advance.
     #[must_use]
     pub fn new(catalog: &'a Catalog, tensors: &'a [Reserved], owners: &'a FileOwners, topology: &'a Topology) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl<'a> Prefetch<'a> {
         self.planned.len() > 0
     }
 
-    /// Plans a tensor. Returns `None` if no rank has to write any byte of it.
+    /// Plans the transfers of a tensor. Returns `None` if no rank has to write any byte of it.
     fn plan_tensor(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
         let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
         if demand.is_empty() {

@@ -16,13 +16,13 @@ use crate::storage::{FileId, Files};
 pub enum FileVisibility {
     /// All processes can read all files.
     Shared,
-    /// For each file, the ranks that can read it, ascending.
+    /// Each file can be read by the ranks in its list. The ranks are in ascending order.
     PerRank(Vec<SmallVec<[u32; 2]>>),
 }
 
 impl FileVisibility {
-    /// Returns the visibility of files that `ranks` ranks opened through a metadata mirror. All ranks see the files
-    /// that are not part of the mirror.
+    /// Returns which ranks see which of `files`, for files that `ranks` ranks opened through a metadata mirror. A file
+    /// that is not part of the mirror is visible to all ranks.
     #[must_use]
     pub fn from_files(files: &Files, ranks: u32) -> Self {
         let all: SmallVec<[u32; 2]> = (0..ranks).collect();
@@ -32,15 +32,15 @@ impl FileVisibility {
     }
 }
 
-/// The facts about the processes of an exchange that determine which process reads and which process reduces. This
-/// value is the same on all processes.
+/// The facts about the processes of an exchange that determine which process reads and which process reduces. All
+/// processes have the same value.
 #[derive(Clone, Debug)]
 pub struct Topology {
     /// The files that each rank can read.
     pub visibility: FileVisibility,
-    /// The node of each rank.
+    /// The number of the node on which each rank runs.
     pub nodes: Vec<u32>,
-    /// The rule that selects one of several replicas to read.
+    /// The rule that selects the replica to read, if there are several.
     pub replica_choice: ReplicaChoice,
     /// The method for reducing partial values.
     pub reducing: ReductionMethod,
@@ -64,17 +64,17 @@ impl ReplicaChoice {
     }
 }
 
-/// A rank, and the chunk that it reads.
+/// A rank that reads a source chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reader {
-    /// The rank that reads.
+    /// The number of the rank that reads.
     pub rank: u32,
-    /// The index of the chunk.
+    /// The index of the chunk that the rank reads.
     pub chunk: u32,
 }
 
 impl Topology {
-    /// Gathers the node of each rank. Collective.
+    /// Gathers the node number of each rank. Collective.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::gather`].
@@ -102,8 +102,8 @@ impl Topology {
     }
 
     /// Chooses a reader for each rank that needs bytes of a chunk. `needs` lists ranks with the number of bytes that
-    /// each needs, ascending by rank. `holders` are the chunks with the same elements. `turn` differs for each source
-    /// range, so that ranges with equally good readers are distributed among these readers.
+    /// each needs, ascending by rank. `holders` are the replicas of the chunk. `turn` differs for each source range, so
+    /// that ranges with equally good readers are distributed among these readers.
     ///
     /// # Errors
     /// Returns `Comm` if no process sees a file that contains the chunk.

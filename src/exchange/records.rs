@@ -39,8 +39,8 @@ const OP: &str = "meet";
 
 const TOGETHER: &str = "start all processes at the same time, with the same DST on a shared file system";
 
-/// The shortest and the longest delay between two checks for message files. Each delay is twice as long as the previous
-/// one.
+/// The shortest delay between two checks for message files. Each delay is twice as long as the previous one, up to
+/// `LONGEST`.
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
@@ -50,16 +50,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 
 /// The time after which an unchanged lease is reported, because its process should rewrite the lease every second.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 
-/// A process that has joined a session. It exchanges message files, but no tensor bytes.
+/// The communicator of a process that has joined a session. It exchanges message files, but no tensor bytes.
 #[derive(Debug)]
 pub struct Records {
     presence: Presence,
     folder: AnchoredPath,
     stop: Stop,
     reporter: WaitReporter,
-    /// A description of the work that is done until the next operation, for reports.
+    /// A description of the current work of this process, for reports about waiting. It is valid until the next
+    /// operation.
     doing: Mutex<&'static str>,
-    /// The number of operations that this process has begun.
+    /// The number of collective operations that this process has begun.
     number: Mutex<u64>,
 }
 
@@ -110,15 +111,15 @@ impl Session {
         Ok(session)
     }
 
-    /// Returns the maximum length of a session file for `of` processes: ten digits and a comma for each process, and
-    /// the key.
+    /// Returns the maximum length in bytes of a session file for `of` processes: ten digits and a comma for each
+    /// process, and the key.
     fn max_len(of: u32) -> u64 {
         64 + 11 * u64::from(of)
     }
 }
 
 impl Records {
-    /// Joins the other processes of `part` in `folder`, which is created if necessary.
+    /// Connects to the other processes of `part` through files in `folder`. Creates the folder if necessary.
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time or has failed in the meantime; `Stopped`; `Io`.
@@ -153,8 +154,8 @@ impl Records {
                 Err(error) => return Err(report_failure(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
-            // Processes that see process 0 wait longer, because process 0 reports the missing processes first; but this
-            // wait is limited as well.
+            // A process that sees process 0 waits longer, because process 0 should be the first to report missing
+            // processes. This longer wait is also limited.
             let until = wait.until() + if meeting.sees_first { notices.limit } else { Duration::ZERO };
             if Instant::now() >= until {
                 return Err(report_failure(own.as_ref(), meeting.late(&missing, &wait)));
@@ -168,7 +169,7 @@ impl Records {
         }
     }
 
-    /// Reports each long wait for a process: its number, its node, and whether it is alive.
+    /// Sets the reporter that prints each long wait for a process: its number, its node, and whether it is alive.
     #[must_use]
     pub fn reporting(self, reporter: WaitReporter) -> Self {
         Self { reporter, ..self }
@@ -212,7 +213,7 @@ impl Records {
     }
 }
 
-/// Notifies other processes, if there are any, why this process does not join them.
+/// Notifies the other processes, if there are any, why this process does not join the session.
 fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
@@ -227,7 +228,7 @@ fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     error
 }
 
-/// The result of one check of the folder.
+/// The result of one attempt to find the other processes.
 enum MeetingStep {
     Met(Vec<u32>),
     Missing(Vec<u32>),
@@ -237,10 +238,10 @@ struct Meeting {
     folder: AnchoredPath,
     part: Part,
     observer: Observer,
-    /// The leases whose processes were alive in an earlier check, by part and generation.
+    /// The leases whose processes were alive in an earlier check, as pairs of part and generation.
     seen_alive: BTreeSet<(u32, u32)>,
     is_blocked: bool,
-    /// True if process 0 is present. Used by the other processes.
+    /// True if process 0 is present. Process 0 itself does not use this field.
     sees_first: bool,
 }
 
@@ -277,7 +278,7 @@ impl Meeting {
         }
     }
 
-    /// Acquires the lease of this part, unless another process that may be alive holds it.
+    /// Acquires the lease of this process. Returns `None` if another process that may be alive holds the lease.
     fn take(&mut self, generations: &BTreeMap<u32, u32>) -> Result<Option<Presence>> {
         let index = self.part.index;
         let next = match generations.get(&index) {
@@ -294,7 +295,8 @@ impl Meeting {
         Presence::take(&self.folder.reopened(), self.part, next)
     }
 
-    /// Checks for the other processes, as process 0, and creates the session once all of them are present.
+    /// Looks for the other processes. Process 0 calls this, and creates the session as soon as all processes are
+    /// present.
     fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let earlier = self.members_of_earlier_sessions(own.generation())?;
         let (mut members, mut missing) = (vec![own.generation()], Vec::new());
@@ -316,8 +318,7 @@ impl Meeting {
         Ok(MeetingStep::Met(members))
     }
 
-    /// Checks, as a process other than process 0, for a session that process 0 has created and that contains this
-    /// process.
+    /// Looks for a session that process 0 has created and that contains this process. The other processes call this.
     fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<MeetingStep> {
         let missing = Ok(MeetingStep::Missing(vec![0]));
         let Some(first) = generations.get(&0).copied() else { return missing };
@@ -334,7 +335,7 @@ impl Meeting {
         }
     }
 
-    /// Returns the generation of the lease if its process is alive and waits to join.
+    /// Returns `generation` if the process that holds this lease is alive and waits to join.
     fn is_there(&mut self, index: u32, generation: u32) -> Result<Option<u32>> {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));
@@ -399,7 +400,7 @@ impl Meeting {
     }
 }
 
-/// Returns the name of a session of `of` processes. `generation` is the generation of the lease of process 0.
+/// Returns the name of the session of `of` processes in which the lease of process 0 has this generation.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }
@@ -481,7 +482,8 @@ impl Communicator for Records {
             sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
-        // Each process took part in the last operation, so it has read all message files of the operation before.
+        // Each process has taken part in the previous operation, so all processes have read the message files of the
+        // operation before it.
         if *number > 1 {
             let _ = self.folder.join(name(*number - 1, self.rank())).remove_file();
         }

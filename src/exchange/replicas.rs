@@ -1,8 +1,8 @@
-//! Replica comparison, for sources that no process sees completely. Each chunk is read once, by a rank that sees its
-//! file, and all ranks gather its hash: 32 bytes for each chunk. If two replicas differ, their readers send the hashes
-//! of their blocks, and then the first block that differs. The result is the same as if one process had read both
-//! replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives in the same order, and
-//! get the same result.
+//! Compares replicas of tensors in sources that no process sees completely. One rank that sees the file of a chunk
+//! reads the chunk, and all ranks gather the hash of each chunk, which has 32 bytes. If two replicas differ, their
+//! readers send the hashes of their blocks, and then the first block that differs. The result is the same as if one
+//! process had read both replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives
+//! in the same order, and get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -15,12 +15,12 @@ use crate::exec::compare::{Difference, ReplicaDifference, Values};
 use crate::exec::{Input, Reporter, Scratch, Silent, Stop};
 use crate::layout::Tile;
 
-/// The length of a block. Each block has one hash, and is sent as a whole if it differs.
+/// The length of a block in bytes. Each block has one hash. If the hashes differ, the entire block is sent.
 const BLOCK_BYTES: u64 = 256 << 10;
 
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// Returns the first difference between replicas for each tensor that has one. The result is the same as that of
+/// Returns, for each tensor whose replicas differ, the first difference. The result is the same as that of
 /// [`replica_difference`](crate::exec::compare::replica_difference). Collective.
 ///
 /// # Errors
@@ -86,7 +86,7 @@ pub fn differing_pair(
     Ok(found.first().map(|found| (lists.replicas[found.between[0]].chunk, found.element)))
 }
 
-/// The lists of chunks that should be equal, with their readers.
+/// The chunks to compare, each with the rank that reads it.
 struct ReplicaLists<'a> {
     visibility: &'a FileVisibility,
     ranks: u32,
@@ -94,7 +94,7 @@ struct ReplicaLists<'a> {
 }
 
 impl<'a> ReplicaLists<'a> {
-    /// Adds chunks that should be equal, and chooses their readers.
+    /// Adds a list of chunks that should be equal, and chooses the rank that reads each chunk.
     fn push(&mut self, tensor_index: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
         let first = self.replicas.len();
         for &(entry, chunk) in equal {
@@ -105,12 +105,12 @@ impl<'a> ReplicaLists<'a> {
     }
 }
 
-/// Two replicas that differ, by their indices.
+/// Two replicas that differ, and their first different element.
 struct DifferingPair {
     tensor_index: usize,
-    /// The indices of the two replicas.
+    /// The indices of the two replicas in the list of replicas.
     between: [usize; 2],
-    /// The first different element, in the chunk's local tensor.
+    /// The index of the first different element, in the chunk's local tensor.
     element: u64,
 }
 
@@ -151,19 +151,19 @@ fn first_differences(
     Ok(found)
 }
 
-/// A chunk to compare.
+/// A replica to compare: a chunk, and the rank that reads it.
 struct Replica<'a> {
-    /// The index of the tensor that is checked.
+    /// The index of the tensor to which the replica belongs.
     tensor_index: usize,
     entry: &'a TensorEntry,
-    /// The index of the replica with which this replica is compared.
+    /// The index of the first replica in the list; this replica is compared with it.
     first: usize,
     chunk: u32,
     reader: u32,
 }
 
 impl Replica<'_> {
-    /// Returns the hashes of all blocks, concatenated.
+    /// Returns the hashes of all blocks of the chunk, one after the other.
     fn block_hashes(&self, input: Input<'_>, reporter: &dyn Reporter, stop: &Stop) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let blocks: Vec<(u64, u64)> = values.blocks(BLOCK_BYTES).collect();
@@ -179,7 +179,7 @@ impl Replica<'_> {
         Ok(hashes?.concat())
     }
 
-    /// Reads one block.
+    /// Reads the block of the chunk with this number.
     fn read_block(&self, input: Input<'_>, number: usize) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let mut buffer = Vec::new();
@@ -190,7 +190,7 @@ impl Replica<'_> {
     }
 }
 
-/// Two replicas that differ.
+/// Two replicas that differ, and the means to find the first different element.
 struct Pair<'a, C> {
     communicator: &'a C,
     input: Input<'a>,
@@ -199,7 +199,8 @@ struct Pair<'a, C> {
 }
 
 impl<C: Communicator> Pair<'_, C> {
-    /// Finds the first different element. `blocks` contains the block hashes of each side that this rank has read.
+    /// Returns the index of the first different element. `blocks` has the block hashes of the left and the right
+    /// replica, each only if this rank has read it.
     fn first_element(&self, blocks: [Option<&[u8]>; 2]) -> Result<u64> {
         let [left, right] = self.gather_pair(blocks)?;
         let (left, right) = (left.as_chunks::<HASH_BYTES>().0, right.as_chunks::<HASH_BYTES>().0);
@@ -214,12 +215,12 @@ impl<C: Communicator> Pair<'_, C> {
         let dtype = self.left.entry.dtype;
         let elements = BLOCK_BYTES / dtype.itemsize() * number as u64;
         let difference = Difference::between(dtype, elements, &left, &right);
-        // The blocks can be equal only if a file has changed after it was hashed. A later check of the files detects
-        // this.
+        // The blocks can be equal only if a file has changed after it was hashed. A later check detects this change.
         Ok(difference.map_or(elements, |difference| difference.element))
     }
 
-    /// Gathers the bytes of both sides from their readers. `own` contains the sides that this rank has read.
+    /// Gathers the bytes of the left and the right replica from the ranks that read them. `own` has the bytes of each
+    /// replica that this rank has read.
     fn gather_pair(&self, own: [Option<&[u8]>; 2]) -> Result<[Vec<u8>; 2]> {
         let [left, right] = own.map(|own| self.communicator.gather(own.unwrap_or_default()));
         let take = |mut gathered: Vec<Vec<u8>>, replica: &Replica<'_>| gathered.swap_remove(replica.reader as usize);
@@ -227,8 +228,8 @@ impl<C: Communicator> Pair<'_, C> {
     }
 }
 
-/// Chooses the rank that reads a chunk, from the ranks that see its file: the rank at index `turn`, modulo their
-/// number.
+/// Chooses a rank that reads a chunk, among the ranks that see its file. The number `turn` distributes the chunks among
+/// these ranks.
 fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (visibility, file) {

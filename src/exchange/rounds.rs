@@ -23,19 +23,19 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// The maximum memory for plans, in bytes. It covers the plans of tensors that are planned in advance, and of the
-/// rounds that are being built, read, sent and written. Each strided copy is stored several times: as a transfer, in
-/// the maps that choose its reader, as a move, and as a planned tile with its output range, in lists with spare
-/// capacity. A transfer plan also contains the check of the source chunks, and a plan of each tile with its targets.
+/// The maximum memory for transfer plans, in bytes. It covers the plans of tensors that are planned in advance, and of
+/// the rounds that are being built, read, sent and written. Each strided copy is stored several times: as a transfer,
+/// in the maps that choose its reader, as a move, and as a planned tile with its output range. A transfer plan also
+/// contains the check of the source chunks, and a plan of each tile with its targets.
 pub const PLAN_BYTES: u64 = 4 * MAX_COPIES as u64 * 1024;
 
-/// One step of the exchange: whole tensors, or ranges of one tensor.
+/// One round of the exchange. It transfers whole tensors, or ranges of one tensor.
 pub struct Round<'a> {
     /// The transfer plans of the round.
     pub plans: Vec<TransferPlan<'a>>,
-    /// The memory needs of each rank.
+    /// The memory that each rank needs for the round.
     pub loads: Vec<Load>,
-    /// True if this round completes its tensors, so that the next round has other tensors.
+    /// True if this round transfers the last elements of its tensors, so that the next round has other tensors.
     pub completes_tensors: bool,
 }
 
@@ -44,15 +44,16 @@ pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
     topology: &'a Topology,
     bucket_bytes: u64,
-    /// The remaining units of the current tensor. The last unit in the list is planned next.
+    /// The remaining units (parts) of the current tensor, which did not fit into one round. The last unit in the list
+    /// is planned next.
     pending_units: Vec<Unit<'a>>,
-    /// A plan that did not fit into the previous round.
+    /// A plan that did not fit into the previous round, so that it is the first of the next round.
     deferred: Option<SizedPlan<'a>>,
 }
 
 impl<'a> Rounds<'a> {
-    /// Returns the rounds of all `tensors`. `bucket_bytes` is a limit for each process: in a round, the process reads,
-    /// sends, receives and unpacks at most so many bytes each, in both phases together. Bytes that a process
+    /// Returns the rounds of all `tensors`. `bucket_bytes` is a limit for each process and round: a process reads,
+    /// sends, receives and unpacks at most `bucket_bytes` each, in both phases together. Bytes that a process
     /// contributes to an all-gather count as received, and partial values count as unpacked.
     #[must_use]
     pub fn new(
@@ -66,7 +67,7 @@ impl<'a> Rounds<'a> {
         Self { tensors, topology, bucket_bytes, pending_units: Vec::new(), deferred: None }
     }
 
-    /// Plans the next unit, and splits it until it fits into one round.
+    /// Plans the next unit of a tensor. A unit that does not fit into one round is split until it fits.
     fn next_plan(&mut self) -> Result<Option<SizedPlan<'a>>> {
         if let Some(deferred) = self.deferred.take() {
             return Ok(Some(deferred));
@@ -93,12 +94,12 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    /// Returns whether a round may have a largest buffer of this length and this number of copies.
+    /// Returns true if a round may have this many copies and a largest buffer of this many bytes.
     fn fits(&self, largest_buffer: u64, copies: usize) -> bool {
         copies <= MAX_COPIES && largest_buffer <= self.bucket_bytes
     }
 
-    /// Plans the next round: adds plans as long as they fit into one round together.
+    /// Plans the next round: adds plans as long as all of them fit into one round.
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
         let mut plans: Vec<TransferPlan<'_>> = Vec::new();
         let mut sum = Loads::zero(self.topology.nodes.len());
@@ -139,14 +140,14 @@ fn split_range_list<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// Splits a unit into two: each range in half, or else the list of ranges in half. Returns `None` if the unit is one
-/// element.
+/// Splits a unit in two. Normally each of its ranges is halved; if that is not possible, the list of ranges is halved.
+/// Returns `None` if the unit is one element.
 fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     let unit = spread_over_ranks(unit, ranks);
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// Splits a unit that is a whole tensor into one range for each rank. Returns any other unit unchanged.
+/// Splits a unit that is a whole tensor into one range for each rank. Other units are returned unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
@@ -160,7 +161,7 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each range of a unit into two halves. Returns `None` if no range can be split.
+/// Splits each element range of a unit into two halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {
@@ -175,8 +176,8 @@ fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     Some((half(first)?, half(second)?))
 }
 
-/// Returns the element at which a range is split. It is near the middle, and at the start of a row if rows are short,
-/// because parts of rows need more copies than whole rows.
+/// Returns the element index at which a range is split. It is near the middle. If rows are short, it is also at the
+/// start of a row, because parts of rows need more copies than whole rows.
 fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
     let len = range.end - range.start;
     let even = range.start + len.div_ceil(2);
@@ -188,6 +189,6 @@ fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
         }
         row = larger;
     }
-    // A row is at most a quarter of the range, so this stays near the middle.
+    // A row has at most a quarter of the range's elements, so the result is still near the middle.
     even - even % row
 }

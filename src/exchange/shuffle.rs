@@ -16,21 +16,22 @@ use crate::error::Result;
 use crate::exec::cast::LossCounts;
 use crate::exec::sized_buffer;
 
-/// Exchanges the bytes that a process has read for the values that it writes, round by round.
+/// Sends the bytes that processes have read to the processes that need them, one round after another. Each process gets
+/// the values that it writes.
 pub trait Shuffle: Send {
-    /// The kind of host memory in which the stage and the output are.
+    /// The kind of host memory for the stage buffer and the output buffer.
     type Memory: HostMemory;
     /// A round that has begun but is not finished.
     type PendingRound;
 
-    /// The number of rounds that are begun before the first of them is finished. If the number is greater than 1, the
-    /// next round is sent while the caller waits for the current round.
+    /// The number of rounds that may be in progress at the same time. If it is greater than 1, the next round is sent
+    /// while the caller waits for the current round.
     const ROUNDS_IN_FLIGHT: usize;
 
-    /// Returns the pool of host memory for the stage and the output.
+    /// Returns the pool of host memory from which the stage buffer and the output buffer are taken.
     fn buffer_pool(&self) -> Arc<BufferPool<Self::Memory>>;
 
-    /// Returns where values are cast. The answer may differ between ranks.
+    /// Returns the step in which values are cast. The answer may differ between ranks.
     fn casting(&self) -> Casting {
         Casting::InWriter
     }
@@ -50,7 +51,7 @@ pub trait Shuffle: Send {
     fn finish(&mut self, moves: &Moves, round: Self::PendingRound) -> Result<ShuffleOutput<Self::Memory>>;
 }
 
-/// The output of a shuffle for one round.
+/// The result of a shuffle for one round.
 pub struct ShuffleOutput<M: HostMemory> {
     /// The values. If values are cast, [`Moves::casts`] describes their layout; otherwise they are the first
     /// [`Moves::output_len`] bytes.
@@ -59,7 +60,7 @@ pub struct ShuffleOutput<M: HostMemory> {
     pub cast_losses: Vec<LossCounts>,
 }
 
-/// The shuffle in host memory.
+/// A shuffle that packs, exchanges and reduces in host memory.
 pub struct HostShuffle<'a, C> {
     communicator: &'a C,
     pool: Arc<BufferPool<Vec<u8>>>,
@@ -78,7 +79,7 @@ impl<'a, C> HostShuffle<'a, C> {
 
 impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     type Memory = Vec<u8>;
-    /// The stage of the round, because the host does all work in `finish`.
+    /// The stage buffer of a pending round. The host does all work of the round in `finish`.
     type PendingRound = PooledBuffer<Vec<u8>>;
 
     const ROUNDS_IN_FLIGHT: usize = 1;
@@ -114,7 +115,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
 }
 
 impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
-    /// Packs the messages of a phase and exchanges them.
+    /// Packs the messages of a phase and exchanges them with the other ranks.
     fn run_phase(&mut self, phase: &TransferPhase, source: &[u8]) -> Result<()> {
         let own_range = phase.all_gather_ranges.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
         let outgoing = sized_buffer(&mut self.outgoing, phase.outgoing_len());

@@ -35,16 +35,16 @@ use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, FileId, Files};
 
-/// The number of bytes copied between two checks for a stop request.
+/// The number of bytes that are copied between two checks for a stop request.
 const BLOCK_BYTES: u64 = 64 << 20;
 
-/// The maximum time until a shared file system shows a new file on all nodes.
+/// The maximum time until all nodes see a new file on a shared file system.
 const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
-/// The maximum time to wait for another run that is about to release the folder.
+/// The maximum time for which this run waits for another run that is about to release the folder.
 const FREE_WITHIN: Duration = Duration::from_secs(3);
 
-/// A file to copy.
+/// A file of SRC that is copied.
 #[derive(Clone, Debug)]
 struct Copied {
     id: FileId,
@@ -54,7 +54,7 @@ struct Copied {
     writer: u32,
 }
 
-/// The content of the record file of a copied file.
+/// The content of the record file, which identifies the source file of a complete copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct CopyRecord {
     path: String,
@@ -62,25 +62,25 @@ struct CopyRecord {
     modified: (i64, i64),
 }
 
-/// The files of SRC to copy, and the folder to copy them to.
+/// The files of SRC that are copied, and the folder for the copies.
 #[derive(Debug)]
 pub struct SourceCopy {
     folder: AnchoredPath,
     files: Vec<Copied>,
 }
 
-/// The amount of data to copy.
+/// The number of files and bytes that are copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Amount {
     pub files: usize,
     pub bytes: u64,
-    /// The number of bytes that earlier runs have not copied yet.
+    /// The number of bytes that still have to be copied, because no earlier run has copied them.
     pub left: u64,
 }
 
 impl SourceCopy {
-    /// Selects the files that contain `reserved` bytes and that some processes do not see. `source` is the folder of
-    /// SRC.
+    /// Selects the files to copy: files from which `reserved` needs bytes, and that some processes do not see. `source`
+    /// is the folder of SRC.
     #[must_use]
     pub fn plan(
         folder: AnchoredPath,
@@ -106,9 +106,9 @@ impl SourceCopy {
         Self { folder, files }
     }
 
-    /// Acquires the folder for this run. Deletes its content, unless `goes_on` is true: then the files that an earlier
-    /// run has copied are kept. Called by process 0. If the lease of another run may be alive on another node, watches
-    /// that lease.
+    /// Acquires the folder for this run; only process 0 calls this. If `goes_on` is true, files that an earlier run has
+    /// copied are kept; otherwise the content of the folder is deleted. If the lease of another run may be alive on
+    /// another node, watches that lease.
     ///
     /// # Errors
     /// `Usage` if another run uses the folder; `Stopped`; `Io`.
@@ -160,7 +160,7 @@ impl SourceCopy {
         Ok(lease)
     }
 
-    /// Returns the amount of data to copy.
+    /// Returns the number of files and bytes to copy.
     #[must_use]
     pub fn amount(&self) -> Amount {
         let sum = |files: &mut dyn Iterator<Item = &Copied>| files.map(|file| file.record.len).sum();
@@ -175,7 +175,7 @@ impl SourceCopy {
         own.map(|file| file.record.len).sum()
     }
 
-    /// Copies the files that this process has to copy, and waits until the other processes have copied theirs.
+    /// Copies the files that are assigned to this process, and waits until the other processes have copied their files.
     /// Collective.
     ///
     /// # Errors
@@ -189,7 +189,7 @@ impl SourceCopy {
         communicator.all_ok(self.wait_shown(communicator, stop))
     }
 
-    /// Makes this process read the copies instead of the files that it does not see.
+    /// Changes `files`, so that this process reads the copies of files that it does not see.
     ///
     /// # Errors
     /// `Io` if a copy is missing.

@@ -1,5 +1,5 @@
-//! Stage: reads the source ranges of a round into one buffer, on several threads. Checks the CRC of each zip record
-//! that is read completely. All sizes and offsets are in bytes.
+//! Reads the source ranges of a round into one buffer, called the stage, on several threads. Checks the CRC of each zip
+//! record that is read completely. All sizes and offsets are in bytes.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,29 +11,29 @@ use crate::error::Result;
 use crate::exec::source_crc::{CrcRecorder, SourceCrcs};
 use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Input, PreparedTile, Scratch, Stop};
 
-/// A round whose source ranges have been read.
+/// A round whose source ranges are in memory.
 pub struct Staged<M: HostMemory> {
-    /// The work of this process in the round.
+    /// The reads and copies of this process in the round.
     pub moves: Moves,
-    /// The stage: the bytes that have been read.
+    /// The stage buffer, which contains the bytes that were read.
     pub bytes: PooledBuffer<M>,
-    /// True if the CRCs of all zip records read so far have been checked. False if a later round reads the rest of a
-    /// zip record.
+    /// True if the CRCs of all zip records that were read in this and earlier rounds have been checked. False if a
+    /// later round must read the remaining bytes of a zip record.
     pub is_checked: bool,
 }
 
-/// Reads the source ranges of rounds, and checks the CRCs of their zip records.
+/// Reader of the source ranges of rounds. It also checks the CRCs of zip records.
 pub struct Stage<'a, M> {
     input: Input<'a>,
     pool: Arc<BufferPool<M>>,
     crcs: SourceCrcs,
-    /// The number of threads that read. Each has its own scratch memory.
+    /// The number of threads that read. Each thread has its own scratch memory.
     threads: usize,
     stop: &'a Stop,
 }
 
 impl<'a, M: HostMemory> Stage<'a, M> {
-    /// Returns a stage that reads `input` on `threads` threads, into buffers of `pool`.
+    /// Returns a reader that reads `input` on `threads` threads, into buffers of `pool`.
     #[must_use]
     pub fn new(input: Input<'a>, pool: Arc<BufferPool<M>>, threads: usize, stop: &'a Stop) -> Self {
         Self { input, pool, crcs: SourceCrcs::default(), threads, stop }

@@ -1,5 +1,5 @@
-//! Strided copies, of which the moves of a round consist. All sizes and offsets are in bytes. Invariant: messages have
-//! no gaps, so the sender packs exactly the bytes that the receiver unpacks.
+//! Strided copies between buffers, of which the work of a round consists. All sizes and offsets are in bytes.
+//! Invariant: messages have no gaps, so the sender packs exactly the bytes that the receiver unpacks.
 
 use smallvec::SmallVec;
 
@@ -7,16 +7,16 @@ use crate::exec::runs::copy_runs;
 use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 
-/// A loop nest of runs of bytes that are copied from one buffer to another.
+/// A copy from one buffer to another. It consists of nested loops over contiguous runs of bytes of equal length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedCopy {
     /// The offset of the first run in the source buffer.
     pub source: u64,
     /// The offset of the first run in the target buffer.
     pub target: u64,
-    /// The length of a run.
+    /// The length of each run in bytes.
     pub run_bytes: u64,
-    /// The loops around a run, outermost first.
+    /// The loops over the runs, with the outermost loop first.
     pub levels: SmallVec<[LoopLevel; 4]>,
 }
 
@@ -27,31 +27,31 @@ impl StridedCopy {
         self.levels.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Makes the copy in host memory.
+    /// Performs the copy in host memory.
     pub fn copy(&self, source: &[u8], target: &mut [u8]) {
         let at = |offset: u64| usize::try_from(offset).expect("an offset in memory");
         copy_runs(&source[at(self.source)..], &mut target[at(self.target)..], self.run_bytes, &self.levels);
     }
 
-    /// Returns a copy of one contiguous range.
+    /// Returns the copy of one contiguous range of `len` bytes.
     #[must_use]
     pub fn contiguous(source: u64, target: u64, len: u64) -> Self {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
-    /// Returns the copy of a piece that is strided in both buffers.
+    /// Returns the copy for a piece of a tile that is strided in both buffers.
     pub(super) fn from_piece(piece: &Piece, source: u64, target: u64) -> Self {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }
 
-    /// Returns the copy that packs a piece: its target is contiguous.
+    /// Returns the copy that packs a piece of a tile into a message. Its target is contiguous.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
         let levels =
             dense_levels(&piece.levels, |level, step| LoopLevel { target_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 
-    /// Returns the copy that unpacks a piece: its source is contiguous.
+    /// Returns the copy that unpacks a piece of a tile from a message. Its source is contiguous.
     pub(super) fn unpacked(piece: &Piece, source: u64, target: u64) -> Self {
         let levels =
             dense_levels(&piece.levels, |level, step| LoopLevel { source_step: step, ..level }, piece.run_bytes);
@@ -59,7 +59,8 @@ impl StridedCopy {
     }
 }
 
-/// Returns the loops of a copy that is contiguous on one side.
+/// Returns the loops of a copy that is contiguous in one of its buffers. `with_step` sets the step of that buffer in a
+/// loop.
 fn dense_levels(
     levels: &[LoopLevel],
     with_step: impl Fn(LoopLevel, u64) -> LoopLevel,

@@ -37,24 +37,25 @@ use crate::plan::Pieces;
 /// of all processes, and these plans need memory, especially if runs have only a few elements.
 pub const MAX_COPIES: usize = 1 << 13;
 
-/// All transfers of one unit.
+/// The plan of all transfers of one unit (the elements of a tensor that are exchanged in one round).
 pub struct TransferPlan<'a> {
-    /// The elements that are transferred.
+    /// The elements of a tensor that are transferred.
     pub unit: Unit<'a>,
-    /// The parts of target tiles that ranks need.
+    /// The parts of target tiles that the transfers fill.
     pub targets: Vec<TransferTarget>,
-    /// The source ranges to read, ascending, each with its bytes in the chunk. Bytes count from element 0 of the chunk,
-    /// as in a contiguous chunk.
+    /// The source ranges that are read, in ascending order, each with its byte range in the chunk. Bytes count from
+    /// element 0 of the chunk, as if the chunk were contiguous.
     pub source_ranges: Vec<(SourceRange, Range<u64>)>,
     /// The copies from source ranges to targets.
     pub transfers: Vec<Transfer>,
-    /// The number of strided copies that all ranks together pack. No rank unpacks more copies than this.
+    /// The number of strided copies that all ranks together make to pack messages. No rank unpacks more copies than
+    /// this.
     pub copies: usize,
 }
 
-/// A transfer plan and the memory that it needs. A round contains several plans if they fit together.
+/// A transfer plan with the memory that it needs. A round contains several plans if all of them fit.
 pub struct SizedPlan<'a> {
-    /// The transfer plan.
+    /// The transfer plan whose memory `loads` states.
     pub plan: TransferPlan<'a>,
     /// The memory that the plan needs on each rank that takes part.
     pub loads: PartLoads,
@@ -79,7 +80,7 @@ impl<'a> TransferPlan<'a> {
         Ok((plan.copies <= max_copies).then(|| SizedPlan { loads: plan.loads(ranks), plan }))
     }
 
-    /// Returns the messages of the first phase: source bytes, each sent to one or more ranks.
+    /// Returns the messages of the first phase, which send source bytes. Each message goes to one or more ranks.
     pub fn first_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
         self.transfers
             .iter()
@@ -87,13 +88,13 @@ impl<'a> TransferPlan<'a> {
             .map(Transfer::message)
     }
 
-    /// Returns the messages of the second phase: reduced values that one rank sends to the others.
+    /// Returns the messages of the second phase, which send reduced values from one rank to the others.
     pub fn second_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the targets of the unit, and the transfers from the source chunks to the targets. Returns false if there
-    /// are too many transfers.
+    /// Adds the targets of the unit, and the transfers from source chunks to these targets. Returns false if there are
+    /// more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();
@@ -142,15 +143,16 @@ impl<'a> TransferPlan<'a> {
                 }
             }
         }
-        // Small tensors have one target each, and a round has thousands of small tensors.
+        // The spare capacity is freed, because a round has thousands of small tensors with one target each.
         targets.shrink_to_fit();
         true
     }
 
-    /// Sets the reader of each transfer. If the receivers of a transfer have different readers, splits the transfer.
+    /// Sets the rank that reads the source bytes of each transfer. Splits a transfer if its receivers get the bytes
+    /// from different readers.
     fn choose_readers(&mut self, topology: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
-        // The number of bytes, by range and chunk and then by receiving rank.
+        // For each range and chunk, the number of bytes that each receiving rank needs.
         let mut needs: BTreeMap<(usize, u32), BTreeMap<u32, u64>> = BTreeMap::new();
         for Transfer { from, receivers, piece, .. } in transfers.iter() {
             let range_needs = needs.entry((from.range, from.reader.chunk)).or_default();
@@ -160,7 +162,8 @@ impl<'a> TransferPlan<'a> {
         for (turn, ((range, chunk), rank_needs)) in needs.into_iter().enumerate() {
             let rank_needs: SmallVec<[(u32, u64); 8]> = rank_needs.into_iter().collect();
             let holders = topology.replica_choice.allowed_holders(unit.demand.holders(chunk));
-            // If tensors have one source range each, different ranks read them.
+            // The number of the tensor is added, so that the small tensors of a round, with one source range each, are
+            // read by different ranks.
             let chosen = topology.choose_readers(unit.demand.source, holders, &rank_needs, turn + unit.number)?;
             for ((rank, _), reader) in rank_needs.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);
@@ -235,8 +238,8 @@ impl<'a> TransferPlan<'a> {
     }
 }
 
-/// Removes the NCCL reduction from every target that is not eligible. A target is eligible if each rank reads one
-/// entire partial value, and no two ranks read the same one.
+/// Removes the NCCL reduction from each target that NCCL cannot reduce. NCCL can reduce a target if each rank reads one
+/// entire partial value, and no two ranks read the same partial value.
 fn drop_ineligible_reductions(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
     const NONE: u32 = u32::MAX;
     let mut readers: Vec<Vec<u32>> =

@@ -15,42 +15,44 @@ use crate::plan::Piece;
 /// The elements of a tensor that are exchanged in one round: disjoint ranges, in row-major order of the whole tensor.
 #[derive(Clone)]
 pub struct Unit<'a> {
-    /// The demand for the tensor.
+    /// The elements of the tensor that each rank needs.
     pub demand: Arc<Demand<'a>>,
-    /// The index of the tensor in the reservation.
+    /// The index of the target tensor in the reservation.
     pub number: usize,
-    /// The ranges, in elements.
+    /// The disjoint element ranges of the tensor that are exchanged.
     pub ranges: Vec<Range<u64>>,
 }
 
 /// A part of a target tile that some ranks need.
 #[derive(Clone, Debug)]
 pub struct TransferTarget {
-    /// The index of the tensor in the reservation.
+    /// The index of the target tensor in the reservation.
     pub tensor: usize,
-    /// The tile of which this is a part.
+    /// The complete tile, of which this target is a part.
     pub needed: Arc<NeededTile>,
-    /// The elements of the part, in the tile's local tensor.
+    /// The range of the part's elements in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The length of the values, and of each partial value.
+    /// The length in bytes of the part's values. Each partial value of the part has the same length.
     pub part_bytes: u64,
-    /// The ranks that need the part.
+    /// The ranks that need this part of the tile.
     pub ranks: Ranks,
-    /// The rank that reduces the partial values and sends the result to the others. `None` if each rank gets the source
-    /// bytes and reduces or copies them itself.
+    /// The rank that reduces the partial values and sends the result to the other ranks. `None` if each rank receives
+    /// the source bytes, and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
-    /// The NCCL reduction that computes the part, if NCCL reduces it. Its partial values are then not sent as messages.
+    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce it; its partial values are then sent
+    /// as messages.
     pub nccl_reduction: Option<ReductionKind>,
 }
 
 impl Unit<'_> {
-    /// Returns whether the unit is the whole tensor, in one range.
+    /// Returns true if the unit has all elements of the tensor, in one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number that is different for consecutive ranges, so that consecutive ranges use different ranks.
+    /// Returns a number from which the rank that reads or reduces a range is chosen. It differs for consecutive ranges,
+    /// so that they use different ranks.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
@@ -58,26 +60,26 @@ impl Unit<'_> {
 }
 
 impl TransferTarget {
-    /// Returns the ranks that receive the source bytes.
+    /// Returns the ranks that receive the source bytes of this target.
     #[must_use]
     pub fn receivers(&self) -> &[u32] {
         self.reducing_rank.as_ref().map_or(&self.ranks, slice::from_ref)
     }
 
-    /// Returns the total length of all partial values.
+    /// Returns the total length of all partial values of this target, in bytes.
     #[must_use]
     pub fn partial_values_bytes(&self) -> u64 {
         self.part_bytes * self.needed.sources.len() as u64
     }
 
-    /// Returns the root and the kind of the NCCL reduction, if there is one.
+    /// Returns the root rank and the kind of the NCCL reduction. Returns `None` if NCCL does not reduce this target.
     #[must_use]
     pub fn nccl_root(&self) -> Option<(u32, ReductionKind)> {
         self.nccl_reduction.map(|kind| (self.receivers()[0], kind))
     }
 
-    /// Returns the message of the second phase, which sends the reduced values to the other ranks. Returns `None` if
-    /// there is no such message.
+    /// Returns the message of the second phase, in which the reducing rank sends the reduced values to the other ranks.
+    /// Returns `None` if there is no reducing rank.
     #[must_use]
     pub fn second_phase_message(&self) -> Option<Message<'_>> {
         self.reducing_rank.map(|from| Message { sender: from, receivers: &self.ranks, len: self.part_bytes })
@@ -87,9 +89,9 @@ impl TransferTarget {
 /// A range of a source chunk that one process reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceRange {
-    /// The rank that reads the range, and the chunk.
+    /// The rank that reads the range, and the index of the chunk.
     pub reader: Reader,
-    /// The index of the range in the unit. The ranges of one chunk may have gaps between them.
+    /// The index of the range in the unit's list of ranges. The ranges of one chunk may have gaps between them.
     pub range: usize,
 }
 
@@ -98,25 +100,25 @@ pub struct SourceRange {
 pub struct Transfer {
     /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that receive the bytes: some or all receivers of the target.
+    /// The ranks that receive the bytes. They are some or all receivers of the target.
     pub receivers: Ranks,
-    /// The index of the target in the plan.
+    /// The index of the target in the list of the plan.
     pub target: usize,
-    /// The index of the partial value.
+    /// The index of the partial value to which the bytes belong; 0 if there are no partial values.
     pub partial_index: usize,
-    /// The copy, from offsets in the chunk to offsets in the partial value.
+    /// The copy itself. Its source offsets count within the chunk, its target offsets within the partial value.
     pub piece: Piece,
 }
 
 impl Transfer {
-    /// Returns the message that the reader sends.
+    /// Returns the message with which the reader sends the bytes.
     #[must_use]
     pub fn message(&self) -> Message<'_> {
         Message { sender: self.from.reader.rank, receivers: &self.receivers, len: self.piece.len_bytes() }
     }
 }
 
-/// Splits all elements into `parts` equal sections, and returns the index of the section that contains the element.
+/// Returns the index of the section that contains `element`, if all elements are divided into `parts` equal sections.
 fn section_index(element: u64, numel: u64, parts: usize) -> usize {
     let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
     usize::try_from(part).expect("fewer than there are parts")

@@ -1,6 +1,6 @@
-//! Arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job table
-//! of the round. The results (errors and counts of lost values) are copied back with the table. Sizes and offsets are
-//! in bytes, or in elements where the comment of a field says so.
+//! The arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job
+//! table of the round. Their results (errors, and counts of lost values) are copied back to the host. Sizes and offsets
+//! are in bytes, or in elements where the comment of a field says so.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::exchange::{ArrivingTile, Moves, ValueSource};
 use crate::exec::cast::LossCounts;
 
-/// The reductions and casts of a round.
+/// The reduction jobs and the cast jobs of a round.
 #[derive(Debug)]
 pub struct ComputeJobs {
     reductions: ReductionJobs,
@@ -19,8 +19,8 @@ pub struct ComputeJobs {
 }
 
 impl ComputeJobs {
-    /// Builds the jobs of the reductions inside the unpacked buffer and of the casts from there to the output. Appends
-    /// the jobs to the table.
+    /// Builds the jobs that reduce partial values inside the unpacked buffer, and the jobs that cast values from there
+    /// to the output. Appends the jobs to the table.
     pub fn new(
         arithmetic: &Arithmetic,
         moves: &Moves,
@@ -35,7 +35,7 @@ impl ComputeJobs {
         Self { reductions, casts: conversions }
     }
 
-    /// Queues the reductions.
+    /// Queues the reductions of the round on a stream.
     ///
     /// # Safety
     /// The conditions of [`ReductionJobs::run`] hold.
@@ -44,7 +44,7 @@ impl ComputeJobs {
         unsafe { self.reductions.run(stream, table) }
     }
 
-    /// Queues the casts.
+    /// Queues the casts of the round on a stream.
     ///
     /// # Safety
     /// The conditions of [`CastJobs::run`] hold.
@@ -53,7 +53,7 @@ impl ComputeJobs {
         unsafe { self.casts.run(stream, table) }
     }
 
-    /// Queues the copy of the results from the device to the host's copy of the table.
+    /// Queues a copy that brings the results of the jobs from the device to the host's copy of the job table.
     ///
     /// # Safety
     /// The conditions of [`Stream::copy_out`] hold.
@@ -64,7 +64,8 @@ impl ComputeJobs {
         fetch(self.casts.losses_range())
     }
 
-    /// Returns the number of values that casts lost, for each portion, from the host's copy of the table.
+    /// Returns the number of values that casts lost, for each portion of each tile. The results of the jobs must
+    /// already be in `host`, the host's copy of the job table.
     ///
     /// # Errors
     /// Returns `Unsupported` if the dtype of a tensor cannot represent a reduced value.
@@ -88,7 +89,7 @@ fn reduction_job(tile: &ArrivingTile) -> Option<ReductionJob> {
     })
 }
 
-/// Returns one cast for each portion of each tile.
+/// Returns one cast job for each portion of each tile.
 fn cast_jobs(moves: &Moves) -> impl Iterator<Item = CastJob> {
     let cast_tile = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
     cast_tile.flat_map(|(tile, cast_tile)| {

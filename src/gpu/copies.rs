@@ -10,41 +10,42 @@ use crate::exchange::StridedCopy;
 
 /// The maximum number of loops of one copy job in the kernel.
 const MAX_LOOPS: usize = 4;
-/// The number of units that one thread block copies.
+/// The number of units that one thread block copies. A unit is one memory access.
 const BLOCK_UNITS: u32 = 4096;
-/// The maximum number of units of a copy, because the kernel counts units in 32 bits.
+/// The maximum number of units of one copy job, because the kernel counts units with 32 bits.
 const MAX_UNITS: u64 = 1 << 31;
-/// The width of the widest memory access of a device.
+/// The width in bytes of the widest memory access of a device.
 const MAX_ACCESS_BYTES: u64 = 16;
 
-/// A loop nest that copies runs of bytes between device addresses. Every loop has more than one iteration. Loops that
-/// can be merged with the run or with the surrounding loop are merged.
+/// A copy between device addresses. It consists of nested loops over contiguous runs of bytes. Every loop has more than
+/// one iteration. Loops that can be merged with the run or with the surrounding loop are merged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopNest {
-    /// The address of the first run in the source.
+    /// The device address of the first run in the source.
     pub source: u64,
-    /// The address of the first run in the target.
+    /// The device address of the first run in the target.
     pub target: u64,
-    /// The length of a run.
+    /// The length of each run in bytes.
     pub run_bytes: u64,
-    /// The loops, outermost first.
+    /// The loops over the runs, with the outermost loop first.
     pub loops: SmallVec<[Loop; 4]>,
 }
 
-/// One loop of a nest: the number of iterations, and the distance between two iterations on each side.
+/// One loop of a [`LoopNest`]: the number of iterations, and the distance between two iterations in the source and in
+/// the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
     /// The number of iterations.
     pub count: u64,
-    /// The distance between two iterations in the source.
+    /// The distance in bytes between two iterations in the source.
     pub source_step: u64,
-    /// The distance between two iterations in the target.
+    /// The distance in bytes between two iterations in the target.
     pub target_step: u64,
 }
 
 impl LoopNest {
-    /// Returns the loop nest of a copy from one buffer to another. Target offsets of the copy count from `base`.
-    /// Returns `None` if the copy is empty.
+    /// Returns the loop nest of a copy from buffer `from` to buffer `into`. The target offsets of the copy count from
+    /// `base`. Returns `None` if the copy is empty.
     ///
     /// # Panics
     /// Panics if the copy reads or writes outside the buffers, like [`StridedCopy::copy`].
@@ -92,14 +93,14 @@ impl LoopNest {
         self.loops.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Returns the width of the widest memory access that is aligned for all runs. It is a power of two.
+    /// Returns the width in bytes of the widest memory access that is aligned for all runs. It is a power of two.
     pub fn access_bytes(&self) -> u64 {
         let steps = self.loops.iter().fold(0, |bits, level| bits | level.source_step | level.target_step);
         let bits = self.source | self.target | self.run_bytes | steps | MAX_ACCESS_BYTES;
         1 << bits.trailing_zeros()
     }
 
-    /// Returns the job in the layout of the kernel's `struct Copy`.
+    /// Returns the job as the numbers of the kernel's `struct Copy`.
     fn job(&self) -> Job<{ 2 + 3 * MAX_LOOPS }, 5> {
         let word = |value: u64| u32::try_from(value).expect("a copy was cut to what the kernel counts");
         let mut longs = [0; 2 + 3 * MAX_LOOPS];
@@ -113,7 +114,8 @@ impl LoopNest {
         Job { longs, words, units }
     }
 
-    /// Splits the nest into nests with at most `most_loops` loops and `most_units` units each.
+    /// Splits the loop nest, so that each part has at most `most_loops` loops and `most_units` units. Calls `cut` for
+    /// each part.
     pub fn split(self, most_loops: usize, most_units: u64, cut: &mut impl FnMut(Self)) {
         let is_long = self.len_bytes() / self.access_bytes() > most_units;
         if self.loops.len() <= most_loops && !is_long {
@@ -138,7 +140,7 @@ impl LoopNest {
 }
 
 impl Loop {
-    /// Returns whether each iteration of the outer loop begins where this loop ends, so that both can be merged.
+    /// Returns true if each iteration of the outer loop begins where this loop ends. The two loops can then be merged.
     fn continues_into(&self, outer: &Self) -> bool {
         let ends = |step: u64| step.checked_mul(self.count);
         ends(self.source_step) == Some(outer.source_step) && ends(self.target_step) == Some(outer.target_step)
@@ -153,7 +155,7 @@ fn loops(copy: &StridedCopy) -> impl DoubleEndedIterator<Item = Loop> {
     })
 }
 
-/// Appends the jobs of these loop nests to a table.
+/// Builds the copy jobs of loop nests, and appends them to a job table.
 pub fn append_jobs(nests: impl IntoIterator<Item = LoopNest>, table: &mut Vec<u8>) -> Jobs {
     let mut jobs = Jobs::at_end_of(table, BLOCK_UNITS);
     for nest in nests {

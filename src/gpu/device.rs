@@ -1,6 +1,6 @@
-//! The device of this process: how it is chosen, and its CUDA context. Some launchers make only one device visible to
-//! each task; then this device is used. Other launchers make all devices of the node visible to all tasks; then devices
-//! are assigned by local rank, as with `LOCAL_RANK` of torchrun.
+//! The device of this process: how it is chosen, and its CUDA context. If a launcher makes only one device visible to
+//! each task, this device is used. If a launcher makes all devices of the node visible to all tasks, devices are
+//! assigned by local rank, as with `LOCAL_RANK` of torchrun.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -12,7 +12,7 @@ use super::CPU_HINT;
 use crate::error::{DeviceError, Error, Result};
 use crate::quantity::human_bytes;
 
-/// A CUDA device, with its primary context.
+/// An opened CUDA device, with its primary context.
 pub struct Device {
     context: Arc<CudaContext>,
     name: String,
@@ -20,7 +20,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the device of a local rank.
+    /// Opens the device that a local rank uses.
     ///
     /// # Errors
     /// Returns `Usage` if there is no driver or no device, and `Device` if the device cannot be used.
@@ -115,17 +115,17 @@ fn no_device(why: String) -> Error {
     Error::usage(why, format!("check CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU_HINT}"))
 }
 
-/// Returns the index of the device for a local rank: local rank `r` of `n` visible devices gets device `r mod n`.
+/// Returns the index of the device that a local rank uses: local rank `r` of `n` visible devices uses device `r mod n`.
 fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
     local_rank.unwrap_or(0).checked_rem(visible)
 }
 
-/// Returns a function that converts an error of the driver. `op` is the operation that failed.
+/// Returns a function that converts an error of the driver into an [`Error`]. `op` is the operation that failed.
 pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| DeviceError { op, detail: error_text(error), hint: None }.into()
 }
 
-/// Returns the text and the name of an error, as in `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`.
+/// Returns the description and the name of an error, for example `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`.
 pub(super) fn error_text(error: DriverError) -> String {
     let text = error.error_string().map(CStr::to_string_lossy).unwrap_or_default();
     format!("{text} ({:?})", error.0)

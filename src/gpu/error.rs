@@ -1,14 +1,14 @@
-//! The error type of GPUs.
+//! The error type for failures of GPUs and of their libraries.
 
-/// An operation that failed on a GPU, or in a library for GPUs.
+/// An error of an operation on a GPU, or of a library for GPUs.
 #[derive(Debug, thiserror::Error)]
 #[error("GPU: {op}: {detail}")]
 #[non_exhaustive]
 pub struct DeviceError {
-    /// The operation that failed.
+    /// The name of the operation that failed.
     pub op: &'static str,
-    /// The reason, as text of the driver or library if it provides one.
+    /// The reason of the failure. It is the text of the driver or library, if there is one.
     pub detail: String,
-    /// The next step for the user.
+    /// An instruction for the user, if there is one.
     pub hint: Option<String>,
 }

@@ -11,25 +11,26 @@ use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
 use super::device::{Device, failed};
 use super::settings::Kernels;
 
-/// The compute capabilities to try if NVRTC does not support the one of the device. Newer devices accept PTX for older
-/// ones.
+/// Compute capabilities that are tried if NVRTC does not support the compute capability of the device. They are older,
+/// and a device also accepts PTX for older compute capabilities.
 const FALLBACK_ARCHS: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
 
-/// Source files that are compiled together.
+/// CUDA source text that is compiled as one program.
 pub(super) struct Program {
-    /// The name of the program, for errors.
+    /// The name of the program, which error messages use.
     pub name: &'static str,
-    /// The source text.
+    /// The CUDA C++ source text of the program.
     pub source: &'static str,
 }
 
-/// The kernel that copies bytes.
+/// The program with the kernel that copies bytes.
 pub(super) const COPIES: Program = Program {
     name: "copy_runs",
     source: concat!(include_str!("kernels/blocks.cuh"), include_str!("kernels/copy_runs.cu")),
 };
 
-/// The kernels that reduce and cast. Compiling them takes long, so they are compiled only when they are needed.
+/// The program with the kernels that reduce and cast. Compiling it takes long, so it is compiled only when it is
+/// needed.
 pub(super) const ARITHMETIC: Program = Program {
     name: "arithmetic",
     source: concat!(
@@ -43,7 +44,7 @@ pub(super) const ARITHMETIC: Program = Program {
 };
 
 impl Program {
-    /// Loads the program on a device.
+    /// Loads the program on a device. Compiles it first, unless `kernels` contains PTX.
     ///
     /// # Errors
     /// Returns the reason why it cannot be loaded.
@@ -57,7 +58,8 @@ impl Program {
         module.map(LoadedKernels).map_err(|error| failed("load kernels")(error).to_string())
     }
 
-    /// Compiles PTX for the device, or for the newest older device that NVRTC supports.
+    /// Compiles the program to PTX for the device. If NVRTC does not support its compute capability, compiles for the
+    /// newest older one that NVRTC supports.
     fn compile_for(&self, device: &Device) -> Result<Ptx, String> {
         // SAFETY: the library that the system provides under the name of NVRTC is NVRTC.
         if !unsafe { nvrtc::sys::is_culib_present() } {
@@ -77,7 +79,7 @@ impl Program {
         Err(last)
     }
 
-    /// Compiles PTX for a compute capability. The caller has checked that NVRTC exists.
+    /// Compiles the program to PTX for a compute capability. The caller has checked that NVRTC exists.
     pub fn compile(&self, (major, minor): (i32, i32)) -> Result<Ptx, String> {
         let arch = format!("--gpu-architecture=compute_{major}{minor}");
         let exact = ["--fmad=false", "--ftz=false", "--prec-div=true"];
@@ -93,7 +95,7 @@ impl Program {
     }
 }
 
-/// A program that is loaded on a device.
+/// A compiled program that is loaded on a device.
 pub(super) struct LoadedKernels(Arc<CudaModule>);
 
 impl LoadedKernels {

@@ -14,10 +14,10 @@ use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
-/// The size of which long allocations are multiples. Shorter allocations are powers of two.
+/// The unit to which long allocations are rounded up, in bytes. The lengths of shorter allocations are powers of two.
 const LARGE_ALLOCATION: usize = 4 << 20;
 
-/// Pinned host memory, which a device reads and writes while the CPU continues.
+/// Pinned host memory. A device can read and write it while the CPU does other work.
 #[derive(Debug)]
 pub struct Pinned {
     device: Arc<Device>,
@@ -25,9 +25,9 @@ pub struct Pinned {
     len: usize,
 }
 
-// SAFETY: it owns its bytes, and the driver takes calls from all threads.
+// SAFETY: a `Pinned` owns its bytes, and any thread may call the driver.
 unsafe impl Send for Pinned {}
-// SAFETY: as above; a shared reference only allows reads.
+// SAFETY: a shared reference to a `Pinned` only allows reading its bytes.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -67,7 +67,8 @@ impl AsRef<[u8]> for Pinned {
 
 impl AsMut<[u8]> for Pinned {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and the borrow is exclusive.
+        // SAFETY: the value owns `len` initialised bytes, a device writes them only while the buffer is lent to a
+        // stream, and the borrow is exclusive.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
@@ -81,7 +82,7 @@ impl Drop for Pinned {
     }
 }
 
-/// A range of device memory. It has one owner.
+/// A range of device memory, with one owner that frees it.
 #[derive(Debug)]
 pub struct DeviceBytes {
     device: Arc<Device>,
@@ -90,7 +91,8 @@ pub struct DeviceBytes {
 }
 
 impl DeviceBytes {
-    /// Allocates `len` bytes with arbitrary content. `what` names the purpose in the error.
+    /// Allocates `len` bytes of device memory with arbitrary content. `what` is the purpose of the memory, for the
+    /// error message.
     ///
     /// # Errors
     /// Returns `Device` if there is not enough free memory.
@@ -105,7 +107,8 @@ impl DeviceBytes {
         Ok(Self { device: Arc::clone(device), address, len })
     }
 
-    /// If the memory is shorter than `len`, replaces it by a longer allocation. The content is then lost.
+    /// Makes sure that the memory has at least `len` bytes. If it is shorter, it is replaced by a longer allocation,
+    /// and its content is lost.
     ///
     /// # Errors
     /// Returns the errors of [`DeviceBytes::new`]. The memory is then unchanged.
@@ -122,7 +125,7 @@ impl DeviceBytes {
         self.len
     }
 
-    /// Returns whether the length is 0.
+    /// Returns true if the length is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -150,13 +153,13 @@ impl Drop for DeviceBytes {
     }
 }
 
-/// Returns the number of bytes to allocate for `len` bytes. It is at least 1, because the driver rejects empty
-/// allocations.
+/// Returns the number of bytes to allocate for a buffer of `len` bytes. The result is at least 1, because the driver
+/// rejects empty allocations.
 fn allocation_len(len: usize) -> usize {
     if len < LARGE_ALLOCATION { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE_ALLOCATION) }
 }
 
-/// Returns a note about the free memory of the current device.
+/// Returns a text about the free memory of the current device, for error messages.
 fn free_memory_note() -> String {
     let note = |(free, _)| format!("; the device has {} free", human_bytes(free as u64));
     result::mem_get_info().map_or(String::new(), note)

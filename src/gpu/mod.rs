@@ -53,13 +53,13 @@ pub use trial::TransferTrial;
 
 use crate::error::{Error, Result};
 
-/// The GPU of this process, with the kernels and the NCCL library.
+/// The GPU of this process, with its kernels and the NCCL library.
 #[derive(Debug)]
 pub struct Gpu {
-    /// The device.
+    /// The CUDA device, with its context.
     pub device: Arc<Device>,
     nccl: Result<nccl::Library, String>,
-    /// The method for strided copies.
+    /// The method with which the GPU makes strided copies.
     pub packer: Packer,
     kernels: Kernels,
     arithmetic: OnceLock<Result<Arithmetic, String>>,
@@ -71,7 +71,7 @@ impl Gpu {
         Self { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() }
     }
 
-    /// Returns the NCCL library.
+    /// Returns the loaded NCCL library.
     ///
     /// # Errors
     /// Returns the reason why NCCL is not available. This cannot happen if the GPU was opened by [`open`].
@@ -88,7 +88,7 @@ impl Gpu {
         Ok(self)
     }
 
-    /// Returns the kernels that reduce and cast. The first call compiles them.
+    /// Returns the kernels that reduce and cast. They are compiled at the first call.
     ///
     /// # Errors
     /// Returns the reason why the kernels are not available.
@@ -123,7 +123,7 @@ fn require_nccl(settings: &Settings) -> Result<nccl::Library> {
     })
 }
 
-/// Opens the driver, a device and the kernels for a run of one process, which does not need NCCL.
+/// Opens the driver, a device and the kernels for a run of a single process, which does not need NCCL.
 ///
 /// # Errors
 /// Returns the errors of [`open`], but not for missing NCCL.
@@ -136,8 +136,8 @@ fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
     unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| error.to_string())
 }
 
-/// The device memory that NCCL may need for a communicator. NCCL needs some hundreds of MB, depending on the number of
-/// channels and peers.
+/// The device memory in bytes that must be free for an NCCL communicator. NCCL needs some hundreds of MB, depending on
+/// the number of channels and peers.
 const NCCL_BYTES: u64 = 256 << 20;
 
 const CPU_HINT: &str = "use options::backend cpu";

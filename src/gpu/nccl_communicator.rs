@@ -24,20 +24,21 @@ use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{DeviceError, Error, Result};
 
-/// The maximum time until a stream ends after NCCL was aborted.
+/// The maximum time that this process waits for the end of a stream after it has aborted NCCL.
 const GRACE: Duration = Duration::from_secs(5);
-/// The shortest and the longest delay between two polls of an event. Each delay is twice as long as the previous one.
+/// The shortest delay between two polls of an event. Each delay is twice as long as the previous one, up to the longest
+/// delay.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// The maximum length of a message, including its length prefix, that one operation gathers. A longer message needs a
-/// second operation.
+/// The maximum length in bytes of a message that is gathered in one operation, including the prefix with its length. A
+/// longer message needs a second operation.
 const SHORT_WORD: usize = 256;
 const LEN_BYTES: usize = 8;
 
-/// A rank whose tensors are in device memory.
+/// A communicator over NCCL. The tensors of its rank are in device memory.
 pub struct Nccl {
-    // This field is dropped first, because it holds references to the two fields below.
+    // This field is dropped first, because the thread of the watch uses the two fields below.
     watch: Option<NcclWatch>,
     met: Arc<NcclState>,
     notes: Arc<dyn FailureNotes>,
@@ -45,12 +46,12 @@ pub struct Nccl {
     counter: Counter,
     place: nccl::RankPosition,
     words: Mutex<DeviceBytes>,
-    /// The event after the operation that was queued last.
+    /// The CUDA event that is reached when the operation that was queued last is done.
     last: Mutex<Option<CudaEvent>>,
 }
 
 impl Nccl {
-    /// Creates the communicator of a rank whose NCCL communicator `peers` is connected.
+    /// Creates the communicator of a rank. Its NCCL communicator `peers` is already connected.
     ///
     /// # Errors
     /// `Usage` if no thread can be started; `Device` if there is not enough memory.
@@ -72,13 +73,13 @@ impl Nccl {
         })
     }
 
-    /// Returns the device on which the exchanged memory is.
+    /// Returns the device that holds the exchanged memory.
     #[must_use]
     pub fn device(&self) -> &Arc<Device> {
         self.stream.device()
     }
 
-    /// Queues [`Communicator::exchange`] on a stream.
+    /// Queues the work of [`Communicator::exchange`] on a stream.
     pub(super) fn queue_exchange(
         &self,
         stream: &Stream,
@@ -92,7 +93,7 @@ impl Nccl {
         let mut sends = lent(OP, DeviceView::of(outgoing), DeviceView::split_at, to)?;
         let mut receives = lent(OP, DeviceViewMut::of(incoming), DeviceViewMut::split_at, from)?;
         self.queue(OP, stream, |group| {
-            // Each rank begins with a different peer.
+            // Each rank begins with a different peer, so that not all ranks send to the same rank.
             for step in 1..size {
                 let (next, previous) = ((rank + step) % size, (rank + size - step) % size);
                 if let Some(bytes) = sends[next].take() {
@@ -109,7 +110,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Queues [`Communicator::all_gather`] on a stream.
+    /// Queues the work of [`Communicator::all_gather`] on a stream.
     pub(super) fn queue_all_gather(
         &self,
         stream: &Stream,
@@ -145,7 +146,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Gathers the messages of all ranks into slots of `each` bytes. A message has at most `each` bytes.
+    /// Gathers one message of at most `each` bytes from every rank. In the result, each rank has a slot of `each`
+    /// bytes.
     fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
         const OP: &str = "gather";
         let nccl::RankPosition { rank, ranks } = self.place;
@@ -157,7 +159,7 @@ impl Nccl {
         // leaked.
         let queued = unsafe { self.stream.copy_in(&all, memory) }
             .and_then(|()| self.queue_all_gather_uncounted(&self.stream, memory, &ranges))
-            // SAFETY: as above.
+            // SAFETY: the buffers live until the stream has finished, and are leaked if it never finishes.
             .and_then(|()| unsafe { self.stream.copy_out(memory, &mut all) });
         let done = queued.and_then(|()| self.stream.record()).and_then(|point| self.wait(OP, &point));
         if let Err(error) = done {
@@ -181,7 +183,8 @@ impl Nccl {
         body: impl for<'g> FnOnce(&mut GroupCall<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
-        // All ranks run operations in the order in which they are queued, even on different streams.
+        // Each operation waits for the operation that was queued before it, even if that is on another stream. So all
+        // ranks run the operations in the same order.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.as_ref().map_or(Ok(()), |before| stream.wait(before))?;
         self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))?;
@@ -189,7 +192,7 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits until a stream has reached an event. Fails if a rank is no longer present.
+    /// Waits until a stream has reached an event. Fails if a rank has ended.
     pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
         let mut pause = SHORTEST;
         loop {
@@ -200,7 +203,7 @@ impl Nccl {
             {
                 return Ok(());
             }
-            // After an abort, only the end of the stream has to be waited for.
+            // If NCCL was aborted, this returns the error immediately.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
             self.notes.check().map_err(|gone| self.abandon(op, AbortReason::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
@@ -208,8 +211,8 @@ impl Nccl {
         }
     }
 
-    /// Waits until a stream has reached an event, and aborts NCCL if necessary. Returns whether the stream has reached
-    /// the event.
+    /// Waits until a stream has reached an event. Aborts NCCL if another rank has ended. Returns false if the stream
+    /// does not reach the event even after that.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
         let until = Instant::now() + GRACE;
         let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));
@@ -222,7 +225,7 @@ impl Nccl {
         true
     }
 
-    /// Aborts NCCL. If a rank has ended, the returned error names it.
+    /// Aborts NCCL, and returns the error. If a rank has ended, the error names that rank.
     fn abandon(&self, op: &'static str, why: AbortReason) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
@@ -292,10 +295,9 @@ impl Communicator for Nccl {
         self.notes.fail(error);
     }
 
-    /// Leaves together with all other ranks, because a peer may still be reading from this rank's device.
+    /// Leaves the run together with all other ranks, because another rank may still be reading from this rank's device.
     fn leave(mut self) -> Result<()> {
-        // The first rank after the barrier shuts down its NCCL. A rank that is killed before that never reaches the
-        // barrier.
+        // A rank shuts down its NCCL only after the barrier. A rank that is killed earlier never reaches the barrier.
         self.watch.iter().for_each(NcclWatch::expect_leaving);
         let done = self.barrier();
         self.watch = None;
@@ -310,12 +312,13 @@ impl Communicator for Nccl {
     }
 }
 
-/// Returns the total length of these ranges.
+/// Returns the total length of `ranges` in bytes.
 fn bytes_of(ranges: &[Range<usize>]) -> u64 {
     ranges.iter().map(|range| range.len() as u64).sum()
 }
 
-/// Returns views of the ranges of a buffer that messages use.
+/// Returns views of the ranges of a buffer that messages read or write. Fails if a range is outside the buffer or
+/// overlaps with another range.
 pub(super) fn lent<V>(
     op: &'static str,
     whole: V,
@@ -331,7 +334,8 @@ pub(super) fn lent<V>(
     })
 }
 
-/// Returns the union of the ranges. Returns `None` unless they have equal lengths and follow each other without gaps.
+/// Returns one range that contains all ranges. Returns `None` unless the ranges have equal lengths and follow each
+/// other without gaps.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

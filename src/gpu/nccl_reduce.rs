@@ -54,7 +54,7 @@ impl Nccl {
     }
 }
 
-/// Returns the dtype and the operation as NCCL's types.
+/// Returns the NCCL types of a reduction's dtype and operation.
 fn nccl_types(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
     let element = match dtype {
         Dtype::F16 => Some(DataType::Float16),

@@ -1,4 +1,4 @@
-//! Packer: makes many strided copies inside device memory. A kernel makes all copies of a list in one launch, at the
+//! A packer makes many strided copies inside device memory. Its kernel makes all copies of a list in one launch, at the
 //! full speed of the memory even if runs are short. NVRTC compiles the kernel at run time. If there is no NVRTC, or its
 //! PTX is too new for the driver, the packer calls the driver for each copy. All sizes and offsets are in bytes.
 //! Invariant: both methods copy the same bytes.
@@ -18,24 +18,24 @@ use super::stream::Stream;
 use super::table::KernelLaunch;
 use crate::error::Result;
 
-/// The method for strided copies inside device memory.
+/// The method with which strided copies are made inside device memory.
 #[derive(Clone, Debug)]
 pub enum Packer {
-    /// The kernel, which makes all copies of a list in one launch.
+    /// A kernel makes all copies of a list in one launch.
     Kernel(CudaFunction),
-    /// Calls of the driver. The text is the reason why there is no kernel.
+    /// Each copy is made by calls of the driver. The text is the reason why the kernel cannot be used.
     Driver(String),
 }
 
 impl Packer {
-    /// Loads the kernel. If that fails, selects calls of the driver.
+    /// Loads the kernel. If the kernel cannot be loaded, the packer will call the driver instead.
     #[must_use]
     pub fn open(device: &Arc<Device>, kernels: &Kernels) -> Self {
         let loaded = COPIES.load(device, kernels).and_then(|program| program.kernel("copy_runs"));
         loaded.map_or_else(Self::Driver, Self::Kernel)
     }
 
-    /// Returns the reason why there is no kernel. Returns `None` if there is one.
+    /// Returns the reason why the kernel cannot be used. Returns `None` if the kernel is loaded.
     #[must_use]
     pub fn missing_kernel(&self) -> Option<&str> {
         match self {
@@ -44,7 +44,7 @@ impl Packer {
         }
     }
 
-    /// Prepares lists of copies. Returns the prepared lists and the bytes of their job table.
+    /// Prepares `N` lists of copies. Returns the prepared lists, and the bytes of the job table to which they refer.
     pub(super) fn prepare<const N: usize>(&self, lists: [Vec<LoopNest>; N]) -> ([PreparedCopies; N], Vec<u8>) {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
@@ -57,7 +57,7 @@ impl Packer {
     }
 }
 
-/// A list of copies that is ready to run.
+/// A list of copies that is prepared for running on a stream.
 pub(super) enum PreparedCopies {
     Launch(KernelLaunch),
     DriverCalls(Vec<LoopNest>),
@@ -108,10 +108,12 @@ unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
 }
 
 const COPY: &str = "copy within the device";
-/// The maximum distance in bytes between rows, which is `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all devices.
+/// The maximum distance in bytes between two rows of a copy. All devices have this value of
+/// `CU_DEVICE_ATTRIBUTE_MAX_PITCH`.
 const MAX_PITCH: u64 = i32::MAX as u64;
 
-/// Converts a nest of one or two loops to a 3-D copy. Returns `None` if the driver cannot make the copy in one call.
+/// Converts a loop nest with one or two loops to a 3-D copy of the driver. Returns `None` if the driver cannot make the
+/// copy in one call.
 fn as_3d_copy(nest: &LoopNest) -> Option<CUDA_MEMCPY3D_st> {
     let (slices, rows) = match nest.loops[..] {
         [rows] => (None, rows),

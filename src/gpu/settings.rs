@@ -4,28 +4,28 @@ use std::path::PathBuf;
 
 use crate::launch::Env;
 
-/// The variable that contains the path of the NCCL library.
+/// The environment variable with the path of the NCCL library.
 pub(super) const NCCL_LIB: &str = "DTSHARD_NCCL_LIB";
 const KERNELS: &str = "DTSHARD_GPU_KERNELS";
 pub(super) const SHARE: &str = "DTSHARD_SHARE_GPU";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// The NCCL library to load. If it is set, no other path is tried.
+    /// The path of the NCCL library. If it is set, no other path is tried. If it is `None`, the usual names are tried.
     pub nccl: Option<PathBuf>,
     pub kernels: Kernels,
     pub sharing: Sharing,
 }
 
-/// The source of the GPU kernels.
+/// The origin of the GPU kernels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
     /// NVRTC compiles the kernels at run time.
     #[default]
     Compiled,
-    /// Precompiled PTX.
+    /// The kernels are loaded from this PTX, which was compiled before.
     Ptx(String),
-    /// No kernels: the driver makes the copies.
+    /// No kernels are used: the driver makes the copies, and the host computes.
     Off,
 }
 

@@ -1,4 +1,4 @@
-//! Setup: connects the devices of all ranks by NCCL. Either all ranks are connected or none.
+//! Setup connects the devices of all ranks by NCCL. Either all ranks are connected or no rank is connected.
 //!
 //! If NCCL fails on one rank, the other ranks would wait for that rank. Therefore, during setup, a thread of each rank
 //! repeatedly gathers the state of all ranks over the control communicator, turn by turn. All ranks receive the same
@@ -24,26 +24,27 @@ use crate::comm::{Communicator, FailureNotes};
 use crate::error::{CommError, Error, Result};
 use crate::threads;
 
-/// The maximum time for setup if all ranks are present.
+/// The maximum duration of the setup if all ranks are present.
 const LIMIT: Duration = Duration::from_mins(2);
-/// The shortest and the longest delay between two turns. Each delay is twice as long as the previous one.
+/// The shortest delay between two turns. Each delay is twice as long as the previous one, up to the longest delay.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// The number of thread blocks of an NCCL kernel if ranks share a device, because all blocks must run at the same time.
+/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. It is small, because the blocks of
+/// all ranks must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
 
-/// The outcome of setup, the same on all ranks.
+/// The outcome of the setup. All ranks have the same outcome.
 pub enum NcclSetup {
     Met(Nccl),
-    /// Setup failed: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The control
-    /// communicator is still usable.
+    /// The GPUs are not connected: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The
+    /// control communicator is still usable.
     Missed(Error),
 }
 
 impl NcclSetup {
-    /// Connects to the other ranks of `control`. Collective.
+    /// Connects the GPUs of all ranks of `control` by NCCL, and reports a failure as [`NcclSetup::Missed`]. Collective.
     ///
     /// # Errors
     /// `Comm` if a rank disappears; otherwise the error that stops this rank. The other ranks are notified of that
@@ -63,7 +64,7 @@ impl NcclSetup {
 }
 
 impl Nccl {
-    /// Connects to the other ranks of `control`. Collective.
+    /// Connects the GPUs of all ranks of `control` by NCCL, and returns a failure as an error. Collective.
     ///
     /// # Errors
     /// `Usage` if ranks share a device although they must not; `Comm` if a rank disappears or cannot connect; `Device`
@@ -79,7 +80,7 @@ impl Nccl {
     }
 }
 
-/// Returns the NCCL communicator of this rank, or the reason why some rank cannot connect.
+/// Returns the NCCL communicator of this rank, or the reason why a rank cannot connect.
 fn meet<C: Communicator + FailureNotes + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -115,13 +116,13 @@ fn meet<C: Communicator + FailureNotes + 'static>(
         (Err(AbortReason::Elsewhere(_)) | Ok(_), Some((rank, words))) if rank != control.rank() => {
             Err(Error::comm(rank, OP, words))
         }
-        // This rank's own error is more precise than the error of the vote.
+        // This rank's own error is more precise than the error of the vote, which only repeats its text.
         (Err(why), _) => Err(of_nccl(OP, why.words())),
         (Ok(_), Some((_, words))) => Err(of_nccl(OP, &words)),
     })
 }
 
-/// Returns the NCCL id of rank 0, or the reason why rank 0 has no id.
+/// Returns the NCCL id that rank 0 has created and sent to all ranks, or the reason why rank 0 could not create it.
 fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId>> {
     let mine = match control.rank() {
         0 => Some(
@@ -144,10 +145,10 @@ fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId
     }
 }
 
-/// The NCCL communicator and the stream of one rank.
+/// The connected NCCL communicator of one rank, and its stream.
 type Made = (nccl::Communicator, Stream);
 
-/// Connects this rank by NCCL, unless another rank cancels the setup.
+/// Connects this rank by NCCL. Gives up if another rank cancels the setup.
 fn make<C: Communicator + Send + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -185,8 +186,8 @@ fn make<C: Communicator + Send + 'static>(
     Ok((peers, stream))
 }
 
-/// Gathers the state of all ranks, turn by turn, until all ranks are connected or a rank reports a failure. Returns
-/// that failure.
+/// Gathers the states of all ranks, turn by turn, until all ranks are connected or a rank reports a failure. Returns
+/// the rank that failed and its message, or `None` if all ranks are connected.
 fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;
     let mut pause = SHORTEST;
@@ -198,14 +199,14 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
                 Err(RecvTimeoutError::Disconnected) => return Err(Error::comm(control.rank(), OP, "it has ended")),
             },
             Some((Err(_), _)) => thread::sleep(pause),
-            // The other ranks are not finished yet.
+            // This rank is connected, but other ranks are not.
             Some((Ok(()), _)) => {}
         }
         pause = LONGEST.min(pause * 2);
         let word = match &mine {
             Some((Ok(()), _)) => b"+".to_vec(),
-            // If a rank has ended, the gathering fails and this loop ends. The rank that caused the failure reports it
-            // first.
+            // This rank waits before it reports its failure. If another rank has ended, gathering fails in the
+            // meantime, which ends this loop. If another rank has caused the failure, that rank reports it first.
             Some((Err(why), since)) if since.elapsed() < why.grace_period() => Vec::new(),
             Some((Err(why), _)) => [b"-", why.words().as_bytes()].concat(),
             None => Vec::new(),
@@ -268,7 +269,7 @@ mod tests {
                     let (report, ended) = channel();
                     report.send(end()).unwrap();
                     let vote = talk(&local, &ended).unwrap();
-                    // The control communicator is unchanged.
+                    // The failed setup has not changed the control communicator.
                     local.barrier().unwrap();
                     local.leave().unwrap();
                     vote

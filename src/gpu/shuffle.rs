@@ -1,6 +1,6 @@
-//! The shuffle on GPUs, as a pipeline of rounds. All sizes and offsets are in bytes. Invariants: memory that a stream
-//! may still use belongs to a slot, and a slot is emptied only when its round is done. On all ranks, the second phase
-//! of a round is queued before the first phase of the next round.
+//! The GPU implementation of the shuffle, as a pipeline of rounds. All sizes and offsets are in bytes. Invariants:
+//! memory that a stream may still use belongs to a slot, and a slot is emptied only when its round is done. On all
+//! ranks, the second phase of a round is queued before the first phase of the next round.
 //!
 //! Each round has three steps, and each step has its own CUDA stream. `upload` copies the stage to the device and packs
 //! messages. `wire` exchanges the messages by NCCL. `download` unpacks, reduces, casts, and copies the output to the
@@ -36,25 +36,27 @@ use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exchange::{BufferPool, Casting, Moves, PooledBuffer, Shuffle, ShuffleOutput, TransferPhase, reduce};
 
-/// The number of rounds in flight: one round is uploaded and exchanged while the previous round is downloaded.
+/// The number of rounds that are in progress at the same time: one round is uploaded and exchanged while the previous
+/// round is downloaded.
 const SLOTS: usize = 2;
-/// The memory in bytes for the job table of a round, which has about 8,000 copies with one loop nest each.
+/// The device memory in bytes for the job table of a round. A round has about 8,000 copies with one loop nest each.
 const TABLE_BYTES: u64 = 4 << 20;
 const OP: &str = "exchange";
 
-/// Returns the maximum device memory of all rounds in flight. For each round in flight there is a slot. A slot has
-/// buffers for the bytes that are read, sent, received and unpacked, and a job table.
+/// Returns the maximum device memory in bytes of all rounds in progress. Each round in progress uses a slot. A slot has
+/// a job table, and buffers for the bytes that are read, sent, received and unpacked.
 pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
     bucket_bytes.saturating_mul(4).saturating_add(TABLE_BYTES).saturating_mul(SLOTS as u64)
 }
 
-/// A shuffle that packs and unpacks on a GPU, and exchanges by NCCL.
+/// A shuffle that packs and unpacks messages on a GPU, and exchanges them by NCCL.
 pub struct DeviceShuffle<'a> {
     peers: &'a Nccl,
     packer: Packer,
     arithmetic: Option<Arithmetic>,
     pinned_pool: Arc<BufferPool<Pinned>>,
-    /// The pool of job tables, which are much shorter than the buffers of a round.
+    /// The pool from which the job tables take pinned memory. It is separate, because job tables are much shorter than
+    /// the buffers of a round.
     table_pool: Arc<BufferPool<Pinned>>,
     upload: Stream,
     wire: Stream,
@@ -64,7 +66,7 @@ pub struct DeviceShuffle<'a> {
     rounds_begun: usize,
 }
 
-/// When the second phase of a round is queued. All ranks use the same time.
+/// The time at which the second phase of a round is queued. All ranks use the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SecondPhaseTiming {
     AfterFirstPhase,
@@ -98,8 +100,9 @@ impl<'a> DeviceShuffle<'a> {
         })
     }
 
-    /// Queues the upload of a round, then the second part of the previous round, and then the first phase of this
-    /// round: up to its values, or up to the download of its partial values if the host reduces.
+    /// Queues three things: the upload of a round, then the second part of the previous round, and then the first phase
+    /// of this round. The first phase ends with the values. If the host reduces, it ends with the download of the
+    /// partial values.
     fn queue_first_part(&mut self, number: usize, [packs, unpacks]: &[PreparedCopies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -120,7 +123,7 @@ impl<'a> DeviceShuffle<'a> {
         for destination in lent.moves.copy_destinations().iter().filter(|destination| destination.has_gaps) {
             self.download.zero(&mut slot.unpacked, destination.range.clone())?;
         }
-        // SAFETY: as above.
+        // SAFETY: the buffers of the slot stay in place until the round is done, and nothing else uses them.
         unsafe {
             unpacks.run(&self.download, &slot.table)?;
             match &lent.compute_jobs {
@@ -132,7 +135,7 @@ impl<'a> DeviceShuffle<'a> {
         Ok(())
     }
 
-    /// Queues the second part of a round if it is not queued yet.
+    /// Queues the second part of a round (the second phase and the download of the output), if it is not queued yet.
     fn queue_second_part_if_due(&mut self, number: usize) -> Result<()> {
         let lent = self.slots[number].lent.as_mut();
         let Some(second_part) = lent.and_then(|lent| lent.second_part.take()) else { return Ok(()) };
@@ -140,19 +143,20 @@ impl<'a> DeviceShuffle<'a> {
         self.record_done(number, queued)
     }
 
-    /// Reduces on the host if the device cannot reduce, then queues the second phase and the download of the output.
+    /// Queues the second phase of a round, and the download of its output. Before that, reduces partial values on the
+    /// host, if the device cannot reduce.
     fn queue_second_part(&mut self, number: usize, second_part: &SecondPhaseCopies) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &mut slot.lent else { return Ok(()) };
         let by_host = lent.host_reduces();
         if by_host {
-            // The host reads and writes the pinned output buffer.
+            // The host reads and writes the pinned output buffer, so the device must have finished its copies.
             self.peers.wait(OP, &self.download.record()?)?;
             reduce(&lent.moves, &mut lent.output)?;
         }
         let Moves { second_phase: second, casts, output_len, .. } = &*lent.moves;
         if let Some(second) = second {
-            // SAFETY: as in `queue`.
+            // SAFETY: the buffers of the slot stay in place until the round is done, and nothing else uses them.
             unsafe {
                 if by_host {
                     self.download.copy_in(&lent.output[..*output_len], &mut slot.unpacked)?;
@@ -162,12 +166,13 @@ impl<'a> DeviceShuffle<'a> {
             self.wire.wait(&self.download.record()?)?;
             queue_phase(self.peers, &self.wire, second, &slot.outgoing, &mut slot.incoming)?;
             self.download.wait(&self.wire.record()?)?;
-            // SAFETY: as in `queue`.
+            // SAFETY: the buffers of the slot stay in place until the round is done, and nothing else uses them.
             unsafe { second_part.unpacks.run(&self.download, &slot.table)? };
         } else if by_host {
             return Ok(());
         }
-        // SAFETY: as in `queue`; the stage has been unpacked.
+        // SAFETY: the buffers of the slot stay in place until the round is done. The stage has been unpacked, so
+        // nothing else uses it.
         unsafe {
             if let Some(computing) = &lent.compute_jobs {
                 computing.cast(&self.download, &slot.table)?;
@@ -181,8 +186,8 @@ impl<'a> DeviceShuffle<'a> {
         }
     }
 
-    /// Records an event after all queued work of a round. Does so even if queueing failed, because streams may already
-    /// use the memory of the round.
+    /// Records an event that marks the end of all queued work of a round. Does so even if queueing failed, because
+    /// streams may already use the memory of the round.
     fn record_done(&mut self, number: usize, queued: Result<()>) -> Result<()> {
         let done = if queued.is_ok() { self.download.record() } else { self.record_all_streams() };
         let (done, recorded) = done.map_or_else(|error| (None, Err(error)), |done| (Some(done), Ok(())));
@@ -192,7 +197,7 @@ impl<'a> DeviceShuffle<'a> {
         queued.and(recorded)
     }
 
-    /// Enlarges the buffers of a slot to the lengths that a round needs.
+    /// Enlarges the buffers of a slot, so that each is as long as a round needs.
     fn grow_buffers<const N: usize>(
         &mut self,
         number: usize,
@@ -201,13 +206,13 @@ impl<'a> DeviceShuffle<'a> {
         if buffers(&mut self.slots[number]).iter().all(|(memory, len, _)| memory.len() >= *len) {
             return Ok(());
         }
-        // Enlarging a buffer frees the old one, and the driver then blocks until the previous round is done. That round
-        // may wait for peers. The wait here detects a peer that has died; the driver would not.
+        // Enlarging a buffer frees the old memory, and the driver then blocks until the previous round is done. That
+        // round may wait for another rank. This wait notices if that rank has died; the driver would not notice.
         self.peers.wait(OP, &self.record_all_streams()?)?;
         buffers(&mut self.slots[number]).into_iter().try_for_each(|(memory, len, what)| memory.grow_to(len, what))
     }
 
-    /// Records an event after all queued work of all streams.
+    /// Records an event that marks the end of all queued work of all streams.
     fn record_all_streams(&self) -> Result<CudaEvent> {
         self.download.wait(&self.upload.record()?)?;
         self.download.wait(&self.wire.record()?)?;
@@ -217,7 +222,7 @@ impl<'a> DeviceShuffle<'a> {
 
 impl Shuffle for DeviceShuffle<'_> {
     type Memory = Pinned;
-    /// The index of the slot.
+    /// The index of the slot that the pending round uses.
     type PendingRound = usize;
 
     const ROUNDS_IN_FLIGHT: usize = SLOTS;
@@ -288,7 +293,7 @@ impl Shuffle for DeviceShuffle<'_> {
 }
 
 impl Drop for DeviceShuffle<'_> {
-    /// Leaks the memory that a stream may still use.
+    /// Leaks memory that a stream may still use, instead of freeing it.
     fn drop(&mut self) {
         let is_done = |lent: &LentBuffers| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
@@ -297,7 +302,7 @@ impl Drop for DeviceShuffle<'_> {
     }
 }
 
-/// Queues the messages and the all-gather of a phase.
+/// Queues the messages and the all-gather of a phase on a stream.
 fn queue_phase(
     peers: &Nccl,
     wire: &Stream,

@@ -1,6 +1,6 @@
-//! Slots: the device memory and host memory of a round in flight, and the lists of copies between these buffers. Unit:
-//! bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore they are built only
-//! after the buffers have been enlarged to the lengths that the round needs.
+//! A slot has the device memory and the host memory of one round in progress. This module also lists the copies between
+//! these buffers. Unit: bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore
+//! they are built only after the buffers have been enlarged to the lengths that the round needs.
 
 use std::sync::Arc;
 
@@ -14,17 +14,18 @@ use super::packer::PreparedCopies;
 use crate::error::Result;
 use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhase};
 
-/// The device memory of a round, and the host memory that it uses.
+/// The device memory of one round in progress, and the host memory that the round uses.
 pub(super) struct RoundSlot {
-    /// The bytes that were read. If values are cast, this buffer later contains the output.
+    /// The stage buffer, with the source bytes that were read. If values are cast, this buffer later contains the
+    /// output.
     pub stage: DeviceBytes,
-    /// The packed messages to send, and the partial values of NCCL reductions.
+    /// The outgoing buffer, with packed messages and with the partial values of NCCL reductions.
     pub outgoing: DeviceBytes,
-    /// The received messages.
+    /// The incoming buffer, with the received messages.
     pub incoming: DeviceBytes,
-    /// The output, and the partial values to reduce.
+    /// The unpacked buffer, with the output and the partial values to reduce.
     pub unpacked: DeviceBytes,
-    /// The job table.
+    /// The job table of the round, in device memory.
     pub table: DeviceBytes,
     /// The host memory that the round uses; `None` if the slot is free.
     pub lent: Option<LentBuffers>,
@@ -32,34 +33,34 @@ pub(super) struct RoundSlot {
 
 /// The host memory that streams use until the round is done.
 pub(super) struct LentBuffers {
-    /// The moves of the round.
+    /// The list of all reads and copies of the round.
     pub moves: Arc<Moves>,
-    /// The bytes that were read.
+    /// The stage buffer in host memory, with the source bytes that were read.
     pub stage: PooledBuffer<Pinned>,
-    /// The host's copy of the job table.
+    /// The job table of the round, in host memory.
     pub table: PooledBuffer<Pinned>,
-    /// The output of the round.
+    /// The output buffer in host memory.
     pub output: PooledBuffer<Pinned>,
-    /// The reductions and casts on the device; `None` if the host computes.
+    /// The jobs that reduce and cast on the device; `None` if the host reduces and casts.
     pub compute_jobs: Option<ComputeJobs>,
-    /// The copies of the second part of the round; `None` once they are queued.
+    /// The copies of the second part of the round; `None` if the second part is already queued.
     pub second_part: Option<SecondPhaseCopies>,
-    /// The event after all queued work of the round; `None` if the device could not record it.
+    /// The event that marks the end of all queued work of the round; `None` if the device could not record it.
     pub done: Option<CudaEvent>,
 }
 
-/// The copies that are made after the first phase.
+/// Copies that are made after the first phase of a round.
 pub(super) struct SecondPhaseCopies {
     /// The copies that pack the messages of the second phase.
     pub packs: PreparedCopies,
-    /// The copies from the second phase to the unpacked buffer.
+    /// The copies from the incoming buffer of the second phase to the unpacked buffer.
     pub unpacks: PreparedCopies,
-    /// The copies of values that are not cast, from the unpacked buffer to the output.
+    /// The copies of values that need no cast, from the unpacked buffer to the output.
     pub uncast: PreparedCopies,
 }
 
 impl LentBuffers {
-    /// Returns whether the host reduces the partial values.
+    /// Returns true if the host reduces the partial values of the round.
     pub fn host_reduces(&self) -> bool {
         self.compute_jobs.is_none() && self.moves.has_reductions()
     }
@@ -73,8 +74,8 @@ impl RoundSlot {
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Returns the copies that pack the messages of a phase and this rank's part of the all-gather. They read from the
-    /// buffer `from`.
+    /// Returns the copies that pack the messages of a phase, and this rank's part of the all-gather. The copies read
+    /// from buffer `from`.
     pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
             copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()
@@ -90,7 +91,8 @@ impl RoundSlot {
             .collect()
     }
 
-    /// Returns the copies that pack partial values for NCCL reductions, from the stage.
+    /// Returns the copies that pack this rank's partial values for NCCL reductions. The copies read from the stage
+    /// buffer.
     pub fn nccl_reduce_pack_nests(&self, moves: &Moves) -> impl Iterator<Item = LoopNest> {
         let packs = moves
             .nccl_reductions
@@ -99,7 +101,8 @@ impl RoundSlot {
         packs.filter_map(|(copy, start)| LoopNest::new(copy, &self.stage, &self.outgoing, start))
     }
 
-    /// Returns the copies from the stage and from the first phase to the unpacked buffer.
+    /// Returns the copies to the unpacked buffer, from the stage buffer and from the incoming buffer of the first
+    /// phase.
     pub fn unpack_nests(&self, moves: &Moves) -> Vec<LoopNest> {
         let mut nests = Vec::new();
         for destination in moves.copy_destinations() {
@@ -114,7 +117,7 @@ impl RoundSlot {
         nests
     }
 
-    /// Returns the copies from the second phase to the unpacked buffer.
+    /// Returns the copies to the unpacked buffer, from the incoming buffer of the second phase.
     pub fn second_phase_unpack_nests(&self, moves: &Moves) -> Vec<LoopNest> {
         let copies = moves
             .arriving_tiles
@@ -123,7 +126,7 @@ impl RoundSlot {
         copies.filter_map(|(copy, start)| LoopNest::new(copy, &self.incoming, &self.unpacked, start)).collect()
     }
 
-    /// Returns the copies of values that are not cast, from the unpacked buffer to the output.
+    /// Returns the copies of values that need no cast, from the unpacked buffer to the output.
     pub fn uncast_nests(&self, moves: &Moves) -> Vec<LoopNest> {
         let tiles = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
         let uncast = tiles.filter(|(_, cast_tile)| cast_tile.cast.is_none()).map(|(tile, cast_tile)| {

@@ -12,7 +12,7 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use crate::error::Result;
 
-/// A CUDA stream of a device.
+/// A stream of a CUDA device: work that is queued on it runs in order.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
@@ -29,7 +29,7 @@ impl Stream {
         Ok(Self { device: Arc::clone(device), stream })
     }
 
-    /// Returns the device.
+    /// Returns the device of the stream.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -39,7 +39,7 @@ impl Stream {
         &self.stream
     }
 
-    /// Records an event after all work that has been queued so far.
+    /// Records an event that marks the end of all work that has been queued so far.
     pub fn record(&self) -> Result<CudaEvent> {
         self.stream.record_event(None).map_err(failed("record an event"))
     }

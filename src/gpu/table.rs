@@ -11,34 +11,35 @@ use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
 
-/// The number of threads of a block.
+/// The number of threads in each thread block.
 const THREADS: u32 = 256;
 
-/// A job. In the table, its 64-bit numbers come first, then its first block, then its other 32-bit numbers.
+/// A job of a kernel. In the job table, its 64-bit numbers come first, then the index of its first thread block, then
+/// its other 32-bit numbers.
 pub(super) struct Job<const LONGS: usize, const WORDS: usize> {
-    /// The 64-bit numbers.
+    /// The 64-bit numbers of the job.
     pub longs: [u64; LONGS],
-    /// The 32-bit numbers that follow the first block.
+    /// The 32-bit numbers of the job that come after the index of its first thread block.
     pub words: [u32; WORDS],
-    /// The amount of work, in units of the kernel.
+    /// The amount of work of the job, in units of the kernel.
     pub units: u64,
 }
 
-/// Consecutive jobs in a table.
+/// A list of consecutive jobs in a job table, for one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Jobs {
-    /// The offset of the first job in the table.
+    /// The offset in bytes of the first job in the table.
     pub offset: u64,
     /// The number of jobs.
     pub count: u32,
     /// The number of thread blocks of all jobs.
     pub blocks: u32,
-    /// The number of units that one block processes.
+    /// The number of units that one thread block processes.
     pub block_units: u32,
 }
 
 impl Jobs {
-    /// Returns an empty list of jobs at the end of a table.
+    /// Returns an empty list of jobs that begins at the end of a table.
     pub fn at_end_of(table: &[u8], block_units: u32) -> Self {
         Self { offset: table.len() as u64, count: 0, blocks: 0, block_units }
     }
@@ -55,17 +56,17 @@ impl Jobs {
     }
 }
 
-/// Jobs, and the kernel that runs them.
+/// A list of jobs, with the kernel that runs them.
 #[derive(Debug)]
 pub(super) struct KernelLaunch {
-    /// The kernel.
+    /// The kernel that runs the jobs.
     pub kernel: CudaFunction,
-    /// The jobs.
+    /// The list of jobs in the table.
     pub jobs: Jobs,
 }
 
 impl KernelLaunch {
-    /// Queues the launch on a stream.
+    /// Queues the launch of the kernel on a stream.
     ///
     /// # Safety
     /// Until the stream has run the jobs, the table and the jobs' buffers stay allocated. Until then, nothing else

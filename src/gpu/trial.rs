@@ -1,4 +1,4 @@
-//! Trial: copies, reductions and casts between two buffers of a device, for tests and measurements. Conversions of
+//! Runs copies, reductions and casts between two buffers of a device, for tests and measurements. Conversions of
 //! checkpoints use the [shuffle](super::shuffle) instead. All sizes and offsets are in bytes. Invariant: a call returns
 //! when all its work is done, so that its run time can be measured.
 
@@ -15,7 +15,7 @@ use crate::exchange::StridedCopy;
 use crate::exec::cast::LossCounts;
 use crate::exec::reduce::ReduceError;
 
-/// Two buffers of a device, with copies, reductions and casts from one to the other.
+/// A source buffer and a target buffer on a device, for copies, reductions and casts from the source to the target.
 pub struct TransferTrial {
     stream: Stream,
     packer: Packer,
@@ -25,7 +25,7 @@ pub struct TransferTrial {
 }
 
 impl TransferTrial {
-    /// Allocates both buffers. The target is zeroed; the source has arbitrary content.
+    /// Allocates both buffers. The target buffer contains zeros; the source buffer has arbitrary content.
     ///
     /// # Errors
     /// Returns `Device` if there is not enough memory.
@@ -52,8 +52,7 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Makes all copies, `times` times. Target offsets of a copy count from the offset that follows the copy in its
-    /// pair.
+    /// Makes all copies, `times` times in total. In each pair, the number is added to the target offsets of the copy.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -73,7 +72,7 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Runs all reductions, `times` times. The inner error contains the index of the first job that failed.
+    /// Runs all reductions, `times` times in total. The inner error contains the index of the first job that failed.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -93,7 +92,8 @@ impl TransferTrial {
         Ok(reductions.check_outcomes(&records[reductions.outcomes_range()]))
     }
 
-    /// Runs all casts, `times` times. Returns the counts of lost values of each job, summed over all runs.
+    /// Runs all casts, `times` times in total. Returns, for each job, the counts of lost values summed over all
+    /// repetitions.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -108,7 +108,7 @@ impl TransferTrial {
         Ok(CastJobs::read_losses(&records[conversions.losses_range()]).collect())
     }
 
-    /// Uploads a job table, calls `run` `times` times, and downloads the table.
+    /// Uploads a job table, calls `run` `times` times, and downloads the table again.
     fn run_with_table(
         &mut self,
         records: &mut [u8],

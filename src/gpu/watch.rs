@@ -16,15 +16,15 @@ use crate::comm::FailureNotes;
 use crate::error::{CommError, DeviceError, Error, Result};
 use crate::threads;
 
-/// The interval between two checks while no thread waits for NCCL.
+/// The interval between two checks of the thread that watches NCCL.
 const EVERY: Duration = Duration::from_millis(100);
 
 /// The reason why NCCL is aborted.
 #[derive(Clone, Debug)]
 pub(super) enum AbortReason {
-    /// Another rank has ended, or has shut down its NCCL.
+    /// The cause is another rank, which has ended or has shut down its NCCL. The text is the message.
     Elsewhere(String),
-    /// A failure that may concern only this rank.
+    /// The cause may be only at this rank. The text is the message.
     Here(String),
 }
 
@@ -34,8 +34,8 @@ impl AbortReason {
         words
     }
 
-    /// The time to wait until the failure notes contain a failure that NCCL has already reported. Ranks that have lost
-    /// a peer wait for the reason of that peer.
+    /// The time for which this rank waits until the failure notes contain the failure that NCCL has already reported.
+    /// If the cause is another rank, the time is longer, because that rank must first record its reason.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -55,13 +55,14 @@ impl From<nccl::Error> for AbortReason {
     }
 }
 
-/// Returns the error for a failure of NCCL at rank `own`: the failure in the notes of the run, or else the message of
-/// NCCL.
+/// Returns the error for a failure of NCCL at rank `own`. The error has the failure from the notes of the run; if there
+/// is none, it has the message of NCCL.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.grace_period();
     loop {
         match notes.check() {
-            // The watch thread has recorded this rank's own failure first.
+            // The failure in the notes is this rank's own failure, which the watch thread has recorded. So the error
+            // gets the message of NCCL.
             Err(Error::Comm(CommError { rank, .. })) if rank.index == own && matches!(why, AbortReason::Here(_)) => {
                 break;
             }
@@ -76,14 +77,14 @@ pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: 
     of_nccl(op, why.words())
 }
 
-/// Returns the error that contains a message of NCCL.
+/// Returns an error with a message of NCCL.
 pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     let hint =
         "set NCCL_DEBUG=INFO for details from NCCL; set NCCL_SOCKET_IFNAME to select the network interface".to_owned();
     DeviceError { op, detail: words.to_owned(), hint: Some(hint) }.into()
 }
 
-/// The NCCL communicator, or the reason why it was aborted.
+/// The NCCL communicator of this rank, or the reason why it was aborted.
 pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
     given_up: OnceLock<AbortReason>,
@@ -94,7 +95,7 @@ impl NcclState {
         Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
     }
 
-    /// Calls `body` with the NCCL communicator. If `body` fails, aborts NCCL.
+    /// Calls `body` with the NCCL communicator. If `body` returns an error, aborts NCCL.
     ///
     /// # Errors
     /// The reason why NCCL was aborted, now or earlier.
@@ -103,7 +104,8 @@ impl NcclState {
         done.map_err(|error| self.give_up(error.into()))
     }
 
-    /// Aborts NCCL, which ends its work on all streams. Returns the reason of the first abort.
+    /// Aborts NCCL, which ends its work on all streams. Returns the reason of the first abort, which may be earlier
+    /// than this one.
     pub fn give_up(&self, why: AbortReason) -> AbortReason {
         let why = self.given_up.get_or_init(|| why);
         drop(self.take());
@@ -119,16 +121,16 @@ impl NcclState {
     }
 }
 
-/// A thread that monitors NCCL for as long as this value exists.
+/// A thread that checks NCCL and the failure notes, as long as this value exists.
 pub(super) struct NcclWatch {
-    /// The sender whose end stops the thread; `None` once the thread is to stop.
+    /// A sender that sends nothing. The thread stops when the sender is dropped, which sets this field to `None`.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     is_leaving: Arc<Mutex<bool>>,
 }
 
 impl NcclWatch {
-    /// Starts the thread. `own` is this rank.
+    /// Starts the thread. `own` is the number of this rank.
     ///
     /// # Errors
     /// `Usage` if no thread can be started.
@@ -144,7 +146,8 @@ impl NcclWatch {
                     if *is_leaving { Ok(()) } else { met.with(|peers| peers.status()) }
                 };
                 if let Err(why) = is_well.and_then(|()| status()) {
-                    // This rank may be waiting for another rank that waits for NCCL.
+                    // Another rank may be waiting for NCCL, and this rank for that rank. So this thread notifies all
+                    // ranks of the failure.
                     return notes.fail(&reason(&*notes, own, "exchange", &why));
                 }
             }
@@ -152,8 +155,7 @@ impl NcclWatch {
         Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
     }
 
-    /// From this call on, monitors only the failure notes, because NCCL reports an error as soon as another rank shuts
-    /// down.
+    /// Restricts all later checks to the failure notes. NCCL would report an error as soon as another rank shuts down.
     pub fn expect_leaving(&self) {
         *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

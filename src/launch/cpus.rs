@@ -12,7 +12,7 @@ use super::environment::{open_mpi, pmi, slurm_step, text, torchrun};
 #[must_use]
 pub fn cpus(env: Env<'_>) -> Option<usize> {
     let number = |name: &str| text(env, name)?.parse::<usize>().ok().filter(|number| *number > 0);
-    // `srun --mpi=pmi2` sets both, with the same values.
+    // `srun --mpi=pmi2` sets the variables of PMI and of Slurm, with the same values.
     let of_step = match (pmi(env), slurm_step(env)) {
         (Ok(Some(task)), Ok(step)) => step.is_some_and(|step| step.part == task.part),
         (Ok(None), Ok(_)) => true,
@@ -26,7 +26,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
     number("SLURM_CPUS_PER_TASK").or_else(|| {
         let all = number("SLURM_CPUS_ON_NODE")?;
         let tasks = match text(env, "SLURM_STEP_NUM_TASKS") {
-            // A batch script is one process.
+            // A batch script runs as one process.
             None => 1,
             Some(_) => {
                 let nodes = text(env, "SLURM_STEP_TASKS_PER_NODE").or_else(|| text(env, "SLURM_TASKS_PER_NODE"))?;
@@ -37,7 +37,7 @@ pub fn cpus(env: Env<'_>) -> Option<usize> {
     })
 }
 
-/// Returns the number for one node from a list such as `4(x2),1`: 4 for nodes 0 and 1, and 1 for node 2.
+/// Returns the number of tasks on one node, from a list such as `4(x2),1`: 4 for nodes 0 and 1, and 1 for node 2.
 fn tasks_on(node: usize, list: &str) -> Option<usize> {
     let mut before = 0_usize;
     for run in list.split(',') {

@@ -7,21 +7,22 @@
 use super::{Env, Launcher, Part};
 use crate::error::{Error, Result};
 
-/// The part of the work that a launcher's variables, or the options, assign to this process.
+/// The part of the work that variables of a launcher, or options, assign to this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AssignedPart {
     pub launcher: Launcher,
     pub part: Part,
-    /// The variables or options, for messages: `SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4`.
+    /// The text with which messages name these variables or options, for example `SLURM_PROCID=2,
+    /// SLURM_STEP_NUM_TASKS=4`.
     pub by: String,
 }
 
-/// Returns a variable if it is set and not empty.
+/// Returns the value of an environment variable, if the variable is set and not empty.
 pub(super) fn text(env: Env<'_>, name: &str) -> Option<String> {
     env(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
 }
 
-/// Returns a variable as a number, if it is set.
+/// Returns the value of an environment variable as a number, if the variable is set.
 pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     let Some(value) = text(env, name) else { return Ok(None) };
     value.parse().map(Some).map_err(|_| {
@@ -29,7 +30,8 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     })
 }
 
-/// Returns the part that two variables of one launcher define: the rank, and the number of ranks.
+/// Returns the part that two variables of a launcher define. One variable is the rank, the other is the number of
+/// ranks.
 fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<AssignedPart>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
@@ -52,7 +54,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
     }
 }
 
-/// A hint that works in every environment.
+/// A hint that is correct in every environment, whichever launcher is used.
 pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
 
 /// Returns the part of a process that torchrun started. The agents of torchrun set all of these variables.
@@ -67,7 +69,8 @@ pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::OpenMpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 }
 
-/// Returns the part that MPICH, Intel MPI, Cray MPI, or Slurm with `--mpi=pmi2` assigns.
+/// Returns the part that a launcher with the PMI protocol assigns: MPICH, Intel MPI, Cray MPI, or Slurm with
+/// `--mpi=pmi2`.
 pub(super) fn pmi(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::Pmi, ("PMI_RANK", "PMI_SIZE"))
 }
@@ -90,8 +93,8 @@ pub(super) fn rank_variables(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::Variables, ("RANK", "WORLD_SIZE"))
 }
 
-/// Returns the index of an element of a job array. The number of elements is not the number of parts, because failed
-/// elements are submitted again, without the others.
+/// Returns the index of this process's element in a Slurm job array. The number of elements is not used as the number
+/// of parts, because failed elements are submitted again without the other elements.
 pub(super) fn array_index(env: Env<'_>) -> Result<Option<u32>> {
     number(env, "SLURM_ARRAY_TASK_ID")
 }
@@ -108,15 +111,15 @@ pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
     names.iter().find_map(|name| text(env, name)?.parse().ok())
 }
 
-/// Returns a name that all processes of one launch share and that no other launch has.
+/// Returns the name of this launch. All processes of a launch have the same name, and no other launch has it.
 pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
     let joined = |names: &[&str]| {
         let values: Vec<String> = names.iter().filter_map(|name| text(env, name)).collect();
         (!values.is_empty()).then(|| values.join("."))
     };
     match launcher {
-        // Run ids that users choose, and the "none" of older versions, are used repeatedly. The port is new for each
-        // launch, and the job has an id. A job may have one step for each node.
+        // Users choose run ids, and older versions use the id "none", so run ids repeat. The port is new for each
+        // launch, and the id of the job distinguishes jobs. A job may have one step for each node.
         Launcher::Torchrun => joined(&[
             "SLURM_JOB_ID",
             "SLURM_RESTART_COUNT",

@@ -39,9 +39,9 @@ use crate::error::{Error, Result};
 /// The share of the work that one process does: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Part {
-    /// The index of the part, from 0.
+    /// The index of the part, counted from 0.
     pub index: u32,
-    /// The number of parts.
+    /// The number of parts into which the work is divided.
     pub of: u32,
 }
 
@@ -59,42 +59,43 @@ impl Part {
     }
 }
 
-/// Formats the part as `2/4`.
+/// Formats the part as `INDEX/COUNT`, for example `2/4`.
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.index, self.of)
     }
 }
 
-/// The environment, as a function, so that tests can use a map. An empty variable counts as not set.
+/// A function that returns the value of an environment variable. Tests use a map instead of the real environment. An
+/// empty variable counts as not set.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Returns a variable of the environment of this process.
+/// Returns the value of an environment variable of this process.
 #[must_use]
 pub fn process_environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The source of the part index of this process.
+/// The launcher or option from which this process got its part index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// No launcher: one process does all of the work.
+    /// There is no launcher: one process does all of the work.
     Alone,
-    /// `--part` and `--parts`, without a launcher.
+    /// `--part` and `--parts` define the part, without a launcher.
     Options,
-    /// The torchrun command of PyTorch.
+    /// The torchrun command of PyTorch started the process.
     Torchrun,
-    /// The mpirun command of Open MPI.
+    /// The mpirun command of Open MPI started the process.
     OpenMpi,
-    /// A launcher that speaks PMI, such as the mpirun command of MPICH.
+    /// A launcher that uses the PMI protocol started the process, for example the mpirun command of MPICH.
     Pmi,
-    /// A launcher that speaks PMIx.
+    /// A launcher that uses the PMIx protocol started the process.
     Pmix,
-    /// The srun command of Slurm.
+    /// The srun command of Slurm started the process.
     Slurm,
-    /// A Slurm array. Its elements may not run at the same time.
+    /// The process is an element of a Slurm job array. The elements may not run at the same time.
     SlurmArray,
-    /// Only `RANK` and `WORLD_SIZE`, without a known launcher.
+    /// `RANK` and `WORLD_SIZE` define the part, without a known launcher.
     Variables,
 }
 
@@ -115,7 +116,7 @@ impl Launcher {
         }
     }
 
-    /// Returns true if all processes of a launch share one standard output, so that their JSON documents would be
+    /// Returns true if all processes of a launch write to one standard output. Their JSON documents would then be
     /// mixed.
     #[must_use]
     pub fn shares_output(self) -> bool {
@@ -123,25 +124,27 @@ impl Launcher {
     }
 }
 
-/// The way in which this process was started, and its part of the work.
+/// The launcher that started this process, and this process's part of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// The part of this process.
+    /// The part of the work that this process does.
     pub part: Part,
-    /// The launcher that started all parts. If the launcher and the command line agree, this field names the launcher.
+    /// The launcher that started the processes of all parts. If the launcher and the command line agree, this field
+    /// names the launcher.
     pub launcher: Launcher,
     /// The rank of this process on its node, if the launcher sets it.
     pub local_rank: Option<u32>,
-    /// Slurm's name for this node.
+    /// The name that Slurm gives to this node; `None` without Slurm.
     pub node: Option<String>,
-    /// The name of this launch, if there is one: all processes of this launch have it, and no other launch has it.
+    /// The name of this launch; `None` if the launcher sets none. All processes of a launch have the same name, and no
+    /// other launch has it.
     pub run: Option<String>,
     /// True if the other parts run at the same time, so that this process can wait for them.
     pub waits: bool,
 }
 
 impl Launch {
-    /// Returns the launch of a process that does all of the work.
+    /// Returns the launch for a process that has no launcher and does all of the work.
     #[must_use]
     pub fn alone() -> Self {
         Self { part: Part::alone(), launcher: Launcher::Alone, local_rank: None, node: None, run: None, waits: false }
@@ -179,7 +182,7 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
     })
 }
 
-/// Returns the part that the command line defines, with the launcher that started this process.
+/// Returns the part that the command line defines. The result also names the launcher that started this process.
 fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
@@ -203,8 +206,8 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
         return Ok(from_options(0, Launcher::Options));
     }
     match (part, part_from_launcher(env)?, array_index(env)?) {
-        // If an element runs several processes, they may be numbered in any way. Here the command line defines the part
-        // completely.
+        // If an array element runs several processes, it is unknown how they are numbered. The command line defines the
+        // part completely here, so this is no problem.
         (Some(index), _, Some(_)) => Ok(from_options(index, Launcher::SlurmArray)),
         (None, Some(assigned), Some(element)) => Err(Error::usage(
             format!(
@@ -245,7 +248,8 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     ))
 }
 
-/// Returns the part for `--parts` without `--part`, from `PMIX_RANK` or from `RANK` and `WORLD_SIZE`.
+/// Returns the part if the command line has `--parts` but not `--part`. The index comes from `PMIX_RANK`, or from
+/// `RANK` and `WORLD_SIZE`.
 fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {

@@ -1,5 +1,5 @@
-//! Acquires a part of the work: checks what exists at the destination, and then joins the run there, deletes its
-//! folder, waits, or fails.
+//! Acquires a part of the work. A process checks what exists at the destination, and then joins the run there, deletes
+//! its folder, waits, or fails.
 //!
 //! A process retries until it holds a lease: it reads the state of the folder, acts on the state, and reads it again.
 //! The file system decides every action (create the partial folder, acquire a lease, delete the folder). If two
@@ -29,23 +29,24 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::lookup;
 
-/// The decision whether a process may work in a partial folder. It depends on the leases in the folder.
+/// Decision whether a process may work in a partial folder. It depends on the leases in the folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// The process may acquire this generation of the lease.
+    /// The process may join the run by acquiring this generation of the lease.
     Join { generation: u32 },
-    /// The process may acquire this generation of the lease, but only with `--resume`, because an earlier run ended
-    /// here.
+    /// An earlier run ended in this folder. The process may continue its work by acquiring this generation of the
+    /// lease, but only with `--resume`.
     Resume { generation: u32 },
-    /// Another live process works on the same part, or has divided the work into another number of parts.
+    /// The process must not work: another live process works on the same part, or has divided the work into another
+    /// number of parts.
     Conflict(LeaseName),
-    /// It is not known yet whether all lease holders are alive, so the leases have to be watched.
+    /// The process must watch the leases first, because it is not known yet whether all lease holders are alive.
     Watch,
-    /// The folder belongs to another plan or is to be deleted, and no process works in it.
+    /// The folder may be replaced: it has another plan or must be deleted, and no process works in it.
     Replace,
 }
 
-/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and is not to be
+/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and must not be
 /// deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
@@ -74,7 +75,7 @@ fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState
     found.leases.iter().map(|seen| (seen.name, watch.state(seen, now))).collect()
 }
 
-/// Returns how a run would begin. Reads the state once and changes nothing.
+/// Returns how a run would begin. Reads the state of the destination once and changes nothing.
 pub(super) fn preflight(
     path: &Path,
     shape: DestinationKind,
@@ -127,7 +128,7 @@ pub(super) fn acquire(
     acquiring.refuse_restart_of_strangers()?;
     acquiring.destination.sweep(&[TRASH]);
     if !acquiring.destination.cached_for().is_zero() {
-        // An earlier run used the same names, so the file system may have cached them.
+        // An earlier run used the same file names, so the file system may have cached them.
         acquiring.destination.look_up();
     }
     let begun = acquiring.run();
@@ -149,7 +150,7 @@ struct Acquiring<'a> {
     stop: &'a Stop,
     watch: LeaseWatch,
     since: Instant,
-    /// The id of the partial folder that this process created.
+    /// The id of the partial folder that this process created; `None` if it created no partial folder.
     made: Option<String>,
 }
 
@@ -174,7 +175,7 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Deletes the partial folder if this process created it and no process works in it.
+    /// Deletes the partial folder if this process created it and no other process works in it.
     fn leave(&mut self) {
         self.destination.release();
         let Ok(FoundPartial::Partial(found)) = FoundPartial::at(&self.destination.partial(), self.shape) else {
@@ -216,7 +217,8 @@ impl Acquiring<'_> {
             return self.wait_for_first();
         }
         let plan = PlanFile::new(self.plan, self.claim);
-        // The id is recorded first, so that a folder that was created but could not be synced is deleted as well.
+        // The id is recorded before the folder is created. So a folder that was created but could not be synced is
+        // deleted as well.
         self.made = Some(plan.id.clone());
         let is_made = self.destination.make(&plan, self.plan.about, self.claim.sync)?;
         Ok(if is_made { NextStep::Again } else { NextStep::Later })
@@ -230,7 +232,7 @@ impl Acquiring<'_> {
             return Ok(NextStep::Later);
         }
         if found.is_published {
-            // The process that published the output deletes the folder, unless it died before.
+            // The process that published the output deletes the folder, unless that process died first.
             return if is_quiet { self.throw_away(Some(&found)) } else { Ok(NextStep::Later) };
         }
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
@@ -246,7 +248,7 @@ impl Acquiring<'_> {
         match admission {
             Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
             Admission::Watch => return Ok(NextStep::Later),
-            // If a process is alive, it may be in the middle of replacing the destination.
+            // If another process is alive, it may be replacing the destination at this moment.
             _ if is_quiet => recover(&self.destination)?,
             _ => {}
         }
@@ -255,7 +257,8 @@ impl Acquiring<'_> {
             Admission::Replace => Err(self.destination.of_another(&found, self.plan, self.claim)),
             Admission::Resume { .. } if !self.claim.resume => Err(self.destination.unfinished(self.claim)),
             Admission::Join { generation } | Admission::Resume { generation } if self.is_free(&found)? => {
-                // A live process belongs to this run. It is not known yet whether the other processes do.
+                // A live process belongs to this run. Other processes may be from an earlier run; this is not known
+                // yet.
                 let is_alive = |seen: &&SeenLease| leases.contains(&(seen.name, LeaseState::Alive));
                 let stale = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
                 self.join(found, generation, StaleLeases::new(stale, self.claim))
@@ -324,8 +327,8 @@ impl Acquiring<'_> {
         })))
     }
 
-    /// Returns whether this process may keep its new lease: the folder at the name is still the folder that was
-    /// examined, and no conflicting process has arrived since.
+    /// Returns whether this process may keep its new lease. It may, if the partial folder is still the folder that was
+    /// examined, and no conflicting process has started since.
     fn may_stay(&self, lease: &Lease, examined: &Partial, holding: &WorkLease) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(LeaseRole::Restart).map(|seen| seen.name);
@@ -353,7 +356,7 @@ impl Acquiring<'_> {
         self.is_free(&found)
     }
 
-    /// Deletes a folder in which no process works, if this process is allowed to delete it.
+    /// Deletes a partial folder in which no process works, if this process is allowed to delete it.
     fn throw_away(&mut self, examined: Option<&Partial>) -> Result<NextStep> {
         let is_published = examined.is_some_and(|partial| partial.is_published);
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(examined) }
@@ -377,8 +380,8 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Rejects `--restart` for parts that no launcher started: they cannot know whether another part of the same run
-    /// created the existing output.
+    /// Rejects `--restart` for parts that the user started one by one, without a launcher. Such a part cannot know
+    /// whether another part of the same run created the existing output.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
         if !self.claim.restart || self.claim.can_restart() {
             return Ok(());
@@ -392,7 +395,8 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Returns whether this process can work on `found`. It cannot if the output of `found` has been published.
+    /// Returns true if this process can work in the partial folder `found`. Returns false if the output of the folder
+    /// has been published.
     fn is_free(&self, found: &Partial) -> Result<bool> {
         let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
         match FoundPartial::at(&self.destination.partial(), self.shape)? {
@@ -405,7 +409,7 @@ impl Acquiring<'_> {
 /// Checks that the existing destination, if any, may be replaced.
 pub(super) fn check_destination(destination: &Destination, shape: DestinationKind, claim: &Claim) -> Result<()> {
     let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
-    // The recovery of an interrupted replacement may have restored a folder.
+    // The recovery of an interrupted replacement may have restored a folder at the destination.
     refuse_folder(&destination.path, shape)?;
     let is_empty_folder = metadata.is_dir() && lookup::list(&destination.path)?.is_empty();
     if is_empty_folder || claim.overwrite { Ok(()) } else { Err(destination.is_taken(claim)) }
@@ -424,7 +428,7 @@ fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     ))
 }
 
-/// Errors of a run that cannot begin.
+/// Constructors of the errors of a run that cannot begin.
 impl Destination {
     fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
         let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
@@ -476,8 +480,8 @@ impl Destination {
         }
     }
 
-    /// Returns the error for an existing destination. If the claim accepts finished output, the error describes what is
-    /// known about the destination.
+    /// Returns the error for an existing destination. If the run could have accepted finished output of the same plan,
+    /// the error also states why this output was not accepted.
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
         let (message, hint) = match plan_xattr::read(&self.path) {

@@ -1,4 +1,4 @@
-//! Deletes a partial folder, and leaves no folder behind if nothing was recorded in it.
+//! Deletes a partial folder after an error, so that no folder stays behind if nothing was recorded in it.
 //!
 //! Before a process deletes a folder, it acquires a lease for the deletion and examines the folder again. If another
 //! process arrives in the meantime, either that process sees the lease, or this process sees the lease of the other.
@@ -22,7 +22,7 @@ impl Staging {
     pub fn abandon(self) {
         let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
-        // Parts that do not wait for others do not need the reason why another part ended.
+        // If parts do not wait for each other, the reason why one part ended need not be kept for the other parts.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
         // If two processes leave at the same time, each gives up its lease before it checks. Therefore at least one of
         // them sees that both have left.
@@ -44,8 +44,8 @@ impl Staging {
 }
 
 impl Destination {
-    /// Renames the partial folder to a trash name: one without a valid plan, or the examined folder if it is unchanged.
-    /// Returns false if another process was faster, or has started to work in the folder.
+    /// Renames the partial folder to a trash name. The folder must have no valid plan, or must be the unchanged folder
+    /// `examined`. Returns false if another process was faster, or has started to work in the folder.
     pub fn throw_away(
         &self,
         shape: DestinationKind,
@@ -90,7 +90,8 @@ impl Destination {
 }
 
 impl Partial {
-    /// Returns whether the plan and the leases are unchanged, so that no process has arrived in the meantime.
+    /// Returns true if the plan and the leases in the folder are unchanged, which means that no process has started to
+    /// work in it.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
             let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);

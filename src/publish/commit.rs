@@ -47,14 +47,15 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal, valid as long as this value exists.
+/// The right to seal the output. It is valid as long as this value exists.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,
     pub(super) lease: Lease,
 }
 
-/// The maximum number of times that other processes may replace the destination before this process reports an error.
+/// The maximum number of times that this process tries to publish, if other processes replace the destination each
+/// time.
 const MAX_TRIES: usize = 16;
 
 impl Staging {
@@ -84,14 +85,14 @@ impl Staging {
         Ok(Some(Seal { staging: self, lease }))
     }
 
-    /// Cleans up after the output was renamed to the destination. May run twice.
+    /// Cleans up after the output was renamed to the destination. Calling it twice has no further effect.
     pub(super) fn tidy(&self, sync: bool) -> Result<()> {
         let folder = &self.destination.folder;
         if sync {
             folder.sync().map_err(Error::io("sync", folder))?;
         }
         fault::point("commit-synced-parent");
-        // Once the partial folder is deleted, another run may be in the middle of replacing the destination.
+        // If the partial folder no longer exists, another run may be replacing the destination at this moment.
         if self.find()?.is_none() {
             return Ok(());
         }
@@ -102,7 +103,7 @@ impl Staging {
         cleared
     }
 
-    /// Renames the output to the destination, after moving the replaced checkpoint aside.
+    /// Renames the output to the destination. An existing checkpoint is first renamed to another name.
     fn move_in(&self) -> Result<()> {
         let (destination, target) = (self.destination.path.display(), self.destination.target());
         for _ in 0..MAX_TRIES {
@@ -120,7 +121,7 @@ impl Staging {
                 Err(error) if is_gone(&error) && !source.exists() => {}
                 Err(error) if self.claim.overwrite && is_taken(&error) => {}
                 Err(error) => {
-                    // If this fails, the next run rolls back.
+                    // If this rename fails, the next run restores the old checkpoint.
                     let _ = self.destination.old().rename_new(&target);
                     return Err(if is_taken(&error) {
                         Error::usage(
@@ -139,7 +140,8 @@ impl Staging {
         ))
     }
 
-    /// Moves the replaced checkpoint aside.
+    /// Renames the checkpoint at the destination to the name `.NAME.dtshard-old`, so that the output can take its
+    /// place.
     fn make_way(&self, mine: FileIdentity) -> Result<()> {
         let (target, old) = (self.destination.target(), self.destination.old());
         self.clear_old(mine)?;
@@ -155,7 +157,7 @@ impl Staging {
         }
         let moved = FileIdentity::of(&old);
         if moved == Some(mine) {
-            // Another process has published since the check.
+            // Another process has published since the check, so its output is moved back.
             let _ = old.rename_new(&target);
         }
         *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) = moved;
@@ -163,11 +165,11 @@ impl Staging {
         Ok(())
     }
 
-    /// Deletes the replaced checkpoint, unless it is the published one.
+    /// Deletes the replaced checkpoint at `.NAME.dtshard-old`. If it is the output of this run, it is not deleted.
     fn clear_old(&self, mine: FileIdentity) -> Result<()> {
         let old = self.destination.old();
         let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
-        // This process moved the checkpoint there, so it is replaced whoever owns it.
+        // This process moved the checkpoint to this name. So it may be deleted, even if another user owns it.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
             old.own_entry().map_err(Error::io("stat", &old))?;
         }
@@ -180,7 +182,8 @@ impl Staging {
 }
 
 impl Seal<'_> {
-    /// Publishes the finished output at the destination. It is a success as well if another process has published it.
+    /// Publishes the finished output at the destination. If another process has already published it, that also counts
+    /// as success.
     ///
     /// # Errors
     /// `Io` if a rename fails; the destination is then unchanged.
@@ -240,11 +243,11 @@ pub(super) fn recover(destination: &Destination) -> Result<()> {
         if FileIdentity::of(&backup) == Some(replaced) {
             return destination.discard(&backup);
         }
-        // The old checkpoint belongs to a replacement that began later. Only one replacement runs at a time.
+        // The checkpoint at `.NAME.dtshard-old` belongs to a later replacement. Only one replacement runs at a time.
         return backup.rename_new(&old).map_err(Error::io("put back", &old));
     }
     match old.rename_new(&target) {
-        // Another process was faster.
+        // Another process was faster: it has moved the old checkpoint, or the destination exists again.
         Err(_) if !old.exists() || target.exists() => Ok(()),
         done => done.map_err(Error::io("rename", &old)),
     }

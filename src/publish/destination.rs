@@ -22,17 +22,18 @@ use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::storage::{AnchoredPath, filesystem, uncached};
 
-/// The prefix of partial folders that are being created.
+/// The prefix in the names of partial folders that are being created.
 pub(super) const TMP: &str = "new-";
-/// The prefix of files and folders that are to be deleted.
+/// The prefix in the names of files and folders that are going to be deleted.
 pub(super) const TRASH: &str = "gone-";
-/// The prefix of a replaced checkpoint, until it may be deleted.
+/// The prefix in the name of a replaced checkpoint that may not be deleted yet.
 pub(super) const BACKUP: &str = "aside-";
 
-/// The number of file descriptors held in reserve, because a deletion opens at most this many folders at a time.
+/// The number of file descriptors that are kept open as a reserve for a deletion. A deletion opens at most this many
+/// folders at a time.
 const RESERVED_DESCRIPTORS: usize = 8;
 
-/// A destination and the hidden names in its folder.
+/// A destination, and the hidden files and folders beside it that belong to dtshard.
 #[derive(Clone, Debug)]
 pub(super) struct Destination {
     pub path: PathBuf,
@@ -42,7 +43,7 @@ pub(super) struct Destination {
     name: OsString,
     pace: Pace,
     reporter: WaitReporter,
-    /// True if the file system caches names; empty until this is known.
+    /// True if the file system caches names. The cell is empty until this process has found out.
     pub caches: OnceLock<bool>,
     /// File descriptors that are released before a cleanup. Without them, a process at its limit of open files could
     /// not open its partial folder.
@@ -50,7 +51,7 @@ pub(super) struct Destination {
 }
 
 impl Destination {
-    /// Fails with `Usage` if the path does not end in a name.
+    /// Returns the destination at `path`. Fails with `Usage` if the path does not end in a name.
     pub fn new(path: &Path, pace: Pace, reporter: WaitReporter) -> Result<Self> {
         let Some(name) = path.file_name() else {
             return Err(Error::usage(
@@ -75,19 +76,19 @@ impl Destination {
         })
     }
 
-    /// Returns the same destination for a check that creates nothing, and therefore cannot find out which user owns new
-    /// files.
+    /// Returns the same destination for a check that creates nothing. Without a new file, the check does not know which
+    /// user would own new files.
     pub fn for_a_look(self) -> Self {
         let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }
     }
 
-    /// Returns the destination as the target of a rename.
+    /// Returns the path of the destination as a name in its opened folder, for use in renames.
     pub fn target(&self) -> AnchoredPath {
         self.folder.join(&self.name)
     }
 
-    /// Returns the path `.NAME.dtshard-SUFFIX`.
+    /// Returns the path beside the destination with the name `.NAME.dtshard-SUFFIX`.
     fn beside(&self, suffix: &str) -> AnchoredPath {
         let mut hidden = OsString::from(".");
         hidden.push(&self.name);
@@ -100,7 +101,7 @@ impl Destination {
         self.beside("partial")
     }
 
-    /// Returns the temporary path of the checkpoint that is being replaced.
+    /// Returns the path to which an existing checkpoint is renamed while it is being replaced.
     pub fn old(&self) -> AnchoredPath {
         self.beside("old")
     }
@@ -118,7 +119,8 @@ impl Destination {
         }
     }
 
-    /// Renames `path` to a trash name, and then deletes as much of it as possible. The next run deletes the rest.
+    /// Renames `path` to a trash name, and then deletes as many of its files as possible. The next run deletes any
+    /// remaining files.
     pub fn discard(&self, path: &AnchoredPath) -> Result<()> {
         if let Some(trash) = self.rename_away(path, TRASH)? {
             let _ = trash.remove_all();
@@ -126,7 +128,7 @@ impl Destination {
         Ok(())
     }
 
-    /// Deletes files with these prefixes that killed processes of this user have left.
+    /// Deletes files and folders with these name prefixes that killed processes of this user have left.
     pub fn sweep(&self, kinds: &[&str]) {
         let prefixes: Vec<OsString> = kinds.iter().map(|kind| self.beside(kind).file_name().to_owned()).collect();
         for name in self.folder.names().unwrap_or_default() {
@@ -139,7 +141,7 @@ impl Destination {
         }
     }
 
-    /// Opens the descriptors that [`Destination::release`] closes.
+    /// Opens spare file descriptors, so that [`Destination::release`] can make them available by closing them.
     pub fn reserve(&self) -> Result<()> {
         let opened: io::Result<Vec<OwnedFd>> = (0..RESERVED_DESCRIPTORS).map(|_| self.folder.open_folder()).collect();
         *self.reserve.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -151,7 +153,7 @@ impl Destination {
         self.reserve.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Returns how long the file system may return cached names.
+    /// Returns for how long the file system may return cached names.
     pub fn cached_for(&self) -> Duration {
         let caches = *self.caches.get_or_init(|| filesystem::caches_names(&self.parent));
         if caches { self.pace.cached_for } else { Duration::ZERO }
@@ -220,12 +222,12 @@ pub(super) fn unique() -> String {
     blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
 }
 
-/// Returns whether an error means that a name does not exist.
+/// Returns true if an error means that a file name does not exist.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::StaleNetworkFileHandle)
 }
 
-/// Returns whether a folder lists a name that a fresh lookup does not find.
+/// Returns true if a folder lists a name, but a fresh lookup of this name finds no file.
 pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     let is_hidden = || Ok(!folder.join(name).exists() && folder.names()?.iter().any(|listed| listed == name));
     if !is_hidden()? {
@@ -235,7 +237,7 @@ pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     is_hidden()
 }
 
-/// Reads at most `most` bytes from the start of a file that other processes write.
+/// Reads at most `most` bytes from the start of a file. Other processes may write the file at the same time.
 pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     uncached::open(path)?.take(most).read_to_end(&mut bytes)?;

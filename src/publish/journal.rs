@@ -1,4 +1,4 @@
-//! Journals: record the finished byte ranges, so that the record outlives the process.
+//! Journals record the finished byte ranges on disk, so that a later run can continue if the process is killed.
 //!
 //! Each process has its own journal and only appends to it. A journal record is one line: the ranges finished since the
 //! previous record, as JSON, and the CRC-32 of the JSON. The data is on disk before its record is written. Without
@@ -30,17 +30,18 @@ use crate::error::{Error, Result};
 use crate::exec::{ChecksumPart, FinishedRange};
 use crate::storage::AnchoredPath;
 
-/// The suffix of a journal's name.
+/// The extension of the file name of a journal.
 pub(super) const EXTENSION: &str = "journal";
 
-/// The number of entries and checksum parts at which a record is written immediately: about 10 MB of text.
+/// The number of entries and checksum parts after which a record is written without further delay. Their text has about
+/// 10 MB.
 const MAX_ITEMS: usize = 1 << 18;
 
-/// The maximum length of adjacent ranges joined into one entry. If one byte of an entry is wrong, the entire entry is
-/// written again.
+/// The maximum length in bytes of an entry that is joined from adjacent ranges. If one byte of an entry is wrong, the
+/// entire entry is written again.
 const MAX_JOINED_BYTES: u64 = 64 << 20;
 
-/// The work finished since the previous journal record.
+/// A journal record: the work that was finished since the previous record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct JournalRecord {
     #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
@@ -59,7 +60,7 @@ impl JournalRecord {
         self.doubts.extend(later.doubts);
     }
 
-    /// Returns the parts of checksums that are not combined yet, with the file of each part.
+    /// Returns the parts of checksums that are not combined yet, each with the index of its file.
     pub fn sums(&self) -> impl Iterator<Item = (u32, ChecksumPart)> + '_ {
         self.entries.iter().flat_map(|entry| entry.checksum_parts.iter().map(|part| (entry.file, *part)))
     }
@@ -68,7 +69,7 @@ impl JournalRecord {
         self.entries.is_empty() && self.carried.is_empty() && self.doubts.is_empty()
     }
 
-    /// Sorts the entries, and joins adjacent entries.
+    /// Sorts the entries by file and offset, and joins adjacent entries.
     pub fn compact(&mut self, files: &[OutputFile]) {
         self.entries.sort_unstable_by_key(|entry| (entry.file, entry.range.start));
         self.entries.dedup_by(|next, entry| {
@@ -93,7 +94,7 @@ impl JournalRecord {
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns whether the record is valid for these output files and for `carried` sidecar files.
+    /// Returns true if all numbers in the record are possible for these output files and for `carried` sidecar files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
@@ -136,7 +137,7 @@ impl From<InvalidatedEntry> for (String, u32, u64) {
     }
 }
 
-/// Records invalidated entries, in a new journal in the folder of this process's journal.
+/// Records in a new journal that these entries are invalid. The new journal is in the same folder as `journal`.
 ///
 /// # Errors
 /// `Io` if the journal cannot be written.
@@ -151,8 +152,8 @@ pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) 
     Ok(())
 }
 
-/// Returns the boot on which a record is valid. Returns `None` if the data is synced, because the record is then valid
-/// on every boot. An empty name matches no boot.
+/// Returns the id of the current boot, for records that are valid only until the node boots again. Returns `None` if
+/// the data is synced, because such a record stays valid. An empty id matches no boot.
 pub(super) fn boot_of(sync: bool) -> Option<String> {
     (!sync).then(|| this_boot().unwrap_or_default())
 }
@@ -162,12 +163,12 @@ pub(super) fn boot_of(sync: bool) -> Option<String> {
 pub(super) struct Journal {
     path: AnchoredPath,
     file: File,
-    /// The total length of all complete records.
+    /// The total length of all complete records, in bytes.
     len: u64,
 }
 
 impl Journal {
-    /// Creates a journal. Fails with `Io` if it exists.
+    /// Creates a journal file. Fails with `Io` if the file exists.
     pub fn create(path: &AnchoredPath) -> Result<Self> {
         let file = path.create_new(0o666).map_err(Error::io("create", path))?;
         // The next run finds the journal only if the folder entry of the journal is on disk.
@@ -177,7 +178,7 @@ impl Journal {
     }
 
     /// Appends a record, in one write. If the write fails, the next record overwrites it. The data that the record
-    /// describes must be written already. It must also be on disk, unless the record is valid on one `boot` only.
+    /// describes must be written already. Unless `boot` is given, the data must also be on disk.
     pub fn append(&mut self, record: &JournalRecord, boot: Option<String>) -> Result<()> {
         let is_synced = boot.is_none();
         let line = to_line(record, boot);
@@ -205,7 +206,8 @@ fn to_line(record: &JournalRecord, boot: Option<String>) -> Vec<u8> {
     line
 }
 
-/// Parses a line. Returns the record and the boot on which it is valid, or `None` if the line is damaged.
+/// Parses a line of a journal. Returns the record, and the id of the boot until whose end it is valid. Returns `None`
+/// if the line is damaged.
 pub(super) fn of_line(line: &[u8]) -> Option<(JournalRecord, Option<String>)> {
     let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
     let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;

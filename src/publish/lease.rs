@@ -1,5 +1,5 @@
-//! Leases: show which process works on a part, whether that process is alive, and whether this process still holds its
-//! own part.
+//! Leases show which process works on a part, whether this process is alive, and whether another process has taken over
+//! its part.
 //!
 //! A lease is a file. A process creates it by a hard link or with `O_EXCL`, so the file system decides which process
 //! holds it. The holder rewrites a record of fixed length every two seconds. It writes through the file handle that
@@ -37,11 +37,12 @@ use crate::threads;
 pub(super) enum LeaseRole {
     Part(Part),
     Seal,
-    /// The right to delete the partial folder.
+    /// The right to delete the partial folder for `--restart`.
     Restart,
 }
 
-/// The name of a lease: `part-2-of-4.0`, `seal.0`. The name of its file ends in `.lease`.
+/// The name of a lease, for example `part-2-of-4.0` or `seal.0`. The file has the same name with the extension
+/// `.lease`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LeaseName {
     pub role: LeaseRole,
@@ -82,22 +83,22 @@ impl FromStr for LeaseName {
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
-        // The last generation is invalid, because no process could create the next one. `+1` and `01` parse as numbers
-        // but are rejected as well.
+        // The largest generation number is invalid, because no process could create the next generation. Numbers such
+        // as `+1` and `01` are rejected, too.
         if name.generation < u32::MAX && name.file() == text { Ok(name) } else { Err(()) }
     }
 }
 
-/// The progress of the lease holder.
+/// The progress of the process that holds a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum LeasePhase {
     Working,
-    /// The work is finished, and the process waits for others.
+    /// The process has finished its work and waits for other processes.
     Finished,
-    /// The process released the lease before the work was finished.
+    /// The process released the lease before it finished its work.
     Stopped,
-    /// The process released the lease after the work was finished.
+    /// The process released the lease after it finished its work.
     Left,
 }
 
@@ -120,10 +121,10 @@ pub(super) struct LeaseRecord {
     pub beat: u64,
     pub phase: LeasePhase,
     pub done_bytes: u64,
-    /// The error because of which the process ended. Only the lease of a part has it.
+    /// The error that ended the process. Only the lease of a part has this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
-    /// The first process of the session that ended. A record has either this or a failure.
+    /// The first process of the session that ended. A record has this field or `failure`, but not both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone: Option<PeerFailure>,
 }
@@ -131,7 +132,7 @@ pub(super) struct LeaseRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
     pub reason: String,
-    /// A digest of the launch name, if the launcher sets a name.
+    /// A digest of the name of the launch; `None` if the launcher sets no name.
     run: Option<String>,
 }
 
@@ -146,10 +147,11 @@ fn digest(run: &str) -> String {
     blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
 }
 
-/// The maximum length of a reason; a longer reason is cut. JSON escapes need at most six bytes for one byte.
+/// The maximum length in bytes of the reason of a failure. A longer reason is cut, so that the record fits into
+/// [`RECORD_BYTES`] even if JSON needs six bytes for one byte.
 const MAX_REASON_BYTES: usize = 400;
 
-/// The length of every record. The length is fixed, so that a short record overwrites a longer one completely.
+/// The length of every record in bytes. It is fixed, so that a short record overwrites a longer record completely.
 pub(super) const RECORD_BYTES: usize = 4096;
 
 impl LeaseRecord {
@@ -161,16 +163,16 @@ impl LeaseRecord {
     }
 }
 
-/// A lease file as this process has read it.
+/// A lease file with the content that this process has read.
 #[derive(Clone, Debug)]
 pub(super) struct SeenLease {
     pub name: LeaseName,
     pub bytes: Vec<u8>,
-    /// The record; `None` while the file is incomplete.
+    /// The parsed record; `None` while the lease file is incomplete.
     pub record: Option<LeaseRecord>,
 }
 
-/// Returns the name of the latest lease of each role.
+/// Returns the names of the leases in a folder: for each role, the lease with the highest generation.
 pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
     let mut latest: BTreeMap<LeaseRole, LeaseName> = BTreeMap::new();
     for name in folder.names()? {
@@ -181,12 +183,12 @@ pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<I
     Ok(latest.into_values())
 }
 
-/// Reads the latest lease of each role.
+/// Reads the leases in a folder: for each role, the lease with the highest generation.
 pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     let mut found = Vec::new();
     for name in latest_leases(folder)? {
         found.extend(match read_lease(folder, name)? {
-            // A lease that is listed but not found has a holder, so it has to be watched. A lease that is no longer
+            // A lease that is listed but cannot be found has a holder, so it must be watched. A lease that is no longer
             // listed was removed by its holder.
             None if is_hidden(folder, &name.file())? => {
                 let hidden = SeenLease { name, bytes: Vec::new(), record: None };
@@ -199,7 +201,7 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
     Ok(found)
 }
 
-/// Reads a lease. Returns `None` if it does not exist.
+/// Reads a lease file. Returns `None` if the file does not exist.
 pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
     match read_at_most(&folder.join(name.file()), RECORD_BYTES as u64) {
         Err(error) if is_gone(&error) => Ok(None),
@@ -244,7 +246,7 @@ impl Lease {
         Ok(Some(Self { path, shared: Arc::new(SharedLease { file, record, given_up, done_bytes }), heart: None }))
     }
 
-    /// Rewrites the lease, so that other processes see that this process is alive.
+    /// Rewrites the lease file, so that other processes see that this process is alive.
     pub fn beat(&self) -> Result<()> {
         self.shared.beat().map_err(Error::io("write", &self.path))
     }
@@ -254,7 +256,7 @@ impl Lease {
         let shared = Arc::clone(&self.shared);
         let beat = move || {
             while shared.sleep(every) {
-                // If the lease cannot be written, other processes consider it dead, which is correct.
+                // If this process cannot write its lease, other processes consider it dead. This is intended.
                 let _ = shared.beat();
                 look();
             }
@@ -267,17 +269,18 @@ impl Lease {
         &self.shared.done_bytes
     }
 
-    /// Records that the work is finished.
+    /// Records in the lease that the process has finished its work.
     pub fn finish(&self) -> Result<()> {
         self.shared.write(|record| record.phase = LeasePhase::Finished).map_err(Error::io("write", &self.path))
     }
 
-    /// Records why this process is about to release the lease, if the file can be written.
+    /// Records the reason why this process is about to release the lease. Does nothing if the file cannot be written.
     pub fn fail(&self, reason: &str, run: Option<&str>) {
         let _ = self.shared.write(|record| record.failure = Some(Failure::new(reason, run)));
     }
 
-    /// Returns a function that records which process has ended, if the file can be written.
+    /// Returns a function that records which process of the session has ended. The function does nothing if the file
+    /// cannot be written.
     pub fn note(&self) -> impl Fn(PeerFailure) + Send + 'static + use<> {
         let shared = Arc::clone(&self.shared);
         move |PeerFailure { rank, why }| {
@@ -286,19 +289,20 @@ impl Lease {
         }
     }
 
-    /// Removes the lease, as if this process had never acquired it.
+    /// Removes the lease file, as if this process had never acquired the lease.
     pub fn retract(self) {
         let _ = self.path.remove_file();
     }
 }
 
-/// Returns whether the error means that another process has created the lease, or that the folder no longer exists.
+/// Returns true if an error means that this process cannot get the lease: another process has created it, or the folder
+/// no longer exists.
 fn is_lost(error: &io::Error) -> bool {
     is_gone(error) || error.kind() == io::ErrorKind::AlreadyExists
 }
 
-/// Creates a lease that already contains the name of its process. If the process were killed while its lease was empty,
-/// other processes would have to watch the empty lease. On a file system without hard links the lease is empty for a
+/// Creates a lease file that contains a record from the start. If a process were killed while its lease file is empty,
+/// other processes would have to watch the empty file. On a file system without hard links, the file is empty for a
 /// short moment.
 fn create(path: &AnchoredPath, record: &LeaseRecord, role: LeaseRole) -> io::Result<File> {
     let tmp = path.with_file_name(format!(".lease-{}", unique()));
@@ -354,7 +358,7 @@ impl SharedLease {
         self.file.sync_data()
     }
 
-    /// Sleeps for this time. Returns false once the lease is released.
+    /// Sleeps for this time. Returns false as soon as the lease is released.
     fn sleep(&self, time: Duration) -> bool {
         let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.given_up.wait_timeout_while(record, time, |record| !record.phase.is_over());
@@ -366,7 +370,7 @@ impl SharedLease {
 pub(super) enum LeaseState {
     Alive,
     Dead,
-    /// It is not known yet whether the process is alive, so the lease has to be watched.
+    /// It is unknown whether the process is alive, so its lease must be watched.
     Unsure,
 }
 
@@ -382,13 +386,13 @@ pub(super) struct LeaseWatch {
 struct Watched {
     bytes: Vec<u8>,
     looked: Instant,
-    /// The time for which the lease was watched without a change.
+    /// The time during which this process has watched the lease without seeing a change.
     unchanged: Duration,
     has_changed: bool,
 }
 
-/// The maximum time between two checks of a lease that counts as watched. The time between two checks can be longer if
-/// the file system hangs or the watching process is suspended.
+/// The maximum time between two checks that counts as watching a lease. The real time between two checks can be longer
+/// if the file system hangs or the watching process is suspended.
 const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 
 impl LeaseWatch {
@@ -396,7 +400,7 @@ impl LeaseWatch {
         Self { here: Process::this(), pace, watched: HashMap::new() }
     }
 
-    /// Returns for how long a lease has been watched without a change.
+    /// Returns the time during which this process has watched a lease without seeing a change.
     pub fn unchanged(&self, name: LeaseName) -> Duration {
         self.watched.get(&name).map_or(Duration::ZERO, |last| last.unchanged)
     }
@@ -415,7 +419,7 @@ impl LeaseWatch {
         match seen.record.as_ref().and_then(|record| record.process.is_alive(&self.here)) {
             _ if is_over => LeaseState::Dead,
             Some(false) => LeaseState::Dead,
-            // The process is suspended, or blocked by its file system.
+            // The lease holder exists, but it is suspended or blocked by its file system.
             Some(true) if last.unchanged >= self.pace.stuck_after => LeaseState::Dead,
             Some(true) => LeaseState::Alive,
             None if last.unchanged >= self.pace.dead_after => LeaseState::Dead,
@@ -425,10 +429,10 @@ impl LeaseWatch {
     }
 }
 
-/// The leases that existed when this process acquired its own lease, and whose processes were dead or in an unknown
-/// state. If such a lease changes later, its process belongs to this run. If the lease does not change, it is from an
-/// earlier run and its part is expected to start again, unless the lease records that its process failed in this
-/// launch.
+/// Leases that existed when this process acquired its own lease, and whose processes were not known to be alive. If
+/// such a lease changes later, its process belongs to this run. If it does not change, the lease is from an earlier
+/// run, and its part is expected to start again. A part is not expected if its lease records that the part failed in
+/// this launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,
@@ -450,34 +454,34 @@ impl StaleLeases {
     }
 }
 
-/// The reason why a process must stop its work.
+/// The reason why a process has lost its lease and must stop its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LeaseLost {
     TakenOver,
     Gone,
 }
 
-/// The part of the work that this process holds, until another process takes it over. A process that was suspended, or
-/// cut off from the file system, has to check whether it still holds its part.
+/// The lease of this process on its part of the work. A process that was suspended or cut off from the file system must
+/// check whether another process has taken over its part.
 #[derive(Debug)]
 pub(super) struct WorkLease {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    /// The folder of the output and the journals.
+    /// The work folder, which contains the output and the journals.
     pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,
-    /// The leases that existed when this lease was taken.
+    /// The names of the leases that existed when this lease was acquired.
     pub known: Vec<LeaseName>,
     pub dead_after: Duration,
 }
 
 impl WorkLease {
-    /// Returns the reason if another process has taken over the part, or if the folder no longer exists. Reads only
-    /// file names, because every process checks this every two seconds.
+    /// Returns the reason if this process has lost its lease: another process has taken over the part, or the folder no
+    /// longer exists. Reads only file names, because every process checks this every two seconds.
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
-            // Opening the folder makes network file systems ask the server.
+            // When the folder is opened, network file systems ask the server for its current state.
             self.work.as_anchor()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
@@ -493,8 +497,8 @@ impl WorkLease {
         }
     }
 
-    /// Returns whether a lease belongs to a process that arrived later and has divided the same output into another
-    /// number of parts.
+    /// Returns true if a lease belongs to a process that started later and divides the same output into another number
+    /// of parts.
     pub fn is_of_conflicting_run(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }
@@ -504,7 +508,7 @@ impl WorkLease {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);
-        // A process that has not rewritten its lease yet may still find out that it must give up.
+        // A process whose lease still has its first record may yet find out that it must give up, so it does not count.
         Ok(record.is_some_and(|record| record.beat > 0))
     }
 

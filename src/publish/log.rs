@@ -1,4 +1,4 @@
-//! The log of a run: the remaining work, the finished work, and the records of this process's journal.
+//! The log of a run keeps the remaining work and the finished work, and writes the records of this process's journal.
 //!
 //! Write blocks are finished one by one, but their sources are checked one window at a time. A finished write block
 //! waits here until its window has been checked, and then until the next journal record. A journal record is written
@@ -21,12 +21,12 @@ use crate::storage::AnchoredPath;
 /// The time between two journal records. A killed run has to repeat at most the work of this time.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// The choice whether the end of a run is recorded in the journal.
+/// The choice whether the journal records the work that is finished at the end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
-    /// No record: publishing follows immediately.
+    /// The work is not recorded, because publishing follows immediately.
     Nothing,
-    /// A record: other processes need it, or much work remains before the result is published.
+    /// The work is recorded, because other processes need the record, or because publishing needs much more time.
     Record,
 }
 
@@ -37,25 +37,25 @@ pub struct Log<'a> {
     path: AnchoredPath,
     sync: bool,
     at_end: AtEnd,
-    /// The work finished in the current window.
+    /// The work finished in the current window (a group of tensors that are planned together).
     window: Mutex<JournalRecord>,
     state: Mutex<LogState>,
 }
 
 struct LogState {
-    /// The content of the next journal record.
+    /// The work that the next journal record will contain.
     next: JournalRecord,
-    /// The checksum parts of all journal records, if this run writes the entire output.
+    /// The checksum parts of all written records. Empty unless this run writes the entire output.
     sums: Vec<(u32, ChecksumPart)>,
-    /// The values that casts lost in this entire run.
+    /// The number of values that casts lost in this entire run.
     lost: CastLosses,
     journal: Option<Journal>,
     recorded: Instant,
 }
 
 impl<'a> Log<'a> {
-    /// Creates the log of a run that has the ranges `todo` of these files left to write. The first record creates the
-    /// journal at `path`.
+    /// Creates the log of a run that still has to write the ranges `todo` of `files`. The journal at `path` is created
+    /// together with its first record.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
         let (next, sums, lost) = Default::default();
@@ -77,7 +77,7 @@ impl<'a> Log<'a> {
         self.state.lock().expect("no panic while the lock is held")
     }
 
-    /// Moves the finished work of the window into the next record.
+    /// Moves the finished work of the current window into the next record.
     fn close_window(&self) -> MutexGuard<'_, LogState> {
         let mut record = std::mem::take(&mut *self.window());
         record.compact(self.files);
@@ -99,7 +99,7 @@ impl<'a> Log<'a> {
         self.write(state, outputs)
     }
 
-    /// Writes the next record. With syncing, the data is already on disk.
+    /// Writes the next record. If the run syncs, the caller has already synced the data of the record.
     fn write(&self, state: &mut LogState, outputs: &Outputs) -> Result<()> {
         state.recorded = Instant::now();
         if state.next.is_empty() {
@@ -166,7 +166,7 @@ impl WorkLog for Log<'_> {
         if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
     }
 
-    /// Records the work whose sources have been checked. The next run repeats work that could not be recorded.
+    /// Records the work whose sources have been checked. If recording fails, the next run repeats the work.
     fn stop(&self, outputs: &Outputs) {
         let mut state = self.state();
         let _ = self.record(&mut state, outputs);

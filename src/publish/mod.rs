@@ -66,50 +66,51 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::AnchoredPath;
 
-/// The kind of output: a folder or a single file.
+/// The kind of the output: a folder or a single file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationKind {
-    /// The data folder becomes the destination.
+    /// The output is the data folder, which is renamed to the destination.
     Folder,
-    /// The only file in the data folder becomes the destination.
+    /// The output is the only file in the data folder; this file is renamed to the destination.
     File,
 }
 
-/// The intention of a process at a destination, and its options for existing files.
+/// Request of a process to work on a destination: its part of the work, and the options for existing files.
 #[derive(Clone, Debug)]
 pub struct Claim {
-    /// True if an existing destination is to be replaced; `replace_check` has to accept the replacement.
+    /// True if an existing destination may be replaced. `replace_check` must also accept the replacement.
     pub overwrite: bool,
     pub replace_check: ReplaceCheck,
-    /// True if the output of an earlier run is to be deleted.
+    /// True if the unfinished output of an earlier run is deleted (`--restart`).
     pub restart: bool,
-    /// True if the output of an earlier run is to be continued.
+    /// True if the unfinished output of an earlier run is continued (`--resume`).
     pub resume: bool,
     pub part: Part,
-    /// The name of the launch: the launcher gives the same name to all processes that it starts together.
+    /// The name of the launch. A launcher gives the same name to all processes that it starts together.
     pub run: Option<String>,
-    /// True if the output is synced, so that it survives the loss of the node.
+    /// True if the output is synced to disk, so that it survives a crash of the node.
     pub sync: bool,
-    /// True if the other parts run at the same time, so that this process can wait for them.
+    /// True if the other parts run at the same time, so that processes can wait for each other.
     pub parts_wait: bool,
-    /// Reports which process or event this process waits for.
+    /// Reporter that prints which process or event this process waits for.
     pub reporter: WaitReporter,
 }
 
 impl Claim {
-    /// Returns whether an existing, finished destination is accepted. A part that does not wait for others may start
-    /// when all work is finished already, because its share is empty or because it is restarted.
+    /// Returns true if a finished destination is accepted instead of an error. For example, a part that does not wait
+    /// for the others may start after all work is finished, because it has no bytes to write or because it is
+    /// restarted.
     fn takes_what_is_done(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
 
-    /// Returns whether this process, or the first process of its launch, may delete existing output.
+    /// Returns true if this process, or the first process of its launch, may delete existing output (`--restart`).
     fn can_restart(&self) -> bool {
         self.part.is_alone() || self.run.is_some() && self.parts_wait
     }
 }
 
-/// The output to write.
+/// Identity and description of the output to write.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkPlan<'a> {
     pub fingerprint: Fingerprint,
@@ -121,7 +122,7 @@ pub struct WorkPlan<'a> {
 #[derive(Debug)]
 pub enum Beginning {
     Work(Staging),
-    /// The destination exists, was made from the same plan, and the claim accepts that.
+    /// Nothing has to be done: the destination exists, was made from the same plan, and the options accept this.
     Done,
 }
 
@@ -131,9 +132,10 @@ pub enum Preflight {
     Fresh,
     /// The run would continue the work of other processes, which may be running.
     Resumes,
-    /// The run would do nothing: the destination exists and was made from the same plan.
+    /// The run would have nothing to do: the destination exists and was made from the same plan.
     Done,
-    /// Unknown, because only a run that watches the leases can decide. The run would most likely fail with this error.
+    /// The answer is unknown, because only a run that watches the leases can decide. The run would most likely fail
+    /// with this error.
     Unsure(Error),
 }
 
@@ -142,21 +144,21 @@ pub enum Preflight {
 struct Pace {
     /// The interval between two heartbeats of a lease.
     beat: Duration,
-    /// The time after which an unchanged lease counts as dead for a process on another node.
+    /// The time after which an unchanged lease counts as dead, if its process is on another node.
     dead_after: Duration,
-    /// The time after which an unchanged lease counts as dead even if its process exists.
+    /// The time after which an unchanged lease counts as dead, even if its process exists on this node.
     stuck_after: Duration,
-    /// The time after which this process stops waiting for a part that has not started.
+    /// The time for which this process waits for a part that has not started.
     start_within: Duration,
-    /// The time from the end of a process until other processes stop waiting for its part. Within this time the same
-    /// cause may end the other processes as well, or the process may be restarted.
+    /// The time for which other processes wait for the part of a process that ended. Within this time the process may
+    /// be restarted, or the same cause may end the other processes as well.
     stopped_after: Duration,
-    /// The time after which a process other than the first one seals, measured from the moment at which all parts are
-    /// finished.
+    /// The time after which any process may seal, counted from the moment at which all parts are finished. Before that,
+    /// only the first process seals.
     seal_after: Duration,
     /// The time for which a network file system may return cached names.
     cached_for: Duration,
-    /// The delay between two checks of the other processes: the initial delay, and the maximum.
+    /// The shortest and the longest delay between two checks of the other processes.
     look: (Duration, Duration),
 }
 
@@ -167,12 +169,13 @@ const PACE: Pace = Pace {
     start_within: Duration::from_mins(5),
     stopped_after: Duration::from_secs(2),
     seal_after: Duration::from_secs(5),
-    // NFS caches folders for 60 seconds (acdirmax); the rest is a margin.
+    // NFS caches folders for 60 seconds (acdirmax); 15 seconds are added for safety.
     cached_for: Duration::from_secs(75),
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// Limits for tests that kill a process before it has written its lease, or that wait for a process that never starts.
+/// Time limits for tests. In these tests, a process is killed before it has written its lease, or a process never
+/// starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
@@ -185,8 +188,8 @@ fn pace() -> Pace {
     if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
-/// A delay between two checks that doubles each time. A small job ends soon, so the delay is short at first; many
-/// processes that wait for a long time must not overload a metadata server.
+/// A delay between two checks that becomes twice as long after each check. It is short at first, because a small job
+/// ends soon. It becomes long, because many waiting processes must not overload a metadata server.
 struct Backoff {
     next: Duration,
     longest: Duration,
@@ -206,15 +209,15 @@ impl Backoff {
     }
 }
 
-/// A destination that is being written. If it is dropped before it is published, the output is kept for a resumed run,
-/// or deleted if nothing was recorded.
+/// A destination that is being written. If this value is dropped before the output is published, the output is kept for
+/// a later run with `--resume`, or is deleted if nothing was recorded.
 #[derive(Debug)]
 pub struct Staging {
     destination: Destination,
     shape: DestinationKind,
     claim: Claim,
     fingerprint: Fingerprint,
-    /// The id of the partial folder.
+    /// The id of the partial folder, as recorded in its plan.
     id: String,
     holding: Arc<WorkLease>,
     pace: Pace,
@@ -222,28 +225,28 @@ pub struct Staging {
     work: AnchoredPath,
     data: AnchoredPath,
     journal: AnchoredPath,
-    /// The lease; `None` only while this value is dropped.
+    /// The lease on the part of this process; `None` only while this value is dropped.
     lease: Option<Lease>,
     lost: Arc<OnceLock<LeaseLost>>,
     watch: Mutex<LeaseWatch>,
-    /// The identity of the output; empty until the output is complete.
+    /// The identity of the output file or folder. The cell is empty until the output is complete.
     identity: OnceLock<FileIdentity>,
-    /// The file or folder that this process moved away from the destination.
+    /// The identity of the checkpoint that this process moved away from the destination.
     replaced: Mutex<Option<FileIdentity>>,
     stale: StaleLeases,
-    /// The indices of the parts that this process no longer waits for.
+    /// The indices of parts that count as finished, so that this process does not wait for them.
     finished: Mutex<BTreeSet<u32>>,
-    /// The time at which this process began to wait for the others.
+    /// The time at which this process began to wait for the other parts.
     waiting: OnceLock<Instant>,
-    /// True once the partial folder has been missing for longer than any cache lasts, although the output was not
-    /// published.
+    /// True if the partial folder has been missing for longer than a file system caches names, although the output was
+    /// not published.
     is_gone: AtomicBool,
     is_published: AtomicBool,
 }
 
 impl Staging {
-    /// Claims a part of the work on `path`. If it is not known whether other processes are alive, waits and watches
-    /// their leases.
+    /// Acquires a part of the work on the destination `path`. If it is not known whether other processes are alive,
+    /// this function watches their leases and waits.
     ///
     /// # Errors
     /// `Usage` if the destination exists and may not be replaced, or if another run works or worked on it; `Stopped`;
@@ -258,7 +261,7 @@ impl Staging {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
-    /// Returns what [`Staging::begin`] would do, as far as a single check shows. Changes nothing.
+    /// Returns how [`Staging::begin`] would begin, as far as a single check can find out. Changes nothing.
     ///
     /// # Errors
     /// The errors of [`Staging::begin`]; `Usage` if other processes would have to be watched.
@@ -266,7 +269,7 @@ impl Staging {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
 
-    /// Returns the folder to write the output to.
+    /// Returns the folder into which the output is written.
     #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.data
@@ -278,7 +281,8 @@ impl Staging {
         &self.work
     }
 
-    /// Returns the partial folder, which stays in the folder of the destination until a resumed run.
+    /// Returns the partial folder beside the destination. After an interrupted run, it stays there for a run with
+    /// `--resume`.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
@@ -290,20 +294,20 @@ impl Staging {
         &self.journal
     }
 
-    /// Returns whether the finished work is kept for `--resume` after an error or a signal.
+    /// Returns true if finished work is kept for `--resume` after an error or a signal.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.claim.resume || !self.claim.part.is_alone()
     }
 
-    /// Returns the counter of the bytes that this process has finished. The next heartbeat shows its value to other
-    /// processes.
+    /// Returns the counter of the bytes that this process has finished. Other processes see its value in the next
+    /// heartbeat of the lease.
     #[must_use]
     pub fn done_bytes(&self) -> &AtomicU64 {
         self.lease().done_bytes()
     }
 
-    /// Checks that this process still holds its part.
+    /// Checks that no other process has taken over the part of this process.
     ///
     /// # Errors
     /// `Usage` if another process has taken over this part, or the partial folder no longer exists.
@@ -311,7 +315,7 @@ impl Staging {
         self.lost.get().map_or(Ok(()), |lost| Err(self.holding.error(*lost)))
     }
 
-    /// Records that this part is finished.
+    /// Records that this process has finished its part of the work.
     ///
     /// # Errors
     /// The errors of [`Staging::check`], `Io`.
@@ -350,7 +354,8 @@ impl Drop for Staging {
     fn drop(&mut self) {
         self.destination.release();
         let is_published = self.is_published.load(Ordering::Relaxed);
-        // Checked again, because a suspended process may have been resumed just now, before its next heartbeat.
+        // The lease is checked again, because this process may have been suspended until now, and has not sent a
+        // heartbeat since.
         let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));
         if !is_published && !self.is_kept() && is_ours() {
             let _ = self.destination.rename_away(&self.partial, TRASH);

@@ -15,24 +15,24 @@ use crate::exec::plan_description::PlanDescription;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
-/// The name of the folder in the work folder that contains the output.
+/// The name of the folder with the output, inside the work folder.
 pub(super) const DATA: &str = "data";
 const PLAN: &str = "plan.json";
 const ABOUT: &str = "about.json";
 
-/// The maximum length of a plan.
+/// The maximum length of the plan file in bytes.
 const MAX_PLAN_BYTES: u64 = 1 << 16;
 const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
-/// The content of `plan.json`: which output to write. It never changes.
+/// The content of `plan.json`, which states which output to write. The content never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PlanFile {
     pub version: String,
     /// The fingerprint of the plan, in hexadecimal digits.
     pub fingerprint: String,
-    /// The name of the launch that created the folder, if the launcher sets a name.
+    /// The name of the launch that created the folder; `None` if the launcher sets no name.
     pub run: Option<String>,
-    /// The number of parts, as given to the process that created the folder.
+    /// The number of parts into which the work is divided. The process that created the folder set it.
     pub parts: u32,
     /// A random id that no other folder has ever had.
     pub id: String,
@@ -49,9 +49,9 @@ impl PlanFile {
         }
     }
 
-    /// Returns the name of the folder in the partial folder that contains the output and the journals. The name
-    /// contains the id. Therefore a process that was suspended while the partial folder was deleted and created again
-    /// cannot write into the new folder.
+    /// Returns the name of the work folder, which contains the output and the journals. The name contains the id of the
+    /// plan. Therefore a process that was suspended while the partial folder was deleted and created again cannot write
+    /// into the new folder.
     pub fn work(&self) -> String {
         format!("work-{}", self.id)
     }
@@ -60,7 +60,7 @@ impl PlanFile {
         self.version == plan.version && self.fingerprint == plan.fingerprint.to_string()
     }
 
-    /// Describes how this plan differs from `plan`. `folder` is the partial folder of this plan.
+    /// Describes how this plan differs from `plan`. `folder` is the partial folder that contains this plan.
     pub fn difference(&self, plan: &WorkPlan<'_>, folder: &AnchoredPath) -> String {
         if self.version != plan.version {
             return format!("dtshard {} wrote it, but this is {}", self.version, plan.version);
@@ -116,7 +116,7 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     let work = tmp.join(plan.work());
     work.create_folder()?;
     work.join(DATA).create_folder()?;
-    // This file is not synced, because nothing depends on it.
+    // The description of the plan is not synced, because nothing depends on it.
     tmp.join(ABOUT).create_new(0o666)?.write_all(&serde_json::to_vec_pretty(about)?)?;
     let mut file = tmp.join(PLAN).create_new(0o666)?;
     file.write_all(&serde_json::to_vec_pretty(plan)?)?;
@@ -128,13 +128,12 @@ fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &PlanDescription, sync: bool
     Ok(())
 }
 
-/// The object at the path of the partial folder.
+/// The object that exists at the path of the partial folder.
 pub(super) enum FoundPartial {
     Nothing,
-    /// A file, or a folder without a valid plan: another version of dtshard or another program created it.
+    /// There is a file, or a folder without a valid plan. Another version of dtshard or another program created it.
     Junk,
-    /// A name that is listed but cannot be opened: the folder is being deleted, or the file system returns a cached
-    /// name.
+    /// The name is listed but cannot be opened. The folder is being deleted, or the file system returns a cached name.
     Unclear,
     Partial(Partial),
 }
@@ -142,7 +141,7 @@ pub(super) enum FoundPartial {
 pub(super) struct Partial {
     pub plan: PlanFile,
     pub leases: Vec<SeenLease>,
-    /// True if the output is at the destination.
+    /// True if the output has been moved to the destination.
     pub is_published: bool,
 }
 
@@ -159,7 +158,7 @@ impl FoundPartial {
             found => found.map_err(Error::io("read", folder)),
         };
         match look()? {
-            // The name was looked up again.
+            // The file system has now looked up the name again.
             Self::Unclear => look(),
             found => Ok(found),
         }
@@ -187,12 +186,14 @@ impl FoundPartial {
         if !work.exists() {
             return without(&plan.work());
         }
-        // The order matters: once a seal lease exists, only publishing moves the output away.
+        // The leases must be read before the output is looked for: once a seal lease exists, only publishing moves the
+        // output away.
         let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
         let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == LeaseRole::Seal);
         let (mut leases, mut is_away) = look()?;
         if is_away && !has_sealer(&leases) {
-            // The output does not exist yet, or it was sealed and published after the leases were read.
+            // Either the output does not exist yet, or it was sealed and published after the leases were read. So both
+            // are read again.
             (leases, is_away) = look()?;
         }
         let is_published = is_away && has_sealer(&leases);

@@ -1,4 +1,4 @@
-//! Presence: shows which processes of a run are alive, by leases in a folder that all processes see.
+//! Presence shows which processes of a run are alive. It uses leases in a folder that all processes see.
 //!
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
 //! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
@@ -37,7 +37,7 @@ pub fn stuck_after() -> Duration {
     fault::wait_time(pace().stuck_after, HURRIED_STUCK)
 }
 
-/// The lease of a part, as read by another process.
+/// The lease of a part, as another process has read it.
 #[derive(Clone, Debug)]
 pub struct FoundLease {
     pub state: PeerState,
@@ -50,11 +50,11 @@ pub struct FoundLease {
 pub enum PeerState {
     Alive,
     Ended,
-    /// It is not known yet whether the process is alive, so the lease has to be watched.
+    /// It is unknown whether the process is alive, so its lease must be watched.
     Unsure,
 }
 
-/// Reads the leases in a folder.
+/// Reader of the leases of other processes in a folder.
 #[derive(Debug)]
 pub struct Observer {
     folder: AnchoredPath,
@@ -105,11 +105,11 @@ impl Observer {
         LeaseName { role: LeaseRole::Part(Part { index, of: self.of }), generation }
     }
 
-    /// Returns why the lease holder has ended. Returns `None` if it is present, or if it left after all work was
-    /// finished.
+    /// Returns why the holder of a lease has ended. Returns `None` if the process is present, or if it left after all
+    /// work was finished.
     fn gone(&mut self, index: u32, generation: u32) -> Option<PeerFailure> {
         let name = self.name(index, generation);
-        // If a network file system fails for a moment, the next check decides.
+        // If the lease cannot be read for a moment, as on a network file system, the next check decides.
         let seen = read_lease(&self.folder, name).ok()??;
         let state = self.watch.state(&seen, Instant::now());
         let because = |why: &str| Some(PeerFailure { rank: index, why: why.into() });
@@ -125,7 +125,7 @@ impl Observer {
         }
     }
 
-    /// Returns whether the lease holder has left the run.
+    /// Returns true if the holder of a lease has left the run in an orderly way.
     fn has_left(&self, index: u32, generation: u32) -> bool {
         let seen = read_lease(&self.folder, self.name(index, generation));
         let record = seen.ok().flatten().and_then(|seen| seen.record);
@@ -155,7 +155,7 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
     }
 }
 
-/// The lease of this process, and a watch on the other processes.
+/// The lease of this process. It also watches the leases of the other processes.
 #[derive(Debug)]
 pub struct Presence {
     folder: AnchoredPath,
@@ -166,7 +166,8 @@ pub struct Presence {
     members: Arc<Mutex<Members>>,
 }
 
-/// The processes of the session, identified by the generations of their leases. Empty until the session exists.
+/// The processes that belong to the session, identified by the generations of their leases. Empty until the session
+/// exists.
 #[derive(Debug)]
 struct Members {
     observer: Observer,
@@ -217,7 +218,7 @@ impl Presence {
         lock(&self.members).generations = generations;
     }
 
-    /// Checks that all processes are present.
+    /// Checks that no process of the session has ended.
     ///
     /// # Errors
     /// `Comm` naming the process that has ended, `Stopped` if a signal stopped that process.
@@ -225,8 +226,8 @@ impl Presence {
         self.first_failure.check(op)
     }
 
-    /// Checks immediately, without waiting for the next heartbeat, whether a process has ended. A process that has left
-    /// the run counts as ended.
+    /// Returns why a process has ended, or `None` if it is present. Checks immediately, without waiting for the next
+    /// heartbeat. A process that has left the run counts as ended.
     pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;
@@ -235,7 +236,7 @@ impl Presence {
         members.observer.gone(index, generation).or(left)
     }
 
-    /// Returns the process that holds the lease of a part, and for how long the lease has been watched without a
+    /// Returns the process that holds the lease of a part, and the time during which the lease was watched without a
     /// change. Returns `None` if the lease cannot be read.
     #[must_use]
     pub fn lease_of(&self, index: u32) -> Option<(Process, Duration)> {
@@ -245,7 +246,7 @@ impl Presence {
         Some((record.process, members.observer.watch.unchanged(name)))
     }
 
-    /// Notifies the other processes that a process has ended. It may be this process or another one.
+    /// Notifies the other processes that a process of the session has ended. That process may be this process itself.
     pub(crate) fn give_up(&self, gone: PeerFailure) {
         self.first_failure.seal(gone.clone());
         let first = self.first_failure.gone().cloned().unwrap_or(gone);

@@ -25,13 +25,14 @@ use crate::storage::{AnchoredPath, uncached};
 /// memory.
 const MAX_LINE_BYTES: u64 = 256 << 20;
 
-/// The completed work.
+/// The work that all journals together record as finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompletedWork {
     pub done: Extents,
-    /// The parts of checksums that are not in the output files yet, by file, ascending.
+    /// The parts of checksums that are not written to the output files yet. The key is the index of the file; the parts
+    /// of a file are in ascending order.
     pub sums: BTreeMap<u32, Vec<ChecksumPart>>,
-    /// The values that casts lost.
+    /// The number of values that casts lost.
     pub lost: CastLosses,
     /// The indices of sidecar files that were copied.
     pub carried: BTreeSet<u32>,
@@ -107,7 +108,8 @@ impl CompletedWork {
                 continue;
             }
             if self.done.overlaps(file, &range) {
-                // Checksums and cast counts belong to the entire entry, so they cannot be used for a part of it.
+                // The checksums and cast counts of an entry belong to the entire entry, so a part of the entry cannot
+                // be used.
                 self.spare.push(taken);
                 continue;
             }
@@ -121,7 +123,7 @@ impl CompletedWork {
         self.carried.extend(record.carried);
     }
 
-    /// Returns, for each journal, how many of the finished bytes it contains.
+    /// Returns, for each journal, the number of finished bytes that it records.
     #[must_use]
     pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
         let mut lengths = HashMap::new();
@@ -131,8 +133,8 @@ impl CompletedWork {
         lengths
     }
 
-    /// Returns all entries that have to be invalidated to remove these bytes from the completed work, whichever process
-    /// recorded them.
+    /// Returns the entries that must be invalidated, so that the ranges `doubted` no longer count as finished. More
+    /// than one journal may record the same bytes.
     #[must_use]
     pub fn doubts(&self, doubted: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
@@ -142,7 +144,7 @@ impl CompletedWork {
     }
 }
 
-/// Returns whether a folder contains no journal records.
+/// Returns true if no journal in a folder contains a record.
 ///
 /// # Errors
 /// `Io` if the folder cannot be read.
@@ -150,7 +152,7 @@ pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
     journals(folder).map(|journals| journals.is_empty())
 }
 
-/// Returns the journals of a folder, sorted by name, so that every process reads them in the same order.
+/// Returns the paths of the journals in a folder, sorted by name, so that every process reads them in the same order.
 fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     let mut names = folder.names().map_err(Error::io("list", folder))?;
     names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));

@@ -20,7 +20,7 @@ use crate::exec::sidecar_files::{SidecarFile, is_copied, len_of};
 use crate::exec::{Extents, Outputs, Stop, checksums};
 use crate::storage::AnchoredPath;
 
-/// Returns whether all output files and sidecar files are finished.
+/// Returns true if all output files and sidecar files are recorded as finished.
 #[must_use]
 pub fn is_complete(known: &CompletedWork, files: &[OutputFile], carried: usize) -> bool {
     known.done == Extents::of_files(files) && known.carried.len() == carried
@@ -62,7 +62,7 @@ pub fn seal(
     outputs.close()
 }
 
-/// Returns whether all files in `folder` have the expected length.
+/// Returns true if all files exist in `folder` with the expected length.
 ///
 /// # Errors
 /// `Io` if a file cannot be examined.
@@ -91,7 +91,7 @@ pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Side
     }
 }
 
-/// The expected names in the result, relative to its folder.
+/// The file names that the result is expected to contain, relative to its folder.
 struct ExpectedNames<'a> {
     files: HashSet<&'a Path>,
     parents: HashSet<&'a Path>,
@@ -116,7 +116,7 @@ impl ExpectedNames<'_> {
                 return if is_expected { self.check(&path, &relative) } else { Err(foreign()) };
             }
             if !metadata.is_file() || !self.files.contains(relative.as_path()) {
-                // NFS gives such a name to a deleted file that is still open.
+                // NFS gives a name with this prefix to a deleted file that is still open.
                 let is_deleted = name.as_encoded_bytes().starts_with(b".nfs");
                 return if is_deleted { Ok(()) } else { Err(foreign()) };
             }
@@ -133,12 +133,12 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
     misfits(folder, files, &all)
 }
 
-/// Returns the files among `these` that have the wrong length, each with a description of what was found.
+/// Returns the files in the list `these` that have the wrong length. For each file, the text describes what was found.
 ///
 /// # Errors
 /// `Io` if a file cannot be examined.
 pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
-    // Keeps the folders open. Otherwise each check would open them again.
+    // The folders are kept open, because otherwise each check would open them again.
     let held = folder.as_anchor().unwrap_or_else(|_| folder.clone());
     let look = |index: &u32| -> Result<Option<(u32, String)>> {
         let file = &files[*index as usize];

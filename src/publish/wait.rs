@@ -20,52 +20,52 @@ use crate::exec::Stop;
 use crate::launch::Part;
 use crate::name_list::numbered;
 
-/// The progress of another part, according to its lease.
+/// The progress of another part, as its lease shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OtherState {
     NotStarted,
     Working,
-    /// The part is finished. Its process may have left the run.
+    /// The work of the part is finished. Its process may have left the run.
     Finished,
-    /// The process has ended or makes no progress any more, and the part is not finished.
+    /// The work of the part is not finished, and its process has ended or makes no progress any more.
     Stopped,
 }
 
-/// Another part of the work.
+/// The part of the work that another process does, with its progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtherPart {
     pub part: Part,
     pub state: OtherState,
-    /// The number of bytes finished in this run.
+    /// The number of bytes that the process of the part has finished in this run.
     pub done_bytes: u64,
     /// The name of the part's journal; `None` if no process of this run has worked on the part.
     pub journal: Option<String>,
-    /// The error because of which the part's last process ended.
+    /// The error that ended the last process of the part.
     pub failure: Option<String>,
 }
 
 /// The reason why a wait ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// The destination exists.
+    /// The wait ended because the destination is published.
     Published,
-    /// All parts are finished, but no live process seals.
+    /// The wait ended because all parts are finished, but no live process seals.
     NobodySeals,
-    /// These parts will not finish.
+    /// The wait ended because these parts will not finish.
     Without(MissingParts),
 }
 
-/// Parts that will not finish. All of their work may be recorded nevertheless.
+/// The parts that will not finish. The journals may record all of their work nevertheless.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingParts {
     pub parts: Vec<u32>,
     has_started: bool,
 }
 
-/// The maximum time from the first to the last step of publishing, as observed by other processes.
+/// The maximum time that publishing takes, from its first step to its last step, as other processes observe it.
 const PUBLISHING: Duration = Duration::from_secs(1);
 
-/// The decision after a check of the other parts.
+/// The action of a waiting process after a check of the other parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     Wait,
@@ -73,7 +73,7 @@ pub(super) enum Decision {
     GiveUp(MissingParts),
 }
 
-/// Decides from the states of the other parts. `is_sealing` is true if a live process is sealing.
+/// Returns what to do, depending on the states of the other parts. `is_sealing` is true if a live process is sealing.
 pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     let of_state = |state: OtherState| -> Vec<u32> {
         others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
@@ -92,12 +92,12 @@ pub(super) fn decide(is_sealing: bool, others: &[OtherPart]) -> Decision {
     }
 }
 
-/// Measures for how long a condition has been true in all checks.
+/// Measures the time during which every check has found a condition to be true.
 #[derive(Default)]
 struct UnchangedSince(Option<Instant>);
 
 impl UnchangedSince {
-    /// Records the result of one more check. Returns for how long the condition has been true.
+    /// Records the result of one more check. Returns the time during which the condition has been true in every check.
     fn note(&mut self, is_so: bool) -> Duration {
         if !is_so {
             self.0 = None;
@@ -126,7 +126,7 @@ impl Staging {
         let [mut gone, mut done, mut stopped] = [(); 3].map(|()| UnchangedSince::default());
         let mut nap = self.pace.nap();
         loop {
-            // A missing partial folder is no reason to stop, because publishing removes the folder.
+            // A missing partial folder does not end the wait, because publishing removes the folder.
             stop.check_signal()?;
             self.destination.refresh(stop)?;
             let found = self.find()?;
@@ -158,7 +158,7 @@ impl Staging {
                     }
                 }
             } else if !self.has_landed() {
-                // Network file systems may show the second of two renames before the first.
+                // Network file systems may show the second of two renames before they show the first.
                 if gone.note(true) >= self.pace.dead_after && self.is_gone_for_good(stop, || self.has_landed())? {
                     return Err(self.holding.error(LeaseLost::Gone));
                 }
@@ -173,7 +173,7 @@ impl Staging {
         }
     }
 
-    /// Treats these parts as finished, because all of their work is recorded.
+    /// Counts these parts as finished, because the journals record all of their work.
     pub fn mark_finished(&self, missing: MissingParts) {
         self.finished().extend(missing.parts);
     }
@@ -183,7 +183,7 @@ impl Staging {
     pub fn without(&self, missing: &MissingParts) -> Error {
         let (parts, destination) = (&missing.parts, self.destination.path.display());
         let named = |parts: &[u32]| {
-            // `part 1 of 4`, `parts 1, 3 of 4`
+            // The text is, for example, `part 1 of 4` or `parts 1, 3 of 4`.
             format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
@@ -227,8 +227,8 @@ impl Staging {
         )
     }
 
-    /// Returns whether another process has published the output at the destination. That process then removes the
-    /// partial folder. If that process has died, this process removes the folder.
+    /// Returns true if another process has published the output at the destination. That process normally removes the
+    /// partial folder. If it has died, this process removes the folder.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || plan_xattr::is(&self.destination.path, self.fingerprint);
@@ -243,11 +243,11 @@ impl Staging {
                 Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
                 found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
             };
-            // The sealing process is between two steps, or this node does not see all of its steps yet.
+            // The sealing process may be between two steps, or this node may not see all of its steps yet.
             let is_late = is_stopped || begun.elapsed() >= PUBLISHING;
             if is_out && (is_left || is_late || is_sealer_dead) && is_marked() {
                 if is_sealer_dead {
-                    // If this cleanup fails, the next run repeats it.
+                    // If this cleanup fails, the next run cleans up.
                     let _ = self.tidy(self.claim.sync);
                 }
                 self.see_published();
@@ -260,7 +260,7 @@ impl Staging {
         }
     }
 
-    /// Records that another process has published, so that this process removes the leftovers.
+    /// Records that another process has published. This process then removes the files that are left.
     pub fn see_published(&self) {
         self.is_published.store(true, Ordering::Relaxed);
     }
@@ -275,8 +275,8 @@ impl Staging {
         self.destination.confirm(stop, &what, look)
     }
 
-    /// Returns whether the partial folder and the output have been missing for longer than caches last. In that case
-    /// another program must have removed them.
+    /// Returns true if the partial folder and the output have been missing for longer than the file system caches
+    /// names. Another program must then have removed them.
     fn is_gone_for_good(&self, stop: &Stop, has_landed: impl Fn() -> bool) -> Result<bool> {
         if self.is_gone.load(Ordering::Relaxed) || self.destination.cached_for().is_zero() {
             return Ok(true);
@@ -290,7 +290,7 @@ impl Staging {
         Ok(!is_there)
     }
 
-    /// Returns whether the output is at the destination.
+    /// Returns true if the output of this plan is at the destination.
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = FileIdentity::of(&self.destination.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);
@@ -318,7 +318,7 @@ impl Staging {
             let seen = leases.get(&LeaseRole::Part(part)).copied();
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
-            // The journal then contains the work of an earlier run.
+            // Without such a lease, the journal contains only work of an earlier run.
             let now = seen.filter(|seen| !self.stale.contains(seen));
             if state != OtherState::Working && finished.contains(&index) {
                 state = OtherState::Finished;

@@ -1,7 +1,8 @@
-//! C functions with bodies in Rust. A function returns a code, and writes results to the places to which the caller's
-//! pointers point.
+//! C functions whose bodies are written in Rust. A function returns a code, and writes its results to addresses that
+//! the caller passes.
 
-/// Declares functions of a library. The bodies return `Result<(), Code>`; `Code` is the type with this name in scope.
+/// Declares C functions of a library. Their bodies return `Result<(), Code>`; `Code` is the type of this name where the
+/// macro is used.
 macro_rules! entries {
     ($($(#[$about:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
         $(
@@ -15,20 +16,20 @@ macro_rules! entries {
 }
 pub(crate) use entries;
 
-/// Converts the result of a body to a code. Code 0 is success in all libraries.
+/// Runs the body of a function, and converts its result to a code. Code 0 is success in all libraries.
 pub fn code<Code: Default>(body: impl FnOnce() -> Result<(), Code>) -> Code {
     body().err().unwrap_or_default()
 }
 
-/// The error for a null pointer to a result.
+/// The error if the address for a result is null or not aligned.
 pub struct NoPlace;
 
-/// Writes a result to the place to which the caller's pointer points.
+/// Writes a result to the address that the caller has passed.
 pub fn put<T>(place: *mut T, value: T) -> Result<(), NoPlace> {
     if place.is_null() || !place.is_aligned() {
         return Err(NoPlace);
     }
-    // SAFETY: as in C, the caller of the library has a `T` there.
+    // SAFETY: as in C, the caller of the library guarantees that the address is valid for a `T`.
     unsafe { place.write(value) };
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Fault injection in one process: `GPU_STAND_IN_FAULT=NAME`. `NAME:3` injects the fault when its point is reached for
-//! the third time.
+//! Injects a fault into one process, if `GPU_STAND_IN_FAULT=NAME` is set. Each fault happens at one point of the
+//! program. With `NAME:3`, the fault happens when the program reaches this point for the third time.
 
 use std::process;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,15 +10,15 @@ use crate::machine::Machine;
 pub enum Fault {
     /// The process is killed when it initialises the driver.
     DiesLoading,
-    /// The process is killed, or its NCCL fails, after the other ranks have received its description, while they wait
-    /// for it.
+    /// The process is killed while the other ranks wait for it to connect: it has sent its description, but nothing
+    /// else. `FailsMeeting` does the same, but NCCL fails instead.
     DiesMeeting,
     FailsMeeting,
-    /// The process is killed, or its NCCL fails, in a group of operations, after it has sent its messages and before it
-    /// takes any.
+    /// The process is killed in a group of operations, after it has sent its messages and before it takes any message.
+    /// `FailsInGroup` does the same, but NCCL fails instead.
     DiesInGroup,
     FailsInGroup,
-    /// An allocation of device or pinned memory fails.
+    /// An allocation of device memory fails. With `RefusesPinned`, an allocation of pinned memory fails.
     RefusesMemory,
     RefusesPinned,
 }
@@ -33,10 +33,10 @@ const NAMES: [(&str, Fault); 7] = [
     ("refuses-pinned", Fault::RefusesPinned),
 ];
 
-/// A fault, and the number of the visit at which it happens.
+/// A fault, and a number n: the fault happens when its point is reached for the nth time.
 pub type PlannedFault = (Fault, usize);
 
-/// Parses the value of the variable.
+/// Parses the value of `GPU_STAND_IN_FAULT`.
 pub fn planned(text: &str) -> Option<PlannedFault> {
     let (name, time) = text.split_once(':').unwrap_or((text, "1"));
     let fault = NAMES.iter().find(|(known, _)| *known == name)?.1;
@@ -44,7 +44,7 @@ pub fn planned(text: &str) -> Option<PlannedFault> {
 }
 
 impl Fault {
-    /// Counts a visit of the fault's point. Returns whether the fault happens now.
+    /// Counts that the program has reached the point of the fault. Returns true if the fault happens now.
     pub fn happens(self) -> bool {
         static COME_BY: AtomicUsize = AtomicUsize::new(0);
         match Machine::start().settings.fault {
@@ -56,7 +56,7 @@ impl Fault {
     /// Kills the process if the fault happens now.
     pub fn strikes(self) {
         if self.happens() {
-            // SAFETY: a signal to this process.
+            // SAFETY: the call only sends a signal to this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
             process::abort();
         }

@@ -1,4 +1,4 @@
-//! The kernels of `dtshard`, found by name: `kernels.cpp` includes their source, and is compiled for the host.
+//! Finds the kernels of `dtshard` by name. `kernels.cpp` includes their source, and is compiled for the CPU.
 //!
 //! The code is the same as on a device, but threads do not run in parallel. As on a device, an access is illegal if it
 //! is not aligned, or if it is not inside one allocation.
@@ -11,20 +11,21 @@ use crate::memory::{Allocation, Heap, Illegal};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel(u32);
 
-/// The sizes of the arguments of each kernel: the table, the number of jobs, and the number of units of a block.
+/// The sizes in bytes of the three arguments of each kernel: the address of the job table, the number of jobs, and the
+/// number of units per thread block.
 pub const ARGUMENTS: [usize; 3] = [8, 4, 4];
 
-/// The arguments of a launch.
+/// The arguments of a kernel launch.
 pub struct Launch<'a> {
     pub blocks: u32,
-    /// The number of threads of a block.
+    /// The number of threads in each thread block.
     pub threads: u32,
-    /// The bytes of each argument.
+    /// The bytes of each kernel argument.
     pub arguments: &'a [Vec<u8>],
     pub heap: &'a Heap,
 }
 
-/// `struct Illegal`
+/// The range of an illegal access: `struct Illegal` in `kernels.cpp`.
 #[repr(C)]
 struct Access {
     address: u64,
@@ -38,7 +39,7 @@ unsafe extern "C" {
     /// Runs a kernel on the host.
     ///
     /// # Safety
-    /// There is a kernel with this number, and the list has this many allocations.
+    /// A kernel with this number exists, and the list `allocations` has `count` entries.
     fn stand_in_launch(
         number: u32,
         allocations: *const Allocation,
@@ -51,7 +52,7 @@ unsafe extern "C" {
     ) -> Access;
 }
 
-/// Replacements that are used if there was no C++ compiler.
+/// Replacements for the kernels, for a build without a C++ compiler.
 #[cfg(no_kernels)]
 mod none {
     use super::{Access, Allocation, c_char};
@@ -81,19 +82,19 @@ impl Kernel {
     pub fn named(name: &str) -> Option<Self> {
         let names = (0..).map_while(|number| {
             let name = stand_in_kernel(number);
-            // SAFETY: a result that is not null is a static string.
+            // SAFETY: if the result is not null, it is a static string.
             (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) })
         });
         (0..).zip(names).find(|(_, known)| known.to_bytes() == name.as_bytes()).map(|(number, _)| Self(number))
     }
 
-    /// Runs all blocks, one after the other.
+    /// Runs all thread blocks of a launch, one after the other.
     pub fn run(self, launch: &Launch<'_>) -> Result<(), Illegal> {
         let argument =
             |nth: usize| launch.arguments[nth].iter().rev().fold(0, |value: u64, byte| value << 8 | u64::from(*byte));
         let word = |nth| u32::try_from(argument(nth)).unwrap_or(u32::MAX);
         let allocations = launch.heap.allocations();
-        // SAFETY: the kernel was found by its name, and the list has as many allocations as the count says.
+        // SAFETY: the kernel was found by its name, and the list has as many allocations as the count states.
         let access = unsafe {
             let (first, count) = (allocations.as_ptr(), allocations.len() as u64);
             stand_in_launch(self.0, first, count, launch.blocks, launch.threads, argument(0), word(1), word(2))

@@ -33,5 +33,6 @@ pub mod settings;
 mod stream;
 mod wire;
 
-/// True if the kernels were compiled. Without a C++ compiler, no kernel can be launched.
+/// True if the kernels were compiled into the stand-in. Without a C++ compiler they are missing, and no kernel can be
+/// launched.
 pub const HAS_KERNELS: bool = cfg!(not(no_kernels));

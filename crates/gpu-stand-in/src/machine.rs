@@ -1,4 +1,4 @@
-//! The machine: its devices and their memory, and the objects that handles identify.
+//! The imitated machine: its devices, their memory, and the objects that handles identify.
 //!
 //! This is the entire state of the libraries in a process. Handles are looked up in tables, so using a destroyed handle
 //! is an error and not a crash.
@@ -19,35 +19,35 @@ pub struct Machine {
 }
 
 pub struct Device {
-    /// The index of the device in the machine.
+    /// The index of the device among all devices of the machine.
     pub number: usize,
     pub heap: Heap,
-    /// True after work has accessed invalid memory. As in CUDA, no work runs after that.
+    /// True if work has accessed invalid memory. As in CUDA, the device then runs no more work.
     pub faulted: AtomicBool,
 }
 
 #[derive(Default)]
 pub struct Tables {
     last: usize,
-    /// The streams, by handle. The key of a default stream is the index of its device.
+    /// The streams, by their handles. The key of a default stream is the index of its device.
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,
     pub functions: HashMap<usize, crate::kernels::Kernel>,
     pub communicators: HashMap<usize, Arc<crate::nccl::Communicator>>,
-    /// The lengths of pinned host memory, by address.
+    /// The lengths of ranges of pinned host memory in bytes, by their addresses.
     pub pinned: BTreeMap<usize, usize>,
 }
 
 static MACHINE: OnceLock<Machine> = OnceLock::new();
 
 thread_local! {
-    /// The device whose context is current in this thread.
+    /// The index of the device whose context is current in this thread; `None` if there is none.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 impl Machine {
-    /// Returns the machine, and starts it on the first call.
+    /// Returns the imitated machine. The first call creates it.
     pub fn start() -> &'static Self {
         MACHINE.get_or_init(|| {
             let settings = Settings::of_environment();
@@ -56,7 +56,7 @@ impl Machine {
         })
     }
 
-    /// Returns the machine if it has been started.
+    /// Returns the imitated machine, or `None` if it was not started.
     pub fn get() -> Option<&'static Self> {
         MACHINE.get()
     }
@@ -65,7 +65,7 @@ impl Machine {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the stream of a handle. Null is the default stream of the current device.
+    /// Returns the stream that a handle identifies. Handle 0 is the default stream of the current device.
     pub fn stream(&self, handle: usize) -> Option<Arc<Stream>> {
         let delay = self.settings.delay;
         if handle != 0 {
@@ -83,7 +83,7 @@ impl Machine {
         streams.iter().for_each(|stream| stream.synchronize());
     }
 
-    /// Returns whether a range of host memory is pinned.
+    /// Returns true if a range of host memory is pinned.
     pub fn is_pinned(&self, address: usize, bytes: usize) -> bool {
         let tables = self.tables();
         tables.pinned.range(..=address).next_back().is_some_and(|(start, length)| address + bytes <= start + length)
@@ -101,14 +101,14 @@ impl Device {
 }
 
 impl Tables {
-    /// Returns a handle that no other object has or has had.
+    /// Returns a new handle, which no other object has or has had.
     pub fn handle(&mut self) -> usize {
         self.last += 16;
         0x10_0000 + self.last
     }
 }
 
-/// Returns the device whose context is current in this thread.
+/// Returns the index of the device whose context is current in this thread.
 pub fn current() -> Option<usize> {
     CURRENT.get()
 }

@@ -7,33 +7,33 @@ use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// The byte with which memory is filled before it is written, and after it is freed.
+/// The byte with which memory is filled after it is allocated and after it is freed.
 const POISON: u8 = 0xA5;
-/// The alignment of CUDA's allocations.
+/// The alignment of CUDA's allocations in bytes.
 const ALIGNMENT: usize = 256;
 
 pub struct Heap {
-    /// The address that programs see.
+    /// The start address of the memory, as programs see it. Programs cannot read this address.
     seen: usize,
-    /// The address of the bytes in host memory.
+    /// The address in host memory at which the bytes really are.
     real: usize,
     size: usize,
-    /// The lengths of allocations, by offset.
+    /// The lengths of the current allocations in bytes, by their offsets.
     used: Mutex<BTreeMap<usize, usize>>,
 }
 
-/// An allocated range of memory.
+/// An allocated range of device memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Allocation {
-    /// The address that programs see.
+    /// The start address of the range, as programs see it.
     pub seen: u64,
-    /// The address of the bytes in host memory.
+    /// The address in host memory at which the bytes really are.
     pub real: u64,
     pub bytes: u64,
 }
 
-/// The error for a range that is not device memory. The reason is printed when the error is found.
+/// The error for a range that is not device memory. The reason has already been printed when the error is returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Illegal;
 
@@ -47,7 +47,7 @@ impl Heap {
         }
     }
 
-    /// Allocates memory. Returns its address, or `None` if there is not enough space.
+    /// Allocates device memory. Returns the address that programs see, or `None` if there is not enough space.
     pub fn allocate(&self, bytes: usize) -> Option<u64> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = 0;
@@ -77,7 +77,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Returns the host address of the bytes of a range. Fails if the range is not inside one allocation.
+    /// Returns the host address of a range's bytes. Fails if the range is not inside one allocation.
     pub fn locate(&self, address: u64, bytes: usize) -> Result<*mut u8, Illegal> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let offset = usize::try_from(address).unwrap_or(usize::MAX).wrapping_sub(self.seen);
@@ -93,7 +93,7 @@ impl Heap {
         }
     }
 
-    /// Returns all current allocations.
+    /// Returns all ranges that are currently allocated.
     pub fn allocations(&self) -> Vec<Allocation> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let place = |start: usize, offset: &usize| (start + offset) as u64;
@@ -105,7 +105,7 @@ impl Heap {
         used.iter().map(allocation).collect()
     }
 
-    /// Returns whether an address belongs to this device, whether it is allocated or not.
+    /// Returns true if an address belongs to the memory of this device, even if it is not allocated.
     pub fn has(&self, address: u64) -> bool {
         usize::try_from(address).is_ok_and(|address| (self.seen..self.seen + self.size).contains(&address))
     }
@@ -120,14 +120,14 @@ impl Heap {
     }
 
     fn poison(&self, offset: usize, bytes: usize) {
-        // SAFETY: the range is an allocation of the table, which is within the mapping.
+        // SAFETY: the range is an allocation of the table, which is inside the memory mapping.
         unsafe { ptr::write_bytes((self.real + offset) as *mut u8, POISON, bytes) }
     }
 }
 
 fn map(size: usize, protection: i32) -> usize {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the call creates a new mapping at an address that the kernel chooses.
     let address = unsafe { libc::mmap(ptr::null_mut(), size, protection, flags, -1, 0) };
     assert!(address != libc::MAP_FAILED, "{size} B cannot be mapped");
     address as usize

@@ -7,7 +7,7 @@ use std::ptr;
 use crate::entry::{self, entries};
 use crate::kernels::Kernel;
 
-/// `nvrtcResult`
+/// An error code of NVRTC: `nvrtcResult`. Code 0 is success.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 struct Code(c_int);
@@ -20,7 +20,7 @@ impl Code {
 
 type Answer<T = ()> = Result<T, Code>;
 
-/// The program to which a handle points.
+/// A program, to which the caller has a handle.
 struct Program {
     text: String,
     ptx: CString,
@@ -49,7 +49,7 @@ fn name(text: &str) -> Option<&str> {
 }
 
 fn known<'a>(handle: Handle) -> Answer<&'a mut Program> {
-    // SAFETY: as in C, the caller of the library has the handle of a program, or null.
+    // SAFETY: as in C, the caller of the library passes the handle of a program, or null.
     unsafe { handle.as_mut() }.ok_or(Code::INVALID_PROGRAM)
 }
 
@@ -62,7 +62,7 @@ fn put_text(place: *mut c_char, text: &CStr) -> Answer {
     if place.is_null() {
         return Err(Code::INVALID_INPUT);
     }
-    // SAFETY: as in C, the caller of the library has space for as many bytes as the size function returned.
+    // SAFETY: as in C, the caller of the library guarantees space for as many bytes as the size function returned.
     unsafe { ptr::copy_nonoverlapping(bytes.as_ptr().cast(), place, bytes.len()) };
     Ok(())
 }
@@ -84,7 +84,7 @@ entries! {
         if text.is_null() {
             return Err(Code::INVALID_INPUT);
         }
-        // SAFETY: as in C, the caller of the library has a string there.
+        // SAFETY: as in C, the caller of the library guarantees a string at this address.
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
         let program = Program { text, ptx: CString::default(), log: CString::default() };
         put(handle, Box::into_raw(Box::new(program)))
@@ -111,11 +111,11 @@ entries! {
     }
 
     fn nvrtcDestroyProgram(handle: *mut Handle) {
-        // SAFETY: as in C, the caller of the library has a handle there.
+        // SAFETY: as in C, the caller of the library guarantees a handle at this address.
         let place = unsafe { handle.as_mut() }.ok_or(Code::INVALID_PROGRAM)?;
         let program: *mut Program = known(*place)?;
         *place = ptr::null_mut();
-        // SAFETY: `nvrtcCreateProgram` created it, and its only handle was set to null.
+        // SAFETY: `nvrtcCreateProgram` created the program, and its only handle was set to null.
         drop(unsafe { Box::from_raw(program) });
         Ok(())
     }

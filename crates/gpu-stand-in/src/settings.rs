@@ -13,15 +13,15 @@ pub struct Settings {
     pub devices: Vec<usize>,
     /// The memory of each device in bytes, from `GPU_STAND_IN_MEMORY_MIB` (default 1024).
     pub memory: usize,
-    /// The delay of each work item on a stream: `GPU_STAND_IN_DELAY_US` (default 200).
+    /// The delay of each work item on a stream, from `GPU_STAND_IN_DELAY_US` (default 200 microseconds).
     pub delay: Duration,
-    /// The reaction of NCCL to a dead peer: `GPU_STAND_IN_LOST_PEERS`.
+    /// The way in which NCCL reacts to a dead peer, from `GPU_STAND_IN_LOST_PEERS`.
     pub lost_peers: LostPeers,
-    /// The fault to inject, and when: `GPU_STAND_IN_FAULT`.
+    /// The fault to inject, and when it happens, from `GPU_STAND_IN_FAULT`.
     pub(crate) fault: Option<PlannedFault>,
 }
 
-/// The reaction of NCCL to a dead peer.
+/// The way in which NCCL reacts to a dead peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LostPeers {
     /// NCCL reports an asynchronous error, as over a network.
@@ -54,7 +54,8 @@ fn number(name: &str, default: usize) -> usize {
     text.parse().unwrap_or_else(|_| panic!("{name} is {text}, which is not a number"))
 }
 
-/// Returns the devices in the list up to the first invalid name, as CUDA does.
+/// Returns the indices of the visible devices: the devices in the list `names`, up to the first invalid name, as in
+/// CUDA.
 fn visible(physical: usize, names: Option<&str>) -> Vec<usize> {
     let Some(names) = names else { return (0..physical).collect() };
     names.split(',').map_while(|name| name.trim().parse().ok().filter(|device| *device < physical)).collect()

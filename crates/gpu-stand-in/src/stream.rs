@@ -16,7 +16,7 @@ pub struct Stream {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Work>,
-    /// True while a work item that was taken from the queue is running.
+    /// True while the stream runs a work item that it has taken from its queue.
     working: bool,
     closed: bool,
 }
@@ -54,7 +54,7 @@ impl Stream {
         drop(idle.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Makes the thread end after all queued work is done.
+    /// Lets the thread of the stream end after all queued work is done.
     pub fn close(&self) {
         self.queue().closed = true;
         self.changed.notify_all();
@@ -79,7 +79,7 @@ impl Queue {
     }
 }
 
-/// An event: counts how many times it was recorded, and how many of these records its stream has reached.
+/// An event of CUDA. It counts how many times it was recorded, and which of these records its stream has reached.
 #[derive(Default)]
 pub struct Event {
     counts: Mutex<Counts>,

@@ -2,22 +2,23 @@
 
 use std::io::{self, Read, Write};
 
-/// The header of a message. The receiver knows which message it expects; any other message is an error of the program.
+/// The header of a message. The receiver knows which message it expects, so a different header means that the program
+/// has an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     pub kind: Kind,
-    /// `ncclDataType_t`
+    /// The code of the dtype: `ncclDataType_t`.
     pub dtype: u32,
-    /// `ncclRedOp_t`; 0 if nothing is reduced.
+    /// The code of the reduction operation: `ncclRedOp_t`. It is 0 if nothing is reduced.
     pub op: u32,
-    /// The number of the collective in the communicator, from 1; 0 for a send.
+    /// The number of the collective in the communicator, counted from 1. It is 0 for a send.
     pub collective: u64,
     pub bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The acknowledgement that the receiver has taken a message.
+    /// The message acknowledges that the receiver has taken a message.
     Taken,
     Send,
     Broadcast,

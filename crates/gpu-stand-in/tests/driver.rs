@@ -1,4 +1,4 @@
-//! Tests of the driver: valid calls work, and invalid calls are errors.
+//! Tests of the driver API: valid calls work, and invalid calls return errors.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![allow(unsafe_code, reason = "this calls a C library")]
@@ -86,7 +86,7 @@ fn use_after_free_faults_the_device() {
     assert!(passes_early("freed"));
 }
 
-/// Runs in its own process, because nothing works after a fault, as with CUDA.
+/// This test runs in its own process, because after a fault no call works any more, as in CUDA.
 #[test]
 #[ignore = "a process of a test"]
 fn freed() {
@@ -103,7 +103,7 @@ fn freed() {
     assert_eq!(driver().cuMemAlloc_v2(&mut 0, 8), ILLEGAL_ADDRESS);
 }
 
-/// Copies the box [1..3, 2..5, 1..3] of an array of (4, 6, 4) elements of two bytes.
+/// Tests a copy of the box [1..3, 2..5, 1..3] from an array of (4, 6, 4) elements of two bytes.
 #[test]
 fn memcpy_3d_copies_strided_boxes() {
     device();

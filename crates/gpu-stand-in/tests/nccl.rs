@@ -13,14 +13,14 @@ use half::bf16;
 use nccl::raw::{ncclInvalidUsage, ncclRemoteError};
 use nccl::{Communicator, Config, DataType, DeviceView, DeviceViewMut, Error, RankPosition, RedOp, UniqueId, Wait};
 
-/// `CUDA_ERROR_NOT_READY`
+/// `CUDA_ERROR_NOT_READY`: the code for work that is not done.
 const NOT_READY: u32 = 600;
 
 fn patient() -> Wait {
     Wait::up_to(Duration::from_secs(30))
 }
 
-/// Returns the error of queueing operations. If queueing succeeded, waits for the asynchronous error.
+/// Returns the error of queued operations. If queueing succeeded, waits for the asynchronous error.
 fn error(communicator: &Communicator, queued: nccl::Result<()>) -> Error {
     let begin = Instant::now();
     let mut status = queued;
@@ -43,7 +43,7 @@ fn collectives_give_expected_bytes() {
     }
 }
 
-/// Rank i sends (i + 1) * (j + 1) bytes of value 16 i + j to rank j.
+/// Tests an exchange in which rank i sends (i + 1) * (j + 1) bytes of value 16 i + j to rank j.
 #[test]
 #[ignore = "one rank of a test"]
 fn exchange() {

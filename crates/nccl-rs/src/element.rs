@@ -2,7 +2,7 @@
 
 use crate::raw::{ncclDataType_t, ncclRedOp_t};
 
-/// The type of elements: `ncclDataType_t`, complete as of NCCL 2.30.
+/// The type of the elements of a buffer: `ncclDataType_t`, complete as of NCCL 2.30.
 ///
 /// Only reductions depend on the type. Data of a type that is not in this list can be sent as [`DataType::Uint8`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -35,7 +35,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// All types, in the order of their codes, which begin at 0.
+    /// All element types, in the order of their codes, which begin at 0.
     pub const ALL: [Self; 12] = [
         Self::Int8,
         Self::Uint8,
@@ -51,7 +51,7 @@ impl DataType {
         Self::Float8e5m2,
     ];
 
-    /// Returns the code of the type in `nccl.h`.
+    /// Returns the code of the element type in `nccl.h`.
     #[must_use]
     pub const fn code(self) -> ncclDataType_t {
         match self {
@@ -70,7 +70,7 @@ impl DataType {
         }
     }
 
-    /// Returns the type with this code in `nccl.h`, if this crate knows it.
+    /// Returns the element type with this code in `nccl.h`. Returns `None` if this crate does not know the code.
     #[must_use]
     pub fn from_code(code: ncclDataType_t) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.code() == code)
@@ -88,7 +88,7 @@ impl DataType {
     }
 }
 
-/// A reduction of the elements of all ranks: the built-in values of `ncclRedOp_t`.
+/// A reduction operation on the elements of all ranks: the built-in values of `ncclRedOp_t`.
 ///
 /// Sums and products of floats depend on the order of the ranks, and narrow dtypes are rounded at every step. All ranks
 /// get the same result, but another machine or another algorithm may give a different result.
@@ -108,10 +108,10 @@ pub enum RedOp {
 }
 
 impl RedOp {
-    /// All reductions, in the order of their codes, which begin at 0.
+    /// All reduction operations, in the order of their codes, which begin at 0.
     pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Max, Self::Min, Self::Avg];
 
-    /// Returns the code of the reduction in `nccl.h`.
+    /// Returns the code of the reduction operation in `nccl.h`.
     #[must_use]
     pub const fn code(self) -> ncclRedOp_t {
         match self {

@@ -8,7 +8,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::{fmt, ptr};
 
-/// The return code of functions. It has the layout of the C enum, and values without a name are valid.
+/// The return code of NCCL's functions. It has the layout of the C enum, and values without a name are valid.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct ncclResult_t(pub c_uint);
@@ -21,7 +21,7 @@ macro_rules! results {
         )*
 
         impl fmt::Debug for ncclResult_t {
-            /// Formats the name in `nccl.h`, or the number if there is no name.
+            /// Formats the code as its name in `nccl.h`, or as its number if it has no name.
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match *self {
                     $($name => f.write_str(stringify!($name)),)*
@@ -44,34 +44,34 @@ results! {
     ncclTimeout = 8, "A time limit of NCCL was exceeded.";
 }
 
-/// The type of elements; see [`DataType`](crate::DataType).
+/// The code of an element type; see [`DataType`](crate::DataType).
 pub type ncclDataType_t = c_uint;
 
-/// A reduction; see [`RedOp`](crate::RedOp).
+/// The code of a reduction operation; see [`RedOp`](crate::RedOp).
 pub type ncclRedOp_t = c_uint;
 
-/// A communicator, owned by NCCL.
+/// The handle of a communicator, which NCCL owns.
 pub type ncclComm_t = *mut c_void;
 
-/// `cudaStream_t`, which is the driver's `CUstream`.
+/// A CUDA stream: `cudaStream_t` of the runtime API, which is the same as `CUstream` of the driver API.
 pub type cudaStream_t = *mut c_void;
 
 /// The size of a [`ncclUniqueId`] in bytes.
 pub const NCCL_UNIQUE_ID_BYTES: usize = 128;
 
-/// The id that the ranks of one communicator share. It contains the address and the token by which the ranks find each
-/// other.
+/// The id that the ranks of one communicator share. It contains the address and the token with which the ranks find
+/// each other.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ncclUniqueId {
-    /// The opaque bytes.
+    /// The bytes of the id. Only NCCL knows their meaning.
     pub internal: [c_char; NCCL_UNIQUE_ID_BYTES],
 }
 
-/// `NCCL_CONFIG_UNDEF_INT`: the value of an option that NCCL is to choose.
+/// `NCCL_CONFIG_UNDEF_INT`: the value that an option has if NCCL should choose it.
 pub const NCCL_CONFIG_UNDEF_INT: c_int = c_int::MIN;
 
-/// `NCCL_API_MAGIC`.
+/// `NCCL_API_MAGIC`: the number with which NCCL recognises a config struct.
 pub const NCCL_API_MAGIC: c_uint = 0xcafe_beef;
 
 /// Options of a communicator, as of NCCL 2.18.
@@ -83,26 +83,26 @@ pub const NCCL_API_MAGIC: c_uint = 0xcafe_beef;
 pub struct ncclConfig_t {
     /// The size of this struct in bytes.
     pub size: usize,
-    /// [`NCCL_API_MAGIC`].
+    /// A fixed number with which NCCL recognises this struct: [`NCCL_API_MAGIC`].
     pub magic: c_uint,
-    /// The version of NCCL that declares this struct.
+    /// The version of NCCL whose `nccl.h` declares this struct.
     pub version: c_uint,
-    /// If 0, calls return `ncclInProgress` instead of waiting.
+    /// If this is 0, calls return `ncclInProgress` instead of waiting.
     pub blocking: c_int,
-    /// The number of blocks of a cluster.
+    /// The number of thread blocks in a cluster of an NCCL kernel.
     pub cgaClusterSize: c_int,
-    /// The minimum number of blocks of a kernel.
+    /// The minimum number of thread blocks of an NCCL kernel.
     pub minCTAs: c_int,
-    /// The maximum number of blocks of a kernel.
+    /// The maximum number of thread blocks of an NCCL kernel.
     pub maxCTAs: c_int,
     /// The name of the network module. If it is null, NCCL chooses a module.
     pub netName: *const c_char,
-    /// If 1, communicators that are split off this one share its resources.
+    /// If this is 1, communicators that are split off this communicator share its resources.
     pub splitShare: c_int,
 }
 
 impl ncclConfig_t {
-    /// `NCCL_CONFIG_INITIALIZER` of NCCL 2.18: NCCL chooses all options.
+    /// The value of `NCCL_CONFIG_INITIALIZER` in NCCL 2.18, with which NCCL chooses all options.
     pub const INITIALIZER: Self = Self {
         size: size_of::<Self>(),
         magic: NCCL_API_MAGIC,

@@ -16,26 +16,26 @@ use crate::raw::{
 };
 use crate::{Error, Result, Version};
 
-/// The state of a call that did not fail.
+/// The state of an NCCL call that returned no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a non-blocking communicator may not be used for anything else while it is in progress"]
 pub enum Progress {
-    /// `ncclSuccess`
+    /// `ncclSuccess`: the call is done.
     Done,
-    /// `ncclInProgress`: poll [`Nccl::comm_get_async_error`] until the call is done.
+    /// `ncclInProgress`: the call is not done. Poll [`Nccl::comm_get_async_error`] until it is done.
     InProgress,
 }
 
-/// The loaded library.
+/// The loaded NCCL library, with its function table.
 #[derive(Debug)]
 pub struct Nccl {
     name: String,
     table: Table,
-    /// The library. It is never unloaded, because NCCL has threads that outlive communicators.
+    /// The library handle. The library is never unloaded, because NCCL has threads that outlive communicators.
     _library: ManuallyDrop<Library>,
 }
 
-/// Calls a function of the table and checks its return code.
+/// Calls a function of the function table and checks its return code.
 macro_rules! call {
     ($nccl:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         let function = $nccl.table.$function.ok_or_else(|| $nccl.missing(stringify!($function)))?;
@@ -47,7 +47,7 @@ macro_rules! call {
 }
 
 impl Nccl {
-    /// Opens the first of these libraries that can be opened and has `ncclGetVersion`.
+    /// Opens the first library in `names` that can be opened and that has the function `ncclGetVersion`.
     ///
     /// A name without a slash is searched as by `dlopen`: in `LD_LIBRARY_PATH`, and then in the library folders of the
     /// system.
@@ -72,7 +72,7 @@ impl Nccl {
         Err(Error::Load { tried })
     }
 
-    /// Opens one library and finds its functions.
+    /// Opens one library and looks up its functions.
     ///
     /// # Safety
     ///
@@ -90,20 +90,20 @@ impl Nccl {
         Ok(Self { name: shown, table, _library: ManuallyDrop::new(library) })
     }
 
-    /// Returns the file name that was given.
+    /// Returns the file name with which the library was loaded.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns the table of functions.
+    /// Returns the table of NCCL's functions.
     #[must_use]
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// Returns NCCL's text for a code (`ncclGetErrorString`). If the library does not have this function, returns the
-    /// name of the code in `nccl.h`.
+    /// Returns the text that describes a code (`ncclGetErrorString`). If the library does not have this function,
+    /// returns the name of the code in `nccl.h`.
     #[must_use]
     pub fn error_string(&self, code: ncclResult_t) -> String {
         // SAFETY: the function takes any value, and returns null or a constant string.
@@ -119,7 +119,7 @@ impl Nccl {
         self.table.ncclGetLastError.and_then(|function| unsafe { text(function(ptr::null_mut())) })
     }
 
-    /// Returns the error for a function that returned this code, with NCCL's text.
+    /// Returns the error for a function that returned this code. It contains the text of NCCL.
     #[must_use]
     pub fn error(&self, function: &'static str, code: ncclResult_t) -> Error {
         Error::Call { function, code, text: self.error_string(code), last: self.last_error() }
@@ -137,7 +137,7 @@ impl Nccl {
         }
     }
 
-    /// Returns the version (`ncclGetVersion`).
+    /// Returns the version of NCCL (`ncclGetVersion`).
     pub fn version(&self) -> Result<Version> {
         let mut code = 0;
         let _ = call!(self, ncclGetVersion(&raw mut code))?;
@@ -176,8 +176,8 @@ impl Nccl {
         Ok((comm, begun?))
     }
 
-    /// Returns the progress of `function`, which was started before (`ncclCommGetAsyncError`). Network errors are
-    /// returned as well.
+    /// Returns the progress of `function`, which was called before and is not done (`ncclCommGetAsyncError`). Also
+    /// returns errors of the network.
     ///
     /// An error names `function`.
     ///
@@ -397,20 +397,20 @@ impl Nccl {
     }
 }
 
-/// Copies a C string that another thread may change at the same time. Reads at most the size of NCCL's buffer.
+/// Copies a C string that another thread may change at the same time. Reads at most as many bytes as NCCL's buffer has.
 ///
 /// # Safety
 ///
-/// `text` is null, or one of the first [`LONGEST`] bytes at `text` is 0.
+/// `text` is null, or one of the first `LONGEST` bytes at `text` is 0.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    /// The size of `ncclLastError` in `src/debug.cc` of NCCL.
+    /// The size in bytes of NCCL's buffer `ncclLastError` (in `src/debug.cc`).
     const LONGEST: usize = 1024;
     if text.is_null() {
         return None;
     }
     let mut bytes = Vec::new();
     for at in 0..LONGEST {
-        // SAFETY: all earlier bytes are not 0, so this byte is still part of the string.
+        // SAFETY: no earlier byte is 0, so this byte is still part of the string.
         match unsafe { text.add(at).read_volatile() }.cast_unsigned() {
             0 => break,
             byte => bytes.push(byte),

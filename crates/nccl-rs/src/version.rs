@@ -2,18 +2,18 @@
 
 use std::fmt;
 
-/// A version of NCCL, stored as its code: 23007 is 2.30.7.
+/// A version of NCCL. It is stored as its version code: 23007 is version 2.30.7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version(u32);
 
 impl Version {
-    /// Returns the version with this code, as returned by `ncclGetVersion`.
+    /// Returns the version with this version code, which `ncclGetVersion` returns.
     #[must_use]
     pub const fn from_code(code: u32) -> Self {
         Self(code)
     }
 
-    /// Returns the code, which is `NCCL_VERSION_CODE`.
+    /// Returns the version code, as in `NCCL_VERSION_CODE`.
     #[must_use]
     pub const fn code(self) -> u32 {
         self.0
@@ -22,8 +22,8 @@ impl Version {
     /// Returns the major, minor and patch numbers: the arguments of `NCCL_VERSION(X, Y, Z)`.
     #[must_use]
     pub const fn parts(self) -> (u32, u32, u32) {
-        // Up to NCCL 2.8, the code is 1000 times the major number plus the rest: 2.8.4 is 2804. Since 2.9 the factor is
-        // 10,000: 2.9.6 is 20906.
+        // Up to NCCL 2.8, the code is major * 1000 + minor * 100 + patch: 2.8.4 is 2804. Since 2.9, the factor of the
+        // major number is 10,000: 2.9.6 is 20906.
         let major = if self.0 < 10_000 { 1000 } else { 10_000 };
         (self.0 / major, self.0 % major / 100, self.0 % 100)
     }

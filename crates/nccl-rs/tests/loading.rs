@@ -1,4 +1,4 @@
-//! Tests of the errors if NCCL is missing, or if a file is not NCCL. They need neither NCCL nor a GPU.
+//! Tests of the errors that occur if NCCL is missing, or if a file is not NCCL. They need neither NCCL nor a GPU.
 
 #![allow(unsafe_code, reason = "libraries are loaded")]
 

@@ -1,4 +1,5 @@
-//! Tests of the declarations with a real NCCL, on a machine without a GPU: `DTSHARD_TEST_NCCL=.../libnccl.so.2`.
+//! Tests of the declarations with a real NCCL library, on a machine without a GPU. The variable `DTSHARD_TEST_NCCL` has
+//! the path of the library.
 
 #![allow(unsafe_code, reason = "libraries are loaded")]
 
@@ -10,7 +11,7 @@ use nccl::{Communicator, Config, Error, Library, RankPosition, UniqueId, Version
 
 fn library() -> Library {
     let file = PathBuf::from(std::env::var_os("DTSHARD_TEST_NCCL").expect("DTSHARD_TEST_NCCL names a libnccl.so.2"));
-    // SAFETY: the variable names NCCL.
+    // SAFETY: the environment variable has the path of NCCL.
     unsafe { Library::load(Some(&file)) }.unwrap()
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crate::comm::{Communicator, Traffic};
 use crate::error::{CommError, Error, Result, Stopped};
 
-/// Creates the ranks of one communicator, and accesses their memory for tests.
+/// A factory for the ranks of one kind of communicator. It also gives tests access to the ranks' memory.
 pub(crate) trait Fleet: Send + Sync + 'static {
     type Rank: Communicator + Send + 'static;
 
@@ -23,23 +23,24 @@ pub(crate) trait Fleet: Send + Sync + 'static {
 
     fn bytes(&self, rank: &Self::Rank, memory: &<Self::Rank as Communicator>::Memory) -> Vec<u8>;
 
-    /// Returns the ranks that this process runs if there are `size` ranks. Called at the beginning of each case.
+    /// Returns the ranks that run in this process, in a case with `size` ranks. It is called at the beginning of each
+    /// case.
     fn ranks(&self, size: u32) -> Vec<u32> {
         (0..size).collect()
     }
 
-    /// Combines the outcomes of this process's ranks with the outcomes of other processes' ranks.
+    /// Combines the outcomes of the ranks in this process with the outcomes of the ranks in other processes.
     fn share(&self, outcomes: Vec<Option<String>>) -> Vec<Option<String>> {
         outcomes
     }
 
-    /// Returns whether mismatched lengths are detected.
+    /// Returns true if the communicator detects that sender and receiver expect different lengths.
     fn checks_lengths(&self) -> bool {
         true
     }
 }
 
-/// An upper bound for the duration of each case.
+/// The time limit of each test case.
 pub(crate) const WAIT_LIMIT: Duration = Duration::from_mins(1);
 
 /// Runs all tests of a communicator.
@@ -117,7 +118,7 @@ pub(crate) fn run<F: Fleet, T: Send + 'static>(
     results
 }
 
-/// Runs a closure as [`run`] does, and returns the results of the ranks of all processes.
+/// Runs a closure as [`run`] does, and returns the results of all ranks, including ranks in other processes.
 fn outcomes<F: Fleet>(
     fleet: &Arc<F>,
     size: u32,
@@ -126,7 +127,7 @@ fn outcomes<F: Fleet>(
     fleet.share(run(fleet, size, story))
 }
 
-/// Runs a closure as [`run`] does, and fails if a rank ends abnormally.
+/// Runs a closure as [`run`] does, and asserts that every rank ends normally.
 fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + Send + Sync + 'static) {
     let outcomes = outcomes(fleet, size, move |fleet, rank| {
         story(fleet, &rank);
@@ -136,17 +137,18 @@ fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + 
     assert!(outcomes.iter().all(Option::is_some), "a rank panicked");
 }
 
-/// Returns bytes that identify the sender, the receiver and the round.
+/// Returns test bytes whose values depend on the sender, the receiver and the round.
 fn bytes_of(from: u32, to: u32, round: usize, length: usize) -> Vec<u8> {
     let first = from as usize * 83 + to as usize * 31 + round * 7;
-    // The period is prime, so bytes that are shifted by the round number do not match.
+    // The length of the pattern is a prime number, so bytes that are shifted by the round number do not match.
     let pattern: Vec<u8> = (0..251).map(|at| u8::try_from((first + at) % 256).unwrap()).collect();
     let mut bytes = pattern.repeat(length.div_ceil(pattern.len()));
     bytes.truncate(length);
     bytes
 }
 
-/// Returns consecutive ranges with gaps between them, as in a buffer with alignment.
+/// Returns ranges of these lengths with gaps between them, as in a buffer with alignment. Also returns the length of
+/// the buffer.
 fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     let mut end = 3;
     let ranges = lengths.iter().map(|length| {
@@ -180,7 +182,8 @@ fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl
 fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
         for round in 0..30 {
-            // The lengths differ. Some pairs of ranks send nothing, and in some rounds some or all ranks send nothing.
+            // The lengths differ between pairs of ranks. Some pairs send nothing, and in some rounds some or all ranks
+            // send nothing.
             let length = |from: u32, to: u32| match (from as usize * 5 + to as usize * 3 + round) % 4 {
                 0 => 0,
                 _ if round % 10 == 9 => 0,
@@ -216,7 +219,7 @@ fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Sends more bytes than a socket buffer holds, in both directions at the same time.
+/// Tests an all-to-all with more bytes than a socket buffer holds, in both directions at the same time.
 fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| {
         let length = |from: u32, to: u32| if (from, to) == (1, 0) { 1 } else { (9 << 20) + 4099 * from as usize + 1 };
@@ -225,8 +228,8 @@ fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     });
 }
 
-/// Runs one all-gather of these lengths. If `turned` is true, later ranks own earlier ranges. Checks all bytes, and
-/// that no other bytes have changed.
+/// Runs one all-gather, in which each rank contributes this number of bytes. If `turned` is true, later ranks own
+/// earlier ranges. Checks all bytes, and that no other bytes have changed.
 fn all_gather_once<F: Fleet>(fleet: &F, rank: &F::Rank, turned: bool, lengths: &[usize]) -> Result<()> {
     let mut lengths = lengths.to_vec();
     if turned {
@@ -270,7 +273,7 @@ fn all_gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Gathers equal lengths without gaps, as for the shards of one tensor.
+/// Gathers ranges of equal lengths without gaps between them, as for the shards of one tensor.
 fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     const LENGTH: usize = 70_000;
     run_well(fleet, size, |fleet, rank| {
@@ -285,7 +288,7 @@ fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Gathers far more bytes than a socket buffer holds, from all ranks at the same time.
+/// Tests an all-gather with far more bytes than a socket buffer holds, from all ranks at the same time.
 fn all_gathers_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     run_well(fleet, 3, |fleet, rank| all_gather_once(fleet, rank, false, &[9 << 20, 0, (20 << 20) + 4099]).unwrap());
 }
@@ -297,7 +300,7 @@ fn gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
             let expected: Vec<_> = (0..rank.size()).map(said).collect();
             assert!(rank.gather(&said(rank.rank())).unwrap() == expected);
         }
-        // In a barrier, no rank continues before the last rank arrives.
+        // No rank may leave the barrier before the last rank has reached it.
         let begun = Instant::now();
         let late = Duration::from_millis(150);
         if rank.rank() + 1 == rank.size() {
@@ -361,13 +364,13 @@ impl Operation {
 enum End {
     Dropped,
     Failed,
-    /// A signal stops the rank.
+    /// The rank ends because a signal stops it.
     Stopped,
     Panicked,
 }
 
-/// One of three ranks ends after some rounds, while the others are in the next round. Checks that the others get an
-/// error that names it.
+/// Checks that the other ranks get an error that names a rank that has ended. One of three ranks ends after some
+/// rounds, while the others are in the next round.
 fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
     let case = format!("{operation:?}, rank {gone} {end:?}");
     let names_it = {
@@ -387,11 +390,11 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
     let outcomes = outcomes(fleet, 3, move |fleet, rank| {
         for round in 0.. {
             if rank.rank() == gone && round == 3 {
-                // The others are waiting.
+                // The other ranks are waiting in the next operation.
                 thread::sleep(Duration::from_millis(20));
                 match end {
                     End::Dropped => {}
-                    // A failure message with the words of a signal message is still an ordinary failure.
+                    // An ordinary failure may have the same message as a stop by a signal.
                     End::Failed => rank.fail(&Error::usage("stopped by TERM", "")),
                     End::Stopped => {
                         rank.fail(&Error::Stopped(Stopped { signal: "USR1", exit: 138, rank: None, kept: None }));
@@ -416,7 +419,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
 }
 
 fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
-    // The length that rank 1 sends to rank 0, and the length that rank 0 expects.
+    // Each pair is the length that rank 1 sends to rank 0, and the different length that rank 0 expects.
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
         let results = outcomes(fleet, 3, move |fleet, rank| {
             let length = match rank.rank() {
@@ -438,7 +441,7 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     }
 }
 
-/// Rank 1 has more or fewer bytes than the other ranks expect. Checks that the all-gather fails.
+/// Checks that an all-gather fails if rank 1 has more or fewer bytes than the other ranks expect.
 fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
         let results = outcomes(fleet, 3, move |fleet, rank| {

@@ -3,7 +3,7 @@ use std::sync::Mutex;
 use super::conformance::{Fleet, conforms};
 use crate::comm::Local;
 
-/// Creates fleets of threads, and returns each rank to its thread.
+/// A fleet whose ranks are threads of this process. It hands each thread its rank.
 #[derive(Default)]
 pub(crate) struct Threads(Mutex<Vec<Option<Local>>>);
 

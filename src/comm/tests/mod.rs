@@ -1,4 +1,4 @@
-//! Runs the same tests on every communicator.
+//! Runs the same conformance tests on every communicator.
 
 pub(crate) mod conformance;
 pub(crate) mod local;

@@ -17,10 +17,11 @@ use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
 use crate::error::{Error, Stopped};
 use crate::launch::{launch, process_environment};
 
-/// The variable that selects an operation, and the rank that is killed while the other ranks are in this operation.
+/// The environment variable that selects an operation, and the rank that is killed while the other ranks are in this
+/// operation.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
 
-/// All processes of the MPI world. Each case has its own tags.
+/// All processes of the MPI world. Each test case uses its own MPI tags.
 struct Processes {
     world: Mpi,
     case: AtomicI32,
@@ -36,7 +37,8 @@ impl Processes {
         })
     }
 
-    /// Returns this process as a rank of a case, if the case has enough ranks.
+    /// Returns the communicator of this process for a case of `size` ranks. Returns `None` if the case has fewer ranks
+    /// and does not need this process.
     fn of_case(&self, size: u32) -> Option<Mpi> {
         self.ranks(size).pop().map(|rank| self.rank(rank, size))
     }
@@ -130,7 +132,8 @@ fn names_a_rank_that_leaves_early(processes: &Processes) {
     }
 }
 
-/// A signal stops one rank while it waits for another rank. Both ranks complete the operation, and then all ranks stop.
+/// Checks a rank that a signal stops while it waits for another rank. Both ranks complete the operation, and then all
+/// ranks stop.
 fn stops_where_one_is_stopped(processes: &Processes) {
     for stopped in 0..3 {
         let Some(rank) = processes.of_case(3) else { continue };
@@ -166,7 +169,7 @@ fn refuses_ranges_beyond_the_memory(processes: &Processes) {
     rank.leave().unwrap();
 }
 
-/// Works until a rank kills itself. The launcher must end the other ranks.
+/// Runs operations until one rank kills itself. The launcher must then end the other ranks.
 #[test]
 fn killed() {
     let Ok(setting) = std::env::var(KILLED) else { return };
@@ -183,7 +186,7 @@ fn killed() {
     let mut round = 0;
     let error = loop {
         if rank.rank() == victim && round == 3 {
-            // The others are waiting.
+            // The other ranks are waiting in the operation.
             thread::sleep(Duration::from_millis(100));
             kill_process(getpid(), Signal::KILL).unwrap();
         }
@@ -192,7 +195,7 @@ fn killed() {
             "all-gather" => rank.all_gather(&mut memory, &shared),
             "gather" => rank.gather(&[1; 5000]).map(drop),
             "barrier" => rank.barrier(),
-            // Long local work.
+            // The ranks are busy with long local work, without any operation.
             "nothing" => {
                 thread::sleep(Duration::from_millis(5));
                 rank.check()

@@ -23,7 +23,7 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     }
     let Some(mut groups) = named_groups(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
-    // A single group may be sorted by chance.
+    // If there is only one group, its names may be sorted by chance.
     let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
     for group in &mut groups {
         let members: HashSet<&Fqn> = group.iter().collect();

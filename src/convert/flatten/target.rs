@@ -18,14 +18,14 @@ use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, TensorStorage, fsdp_flat};
 use crate::layout::Pattern;
 
-/// Largest world size. Every file lists all ranks, so the total length of these lists grows with the square of the
-/// world size.
+/// Largest world size that `flatten` accepts. Every file lists all ranks, so the total length of these lists grows with
+/// the square of the world size.
 const MAX_RANKS: u32 = 1 << 14;
 
-/// The layout that a target starts from.
+/// The flat layout from which the layout of the target is made.
 struct FlatBase {
     layout: FlatLayout,
-    /// True if the layout comes from the order of a state dict, which does not record a world size.
+    /// True if the layout was derived from the order of a state dict. Such a layout has no world size.
     derived: bool,
     notes: Vec<String>,
 }
@@ -33,31 +33,33 @@ struct FlatBase {
 /// The number of ranks over which one replica is sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupSize {
-    /// The group size of the layout, or all ranks.
+    /// The user gave no group size: use the group size of the base layout, or all ranks if there is no base layout.
     #[default]
     Unsaid,
-    /// All ranks: `FULL_SHARD`.
+    /// One replica is sharded over all ranks: `FULL_SHARD`.
     All,
-    /// This many ranks: `HYBRID_SHARD`, or `NO_SHARD` for 1.
+    /// One replica is sharded over this number of ranks: `HYBRID_SHARD`, or `NO_SHARD` for 1.
     Of(u32),
 }
 
-/// The flat layout that the user asks for; `None` where the base layout decides.
+/// The options of the user for the flat layout of the target. If a field is `None`, the base layout provides the value.
 #[derive(Default)]
 pub struct FlattenRequest {
-    /// The layout of the target, from a file. If SRC is flat, `--flat-layout` describes SRC and not the target.
+    /// The flat layout in the layout file of the target. If SRC has flat parameters, `--flat-layout` describes SRC, so
+    /// it is not used here.
     layout: Option<FlatLayout>,
-    /// The parameters that the optimizer numbers with `use_orig_params`, from the same file.
+    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. They come from the
+    /// layout file of the target.
     numbered: Option<Vec<Vec<Fqn>>>,
-    /// Modules that become units.
+    /// Patterns of module names; each module that matches becomes a unit.
     pub wrap: Vec<Pattern>,
-    /// Tensors that are buffers, not parameters.
+    /// Patterns of tensor names; a tensor that matches is a buffer, not a parameter.
     pub buffers: Vec<Pattern>,
     /// The number of ranks that will load the files.
     pub world_size: Option<u32>,
     /// The number of ranks over which one replica is sharded.
     pub group: GroupSize,
-    /// FSDP's `use_orig_params`.
+    /// The value of FSDP's `use_orig_params`.
     pub use_orig_params: Option<bool>,
     /// The dtype of the forward pass under mixed precision, which sets the alignment of parameters.
     pub forward_dtype: Option<Dtype>,
@@ -171,7 +173,7 @@ impl FlattenRequest {
         Ok((layout, notes))
     }
 
-    /// Returns the world size and the shard group size.
+    /// Returns the world size and the shard group size of the target.
     fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
         let world_size = match self.world_size {
             Some(0) => {
@@ -198,7 +200,7 @@ impl FlattenRequest {
         let group = match self.group {
             GroupSize::All => world_size,
             GroupSize::Of(size) => size,
-            // A layout with NO_SHARD or HYBRID_SHARD keeps its strategy.
+            // A base layout with NO_SHARD or HYBRID_SHARD keeps its group size.
             GroupSize::Unsaid if !derived && base.shard_group_size < base.world_size => base.shard_group_size,
             GroupSize::Unsaid => world_size,
         };
@@ -229,7 +231,7 @@ impl FlattenRequest {
         }
     }
 
-    /// Returns the units, and the world size and group size of their origin.
+    /// Returns the base layout: its units, world size and group size.
     fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
         let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
@@ -281,7 +283,8 @@ impl FlattenRequest {
     }
 }
 
-/// Returns true if the state dict has PyTorch's `_metadata` of all modules. Flat parameters are read in that order.
+/// Returns true if PyTorch's `_metadata` in the state dict lists every module. The parameters of a flat checkpoint are
+/// then in the order of that list.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
     let dict = root.find(state).and_then(Value::as_dict);

@@ -34,13 +34,13 @@ pub struct OrderedModel<'a> {
 
 /// The modules that FSDP wraps, and the tensors that are buffers.
 pub struct WrapPolicy<'a> {
-    /// Modules that are units.
+    /// Patterns of modules that become units.
     pub wrap: &'a [Pattern],
-    /// Tensors that are buffers, not parameters.
+    /// Patterns of tensors that are buffers, not parameters.
     pub buffers: &'a [Pattern],
 }
 
-/// Last components of the names that PyTorch's modules and common models give to floating-point buffers.
+/// Last components of tensor names that PyTorch's modules and common models use for floating-point buffers.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
 /// Returns the layout for one rank, and notes for the user. The layout has no parameter numbers of an optimizer.
@@ -115,7 +115,7 @@ pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a state dict is in the order of registration, as far as its names show it.
+/// Refuses a state dict whose names show that it is not in the order of registration.
 fn refuse_reordered(names: &[String]) -> Result<()> {
     let names = || names.iter().map(String::as_str);
     if order::is_sorted(names()) {

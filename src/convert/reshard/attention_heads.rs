@@ -14,7 +14,7 @@ use crate::layout::parallelize::PlacementSource;
 use crate::name_list::short_list;
 use crate::quantity::count;
 
-/// The numbers of attention heads of a model; `None` if unknown.
+/// The numbers of attention heads of a model. A number is `None` if it is unknown.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionHeads {
     query: Option<u64>,
@@ -37,7 +37,7 @@ impl AttentionHeads {
         Self { query, key_value: number("num_key_value_heads").or(query) }
     }
 
-    /// Returns a note for each group of parameters that the plan cuts within heads.
+    /// Returns a note for each group of parameters that the plan cuts inside an attention head.
     pub fn notes(self, planned: &PlannedModel) -> Vec<String> {
         let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
         let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
@@ -59,8 +59,8 @@ impl AttentionHeads {
         within.into_iter().map(note).collect()
     }
 
-    /// Returns the `config.json` key and the number of heads of a parameter, if that number is not a multiple of
-    /// `parts`.
+    /// Returns the number of heads of a parameter, and its key in `config.json`. Returns `None` if the number is a
+    /// multiple of `parts`, so that no head is cut.
     fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {

@@ -6,7 +6,8 @@ use crate::convert::options::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage};
 
-/// Returns the Python class of sharded tensors; `None` if each tensor keeps its class from the source.
+/// Returns the Python class that all sharded tensors get. Returns `None` if each tensor keeps its class from the
+/// source.
 ///
 /// # Errors
 /// `Usage` if the target format does not store the class.
@@ -23,13 +24,13 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
     }
 }
 
-/// Returns the class for tensors that are not sharded in the source: the class of sharded tensors in the source,
-/// otherwise DTensor.
+/// Returns the class for tensors that are not sharded in the source. It is the class of the source's sharded tensors,
+/// or DTensor if there are none.
 pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {
         [false, true, _] => Class::ShardedTensor,
-        // The source's sharded tensors are plain per-rank tensors.
+        // All sharded tensors of the source are plain tensors that each hold the shard of one rank.
         [false, false, true] => Class::Tensor,
         _ => Class::DTensor,
     }

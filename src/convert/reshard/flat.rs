@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::layout::DeviceMesh;
 
-/// Lays out a destination of flat parameters.
+/// Lays out a destination that consists of FSDP1 flat parameters.
 ///
 /// # Errors
 /// `Usage` for options that do not apply to flat parameters; the errors of [`flatten::lay_out`].

@@ -1,6 +1,6 @@
-//! `--like` takes the layout of another checkpoint. A tensor gets the placements of the tensor with the same name in
-//! that checkpoint. Optimizer state without an entry in that checkpoint gets the placements of its parameter if both
-//! have the same shape.
+//! `--like` names another checkpoint whose layout the result gets. Each tensor gets the placements of the tensor with
+//! the same name in that checkpoint. Optimizer state that is not in that checkpoint gets the placements of its
+//! parameter if both have the same shape.
 
 use std::path::Path as FilePath;
 
@@ -14,22 +14,22 @@ use crate::select::Wrappers;
 /// The layout of the checkpoint that `--like` names.
 pub struct LikeLayout<'a> {
     root: &'a FilePath,
-    /// The catalog of the checkpoint.
+    /// The catalog of the `--like` checkpoint.
     pub catalog: &'a Catalog,
     names: Names,
-    /// The tensors that the checkpoint lacks, with their names in the model.
+    /// The tensors that the `--like` checkpoint lacks, with their names inside the model.
     missing: Vec<(Path, Option<String>)>,
 }
 
 impl<'a> LikeLayout<'a> {
-    /// Indexes the names of the checkpoint.
+    /// Indexes the names of the `--like` checkpoint.
     pub fn new(checkpoint: &'a Checkpoint, wrappers: Wrappers) -> Self {
         let names = Names::new(&checkpoint.catalog.state, wrappers);
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
     }
 
-    /// Returns the entry whose layout the tensor gets: the entry of the same name, otherwise the entry of the parameter
-    /// to which the optimizer state belongs.
+    /// Returns the entry of the `--like` checkpoint whose layout a tensor gets: the entry of the same name, otherwise
+    /// the entry of the parameter to which the optimizer state belongs.
     ///
     /// # Errors
     /// `Conflict` if the entry of the same name has another number of dimensions.
@@ -69,12 +69,12 @@ impl<'a> LikeLayout<'a> {
         }
     }
 
-    /// Records a tensor that the checkpoint should have but lacks.
+    /// Records a tensor that the `--like` checkpoint should have but lacks.
     pub fn miss(&mut self, path: &Path, in_model: Option<&Fqn>) {
         self.missing.push((path.clone(), in_model.map(Fqn::to_string)));
     }
 
-    /// Checks that the checkpoint had every tensor that was looked up.
+    /// Checks that the `--like` checkpoint had every tensor that was looked up.
     ///
     /// # Errors
     /// `Usage` if it lacks tensors.

@@ -92,19 +92,20 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Returns true if `--like` serves only for the shapes of the source's flat parameters, because it has no sharded
-/// tensors whose layout the user could mean.
+/// Returns true if `--like` only provides the shapes of the source's flat parameters. This is the case if it has no
+/// sharded tensors, because the user then cannot have meant their layout.
 fn gives_shapes_only(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
-        // A DCP directory is refused later, because it records no layout, and the user probably wanted a layout.
+        // A DCP directory records no layout. The user probably wanted its layout, so it is refused later.
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
 }
 
-/// Lays out every part of the source separately. Returns the reservation and the notes about the layout.
+/// Lays out each part of the source separately (a part is a series of rank files or a folder). Returns the reservation
+/// and the notes about the layout.
 fn reserve(
     source: &ConversionSource,
     layout: &MeshLayout,
@@ -139,7 +140,7 @@ fn reserve(
     Ok((whole, resolver.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
-/// Resolves the layouts of one part of the state dict.
+/// Chooses the layout of each tensor in one part of the state dict.
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     resolver: &'a mut PlacementResolver<'c>,
@@ -227,9 +228,11 @@ fn check_room(
     class: Option<Class>,
     (to, max_memory): (Format, u64),
 ) -> Result<()> {
-    /// Bytes of one shard's metadata in a ShardedTensor: once in memory, once in the pickle under construction.
+    /// Bytes for the metadata of one shard of a ShardedTensor: once in memory, and once in the pickle under
+    /// construction.
     const BOX_BYTES: u64 = 2 * 40;
-    /// Bytes for one rank in a file. Every file lists the ranks of the mesh twice, as a tensor and as a tuple.
+    /// Bytes for one rank in the list of ranks of a file. Every file lists the ranks of the mesh twice, as a tensor and
+    /// as a tuple.
     const RANK_BYTES: u64 = 16;
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
     if !to.has_rank_files() {
@@ -247,7 +250,8 @@ fn check_room(
     target_parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
-/// Returns the source's own format, or DCP if the source is a single file, because such a file cannot hold shards.
+/// Returns the default format of the result: the format of the source, or DCP if the source is a single file, because a
+/// single file cannot hold shards.
 fn default_format(source: Format) -> Format {
     if source.tensors() == TensorStorage::Whole { Format::Dcp } else { source }
 }

@@ -12,25 +12,25 @@ use crate::layout::rules::{Fallback, MeshLayout, unused_rule_warning};
 use crate::nearest;
 use crate::quantity::count;
 
-/// Counts of tensors and rules, gathered tensor by tensor.
+/// Counts of tensors and rules that the notes for the user need. Each tensor is counted when its placements are chosen.
 #[derive(Default)]
 pub struct PlacementReport {
     /// Indices of the rules that match at least one tensor.
     used: BTreeSet<usize>,
     /// Indices of the rules that are the first match of at least one tensor.
     effective: BTreeSet<usize>,
-    /// Names of all tensors, to suggest the nearest one for a pattern that matches none.
+    /// Names of all tensors. If a pattern matches no tensor, the most similar name is suggested.
     names: Vec<String>,
-    /// Numbers of dimensions of the tensors that got the fallback placements.
+    /// The different numbers of dimensions that tensors with fallback placements have.
     fallback_ndims: BTreeSet<usize>,
     /// Number of tensors for which a fallback placement does not fit on some mesh dimension.
     misfits: usize,
-    /// Number of scalars among `misfits`.
+    /// Number of 0-d tensors among the tensors that `misfits` counts.
     scalar_misfits: usize,
-    /// Number of tensors of one or more dimensions that stay plain, because they are plain in a source that has sharded
-    /// tensors.
+    /// Number of model tensors of one or more dimensions that stay plain. They are plain in SRC, while other tensors of
+    /// SRC are sharded.
     plain: usize,
-    /// Number of state tensors whose parameter is known by number only.
+    /// Number of optimizer state tensors whose parameter has a number but no known name.
     nameless: usize,
     /// Number of tensors for which the reduced value is written, because the target cannot store partial values.
     reduced: usize,
@@ -61,7 +61,7 @@ impl PlacementReport {
         self.scalar_misfits += usize::from(is_misfit && shape.is_empty());
     }
 
-    /// Counts a tensor whose partial values are reduced.
+    /// Counts a tensor for which the reduced value is written instead of partial values.
     pub fn reduced(&mut self) {
         self.reduced += 1;
     }
@@ -77,7 +77,7 @@ impl PlacementReport {
                 nearest::pattern_hint(rule.pattern.as_str(), &self.names),
             ));
         }
-        // A placement that fits no tensor at all would leave its mesh dim without effect.
+        // If a placement fits no tensor at all, its mesh dimension would have no effect.
         let Fallback::Placements(specs) = &layout.fallback else { return Ok(()) };
         let fits_any = |spec: &&PlacementSpec| self.fallback_ndims.iter().any(|ndim| spec.resolve(*ndim).is_some());
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {

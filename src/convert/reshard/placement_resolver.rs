@@ -27,30 +27,30 @@ use crate::layout::shards::{HeldTile, SharedTensor};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
-/// Chooses the placements of each tensor, and collects the notes for the user.
+/// Chooses the placements of each tensor of the target, and collects notes for the user.
 pub struct PlacementResolver<'a> {
     layout: &'a MeshLayout,
     subjects: TensorContexts<'a>,
-    /// The layout's plan, applied to the parameters of this model.
+    /// The layout's parallelize plan, applied to the parameters of this model.
     planned: Option<PlannedModel>,
     /// The checkpoint of `--like`, which sets the placements of tensors without a rule.
     like: Option<LikeLayout<'a>>,
-    /// The class of sharded tensors; `None` if each tensor keeps its class from the source.
+    /// The class that every sharded tensor gets; `None` if each tensor keeps its class from the source.
     class: Option<Class>,
-    /// The class of tensors that are not sharded in the source.
+    /// The class for sharded tensors of the target that are not sharded in the source.
     usual_class: Class,
     report: PlacementReport,
 }
 
-/// The layout chosen for a tensor.
+/// The layout that was chosen for a tensor.
 enum Choice<'a> {
-    /// A plain tensor, replicated on every rank.
+    /// The tensor is a plain tensor, and every rank has a copy of it.
     Plain,
-    /// A tensor on the mesh.
+    /// The tensor is distributed over the mesh with these placements.
     Shared(ResolvedPlacements<'a>),
 }
 
-/// Placements on the mesh, and the input that set them.
+/// The placements of a tensor on the mesh, and the input that set them.
 struct ResolvedPlacements<'a> {
     shared: SharedTensor,
     by: PlacementOrigin,
@@ -60,17 +60,19 @@ struct ResolvedPlacements<'a> {
 /// The input that set the placements of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PlacementOrigin {
-    /// A rule, the plan or a fallback from the command line or a layout file.
+    /// The placements come from a rule, the plan or the fallback placements, which the user gave on the command line or
+    /// in a layout file.
     CommandLine,
-    /// The placements of the source.
+    /// The placements are the placements of the source.
     Source,
-    /// The checkpoint of `--like`, where the tensor has this class.
+    /// The placements come from the checkpoint of `--like`. The field is the class that the tensor has in that
+    /// checkpoint.
     Like(Class),
 }
 
 impl<'a> PlacementResolver<'a> {
-    /// Starts with a layout for the tensors of a catalog. `class` is the class that all sharded tensors get, if one was
-    /// asked for.
+    /// Creates a resolver with a layout for the tensors of a catalog. `class` is the class that all sharded tensors
+    /// get; `None` if the user did not choose a class.
     pub fn new(catalog: &'a Catalog, layout: &'a MeshLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
         Self {
             layout,
@@ -106,7 +108,7 @@ impl<'a> PlacementResolver<'a> {
         self.planned.as_ref().map(PlannedModel::details).unwrap_or_default()
     }
 
-    /// Returns the notes for the user. `heads` are the attention heads of the model.
+    /// Returns the notes for the user. `heads` are the numbers of attention heads of the model.
     ///
     /// # Errors
     /// `Usage` for rules or placements without effect, and for tensors that `--like` lacks.
@@ -219,8 +221,8 @@ impl<'a> PlacementResolver<'a> {
         Ok(choice)
     }
 
-    /// Returns `theirs`, the splits that a tensor has in SRC or `--like`, unless the command line sets splits for all
-    /// tensors.
+    /// Returns the split rule for a tensor: `theirs`, which comes from SRC or `--like`, unless the command line sets a
+    /// split rule for all tensors.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
         if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
@@ -228,8 +230,8 @@ impl<'a> PlacementResolver<'a> {
     fn by_rule(&self, subject: &TensorContext<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
         let shared = match self.layout.placement_by_rule(rule, &subject.names, &subject.entry.shape) {
-            // `**.w1.weight` is meant for the parameter, not for the parameter's step, whose path contains the same
-            // name.
+            // The user means the parameter with `**.w1.weight`, and not the parameter's step, although the path of the
+            // step contains the same name.
             Err(LayoutError::RuleMisfit { .. }) if subject.is_stray() => return Ok(None),
             shared => shared?,
         };
@@ -247,7 +249,8 @@ impl<'a> PlacementResolver<'a> {
         }))
     }
 
-    /// Returns the layout that the plan gives to a parameter, or to state that has the shape of its parameter.
+    /// Returns the layout that the plan gives to a tensor: a parameter, or optimizer state that has the shape of its
+    /// parameter.
     fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
@@ -265,7 +268,7 @@ impl<'a> PlacementResolver<'a> {
                 }))
             }
             Some(ParameterPlacement { shared: None, .. }) => Some(Choice::Plain),
-            // The tensor is not part of the model.
+            // The plan has no layout for the tensor, because the tensor is not part of the model.
             None if self.like.is_some() || !self.layout.fallback.is_replicate() => None,
             None => Some(Choice::Plain),
         }
@@ -276,7 +279,8 @@ impl<'a> PlacementResolver<'a> {
         let TensorContext { path, entry, in_model, owner, .. } = subject;
         let parameter = owner.as_ref().and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
-            // State whose shape differs from its parameter's cannot use the parameter's placements.
+            // Optimizer state whose shape differs from the shape of its parameter cannot use the parameter's
+            // placements.
             if subject.is_misshapen() || is_whole_anyway(path, entry) {
                 return Ok(Some(Choice::Plain));
             }
@@ -322,7 +326,7 @@ impl<'a> PlacementResolver<'a> {
         Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
     }
 
-    /// Keeps a tensor on the slice of the mesh that it has in the source.
+    /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.
     fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
             Some(source) => self.layout.with_source_slice(shared, source),

@@ -8,19 +8,20 @@
 use crate::catalog::{Class, TensorEntry};
 use crate::layout::{DeviceMesh, Placement, TensorDim, chunk};
 
-/// Name of the last mesh dimension, over which rows are sharded.
+/// Name of the last mesh dimension, over which rows of tensors are sharded.
 const FULL: &str = "fsdp";
 /// Name of the first mesh dimension, over which shards are replicated.
 const COPIES: &str = "replicate";
 
-/// Returns the mesh of all ShardedTensors among `entries`; `None` if there are none, or if FSDP1 did not shard them.
+/// Returns the mesh on which FSDP1 sharded all ShardedTensors among `entries`. Returns `None` if there are no
+/// ShardedTensors, or if FSDP1 did not shard them.
 pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     let ranks = entries.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
     let world_size = ranks.max()?.0.checked_add(1)?;
     let has_rows = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
     let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(has_rows).collect();
     let most = sharded.iter().map(|entry| entry.chunks.len()).min()?;
-    // Every copy has a chunk.
+    // Every replica has at least one chunk of each tensor.
     let mut copies = (1..=world_size).take(most).filter(|copies| world_size.is_multiple_of(*copies));
     let fits = |copies: &u32| sharded.iter().all(|entry| is_cut(entry, world_size, world_size / copies));
     let mesh = match copies.find(fits)? {
@@ -30,7 +31,7 @@ pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     DeviceMesh::parse(&mesh).ok()
 }
 
-/// Returns true if every rank has the rows that `torch.chunk` over groups of this size gives it.
+/// Returns true if every rank has the rows that it gets when `torch.chunk` splits them over a group of this size.
 fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     let Some(rows) = entry.shape.first() else { return false };
     let has_own = entry.chunks.iter().all(|part| {
@@ -58,8 +59,8 @@ mod tests {
     use crate::catalog::{Chunk, ChunkTable, Dtype, FileLocation};
     use crate::layout::{Rank, Region, Tile};
 
-    /// Returns a tensor of `rows` rows, sharded over groups of `group_size` ranks; `None` is a plain tensor on all
-    /// ranks.
+    /// Returns a tensor of `rows` rows. It is sharded over groups of `group_size` ranks; if `group_size` is `None`, it
+    /// is a plain tensor on all ranks.
     fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {
         let mut chunks = ChunkTable::new(2);
         for rank in 0..world_size {

@@ -25,7 +25,8 @@ pub fn own_mesh(source: &ConversionSource) -> Result<DeviceMesh> {
     let name = if source.filled.is_some() { "the checkpoint of options::fill_from" } else { "SRC" };
     let meshes = &source.selection.catalog.meshes;
     let of_rows = || {
-        // A tensor that SRC replaces keeps the layout it has in the checkpoint of `--fill-from`.
+        // A tensor of FILLER (the checkpoint of `--fill-from`) that SRC replaces keeps the layout that it has in
+        // FILLER.
         let replaced = |id: u32| source.filled.as_ref()?.replaced.get(&TensorId(id));
         let entries = (0..).zip(&source.checkpoint.catalog.tensors);
         let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
@@ -64,7 +65,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     })
 }
 
-/// Returns the mesh of ShardedTensors; `None` for other formats, flat parameters included.
+/// Returns the mesh of ShardedTensors. Returns `None` for a format without ShardedTensors, including flat parameters.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
     (meshes.is_empty() && format.tensors() == TensorStorage::Ranks).then(|| mesh_of_rows(entries))?
 }
@@ -182,10 +183,11 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
     Ok((layout, notes))
 }
 
-/// A mesh dimension of this name suggests that the user wants a parallelize plan, which is never a default.
+/// Name of a mesh dimension for tensor parallelism. A user with such a dimension probably wants a parallelize plan, but
+/// a plan must always be requested.
 const TP: &str = "tp";
 
-/// Returns a note if a mesh with only a tensor-parallel dimension gets the default placements.
+/// Returns a note if the user gave no placements for a mesh whose only dimension is for tensor parallelism.
 fn unsaid(layout: &MeshLayout) -> Option<String> {
     let is_tp = layout.mesh.names().is_some_and(|names| names == [TP]);
     let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);

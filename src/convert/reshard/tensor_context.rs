@@ -14,48 +14,50 @@ use crate::layout::parallelize::{Parameter, ParameterKind, ShapeOrigin};
 use crate::layout::shards::MeshPlacement;
 use crate::select::Wrappers;
 
-/// The tensors of a checkpoint, and the names and owners that rules need.
+/// The tensors of a checkpoint, with the names and owning parameters that placement rules need.
 pub struct TensorContexts<'a> {
     /// The catalog of the source.
     pub catalog: &'a Catalog,
     /// The treatment of wrapper prefixes in names.
     pub wrappers: Wrappers,
-    /// The evidence that separates parameters from buffers.
+    /// The information with which parameters are distinguished from buffers.
     pub evidence: ParameterEvidence,
     owners: Owners<'a>,
-    /// Tensors that have optimizer state. They are parameters, whether they are DTensors or not.
+    /// Names of tensors that have optimizer state. Such a tensor is a parameter, even if it is not a DTensor.
     trained: HashSet<Fqn>,
 }
 
-/// The evidence that separates sharded tensors (parameters) from replicated tensors (buffers).
+/// The information with which parameters, which are sharded, are distinguished from buffers, which are replicated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterEvidence {
-    /// The Python class of each tensor in the source's rank files.
+    /// The Python class of each tensor in the source's rank files shows whether it is a parameter.
     Class,
-    /// Optimizer state, which only parameters have. A DCP directory records no classes.
+    /// A tensor with optimizer state is a parameter. A DCP directory has only this information, because it records no
+    /// classes.
     Optimizer,
-    /// No evidence.
+    /// Nothing distinguishes parameters from buffers.
     Nothing,
 }
 
-/// One tensor of the source.
+/// The facts about one tensor of the source that decide its layout.
 pub struct TensorContext<'a> {
-    /// The path in the state dict.
+    /// The path of the tensor in the state dict.
     pub path: &'a Path,
-    /// The entry in the source's catalog.
+    /// The tensor's entry in the source's catalog.
     pub entry: &'a TensorEntry,
-    /// The names that a rule may match.
+    /// The names of the tensor that a rule may match.
     pub names: Vec<String>,
-    /// The name within the model, if the tensor is part of the model.
+    /// The tensor's name within the model, if the tensor is part of the model.
     pub in_model: Option<Fqn>,
-    /// The parameter to which the optimizer state or gradient belongs.
+    /// The parameter to which the tensor belongs, if the tensor is optimizer state or a gradient.
     pub owner: Option<Owner>,
-    /// The entry of the owner, if it has the same shape.
+    /// The catalog entry of the owning parameter, if it has the same shape as this tensor.
     pub follows: Option<&'a TensorEntry>,
 }
 
 impl<'a> TensorContexts<'a> {
-    /// Indexes the tensors of a catalog. `class` is the class that all sharded tensors get, if one was asked for.
+    /// Indexes the tensors of a catalog. `class` is the class that all sharded tensors get; `None` if the user did not
+    /// choose a class.
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers, class: Option<Class>) -> Self {
         let mut owners = Owners::new(catalog);
         let mut trained = HashSet::new();
@@ -77,7 +79,7 @@ impl<'a> TensorContexts<'a> {
         Self { catalog, wrappers, evidence, owners, trained }
     }
 
-    /// Returns the context of one tensor.
+    /// Returns the facts about one tensor that decide its layout.
     pub fn subject<'t>(&mut self, path: &'t Path, entry: &'t TensorEntry) -> TensorContext<'t>
     where
         'a: 't,
@@ -96,7 +98,8 @@ impl<'a> TensorContexts<'a> {
         TensorContext { path, entry, names, in_model, owner, follows }
     }
 
-    /// Returns the mesh and placements in the source of a tensor, or of the parameter that it follows.
+    /// Returns the mesh and placements that a tensor has in the source. Optimizer state without placements gets the
+    /// placements of its parameter.
     pub fn source<'t>(&self, subject: &TensorContext<'t>) -> Option<MeshPlacement<'t>>
     where
         'a: 't,
@@ -105,7 +108,7 @@ impl<'a> TensorContexts<'a> {
         subject.sharding().map(|sharding| catalog.on_mesh(sharding))
     }
 
-    /// Returns true if the tensor is trained, or is state of its parameter's shape.
+    /// Returns true if the tensor has optimizer state, or is optimizer state with the shape of its parameter.
     pub fn is_trained(&self, subject: &TensorContext<'_>) -> bool {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
@@ -115,7 +118,7 @@ impl<'a> TensorContexts<'a> {
         self.evidence != ParameterEvidence::Nothing && !is_shared
     }
 
-    /// Returns a tensor of the model in the form that a plan takes.
+    /// Returns a tensor of the model as an input for a parallelize plan.
     pub fn parameter(&self, fqn: &Fqn, id: TensorId) -> Parameter<'a> {
         let entry = self.catalog.tensor(id);
         let name = match self.wrappers {
@@ -125,10 +128,11 @@ impl<'a> TensorContexts<'a> {
         Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }
 
-    /// Returns whether a tensor of the model that no style names is a parameter or a buffer.
+    /// Returns whether a tensor of the model is a parameter or a buffer. This is needed for tensors that no style of
+    /// the plan names.
     fn kind(&self, entry: &TensorEntry) -> ParameterKind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
-        // No job shards a buffer, so a sharded integer tensor is a quantized weight.
+        // Buffers are never sharded, so a sharded integer tensor is a quantized weight.
         let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());
         let is_cut = entry.sharding.as_deref().is_some_and(is_cut);
         if self.trained.contains(&entry.fqn) || is_cut || is_float {
@@ -151,17 +155,18 @@ impl<'a> TensorContext<'a> {
         self.entry.is_shared() || self.sharding().is_some()
     }
 
-    /// Returns true if rules for the tensor's parameter do not apply to the tensor itself.
+    /// Returns true if the tensor is optimizer state to which rules for its parameter do not apply, because its shape
+    /// differs.
     pub fn is_stray(&self) -> bool {
         self.owner.is_some() && self.follows.is_none()
     }
 
-    /// Returns true if the tensor's parameter has another shape in the checkpoint.
+    /// Returns true if the tensor is optimizer state, and its parameter in the checkpoint has another shape.
     pub fn is_misshapen(&self) -> bool {
         self.is_stray() && self.owner.as_ref().is_some_and(|owner| owner.id.is_some())
     }
 
-    /// Returns true if the tensor's parameter is known by number only, and the number cannot be mapped to a name.
+    /// Returns true if the tensor is optimizer state whose parameter has a number, but no known name.
     pub fn is_nameless(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.name.is_none())
     }

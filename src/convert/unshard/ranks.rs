@@ -1,5 +1,5 @@
-//! Lays out rank files with whole tensors: `--all-ranks` writes all tensors whole on every rank; `--unit` writes only
-//! the tensors of some units whole, and all other tensors sharded.
+//! Lays out rank files with whole tensors. With `--all-ranks`, every file has all tensors as whole tensors. With
+//! `--unit`, every file has the tensors of some units as whole tensors, and all other tensors are sharded.
 //!
 //! `--all-ranks` writes what FSDP saves as `FULL_STATE_DICT` without `rank0_only`. `--unit` writes the state that is in
 //! memory within `FullyShardedDataParallel.summon_full_params(unit)`.
@@ -86,7 +86,7 @@ pub fn reserve(
     }
 }
 
-/// Lays out rank files in which every file has every tensor whole.
+/// Lays out rank files in which every file has every tensor as a whole tensor.
 fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
@@ -98,7 +98,8 @@ fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reserv
     in_ranks(source, &mesh, version, &mut |_, _| Ok(torch::RankLayout::Plain))
 }
 
-/// Lays out rank files in which the modules that patterns match are whole in every file.
+/// Lays out rank files in which every file has the tensors of some modules as whole tensors: the modules that
+/// `patterns` match.
 fn some_modules(
     patterns: &UnitPatterns,
     source: &ConversionSource,
@@ -135,7 +136,7 @@ fn some_modules(
 /// Returns the layout that a tensor has in the source.
 ///
 /// # Errors
-/// The errors of [`torch::RankLayout::of_fsdp1`].
+/// The errors of [`torch::RankLayout::dtensor`] and [`torch::RankLayout::fsdp1`].
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
@@ -174,7 +175,7 @@ fn in_ranks(
     Ok(whole)
 }
 
-/// The patterns of `--unit`.
+/// The patterns of the option `--unit`, which match units by their module names.
 struct UnitPatterns(Vec<Pattern>);
 
 impl UnitPatterns {
@@ -182,7 +183,7 @@ impl UnitPatterns {
         Ok(Self(Pattern::parse_all(texts)?))
     }
 
-    /// Returns the layout without the units that the patterns match, and the number of these units.
+    /// Returns the flat layout without the units that the patterns match, and the number of removed units.
     fn without(&self, layout: &FlatLayout) -> Result<(FlatLayout, usize)> {
         let is_matched = |pattern: &Pattern, module: &str| match module {
             "" => pattern.as_str() == ROOT,
@@ -198,7 +199,7 @@ impl UnitPatterns {
         }
         let mut rest = layout.clone();
         rest.units.retain(|unit| !self.0.iter().any(|pattern| is_matched(pattern, &unit.module)));
-        // Parameters outside the flat parameters are numbered by themselves, so the old numbers are wrong.
+        // The optimizer numbers parameters outside flat parameters individually, so the old numbers would be wrong.
         rest.optimizer = None;
         let whole = layout.units.len() - rest.units.len();
         Ok((rest, whole))

@@ -1,4 +1,4 @@
-//! Bounds for the number of bytes that an exchange sends, computed element by element.
+//! Bounds for the number of bytes that an exchange sends. They are computed element by element.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl Case {
             let source = self.catalog.tensor(tensor.source);
             let whole = source.partial_values.as_ref().map(|partial_values| partial_values.reduction.full_reduction());
             let itemsize = tensor.dtype().itemsize();
-            // The ranks that need each element, by tile, share and index of the element.
+            // For each element, identified by tile, share and index: the ranks that need it.
             let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
             for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.file_offset(index) else { continue };

@@ -1,4 +1,4 @@
-//! A test checkpoint, converted by one process and by an exchange of several ranks.
+//! A test checkpoint that is converted by one process, and also by an exchange of several ranks.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ use crate::layout::Region;
 use crate::layout::partial::{PartialReduction, Share};
 use crate::storage::{AnchoredPath, FileId};
 
-/// A source checkpoint with one file for each saving rank, and the reservation of the target.
+/// A source checkpoint with one file for each rank that saved it, and the layout of the target files.
 pub(crate) struct Case {
     pub(super) folder: tempfile::TempDir,
     pub(super) files: Files,
@@ -37,8 +37,8 @@ impl Case {
         Self::from_elements(specs, transpose, &lossy_element)
     }
 
-    /// Builds a case from a function `term`, which returns an element of a partial value for a dtype, an element index
-    /// and the index of the partial value.
+    /// Builds a case in which `term` returns each element of each partial value. The arguments of `term` are a dtype,
+    /// the index of the element, and the index of the partial value.
     pub(super) fn from_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
         let plain = |dtype: Dtype, index| element(index, dtype.itemsize());
         Self::from_elements(specs, transpose, &|dtype, index, partial| {
@@ -46,8 +46,8 @@ impl Case {
         })
     }
 
-    /// Builds a case from a function `value`, which returns an element for a dtype, an element index and the index of
-    /// the partial value, if there are partial values.
+    /// Builds a case in which `value` returns each element. The arguments of `value` are a dtype, the index of the
+    /// element, and the index of the partial value, if there are partial values.
     fn from_elements(specs: &[Spec], transpose: bool, value: &dyn Fn(Dtype, u64, Option<u64>) -> Vec<u8>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
@@ -109,8 +109,8 @@ impl Case {
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
     }
 
-    /// Adds shares to the targets: sums of a part of the tensor with zeros elsewhere, single partial values, and values
-    /// that are divided by a number.
+    /// Sets which partial values each target chunk gets. The kinds are: sums of a part of the tensor with zeros
+    /// elsewhere, single partial values, and values that are divided by a number.
     pub(crate) fn with_shares(mut self) -> Self {
         for tensor in &mut self.reservation.tensors {
             let source = &self.catalog.tensors[tensor.source.0 as usize];
@@ -166,8 +166,8 @@ impl Case {
         (self.read_output(&self.folder.path().join("exchanged"), &stats), loads[0].clone())
     }
 
-    /// Runs the exchange. Returns, for each rank, its statistics and the loads that it plans for all ranks, or its
-    /// error.
+    /// Runs the exchange. Returns, for each rank, its error, or its statistics and the memory needs that it computed
+    /// for all ranks.
     pub(super) fn try_exchange<M: Means>(
         &self,
         means: &M,
@@ -201,7 +201,7 @@ impl Case {
                         let (log, options, stop) = (&log, &options(), &Stop::default());
                         let writing = WriteContext { reservation, folder, log, options, reporter: &Silent, stop };
                         let stats = exchange.run(rank, shuffle, writing)?;
-                        // If a rank left earlier, the other ranks would fail.
+                        // If a rank left before the other ranks have finished, the other ranks would fail.
                         rank.barrier().unwrap();
                         if let Some(counted) = M::counted(&seat) {
                             let load = exchange.loads()[rank.rank() as usize];
@@ -265,7 +265,7 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// Splits each output file at these offsets, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
+/// Splits each output file at the offsets `cuts`, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
 pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {
@@ -295,7 +295,7 @@ fn random_visibility(files: usize, ranks: u32, seed: u64) -> FileVisibility {
 }
 
 impl Exchange<'_> {
-    /// Returns the load of each rank, summed over all rounds.
+    /// Returns the memory needs of each rank, summed over all rounds.
     fn loads(&self) -> Vec<Load> {
         let Self { input, reservation, parties, owners, bucket_bytes } = *self;
         let rounds = Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes);

@@ -1,4 +1,4 @@
-//! The ways in which ranks exchange bytes in tests, and counters of these bytes.
+//! Communication methods for tests of the exchange. They also count the exchanged bytes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,9 +7,9 @@ use crate::comm::{Communicator, Local, Traffic};
 use crate::error::{Error, Result};
 use crate::exchange::{HostShuffle, Shuffle};
 
-/// A way in which ranks exchange bytes.
+/// A communication method with which ranks exchange bytes in a test.
 pub(crate) trait Means: Sync {
-    /// The state that each rank needs.
+    /// The state that each rank needs for the communication.
     type Seat: Send;
     type Rank: Communicator;
 
@@ -29,7 +29,7 @@ pub(crate) trait Means: Sync {
     fn leave(seat: Self::Seat);
 }
 
-/// Exchange in host memory.
+/// Communication in host memory.
 pub(super) struct Host;
 
 impl Means for Host {
@@ -57,7 +57,7 @@ impl Means for Host {
     }
 }
 
-/// A rank that counts its bytes. Bytes sent to all other ranks are counted once by the sender.
+/// A rank that counts the bytes that it sends and receives. Bytes that are sent to all other ranks count once.
 pub(crate) struct Counted {
     rank: Local,
     sent: AtomicU64,

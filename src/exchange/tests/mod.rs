@@ -19,11 +19,11 @@ use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
-/// A tensor to convert: its shape, its dtypes and its layouts in source and target, and the number and the reduction of
-/// its partial values, if it has partial values.
+/// A tensor to convert: its shape, its dtypes and layouts in source and target, and for partial values their number and
+/// reduction operation.
 pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, Option<(u64, ReduceOp)>);
 
-/// Returns an element of a partial value. The dtype can represent the sum of four such elements.
+/// Returns one element of a partial value. The sum of four such elements can be represented in the dtype.
 fn term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     let number = u8::try_from((index * (partial + 1) + 5 * partial) % 63).unwrap();
     let float = (f32::from(number) * 0.37 - 9.0).to_le_bytes();
@@ -47,7 +47,7 @@ fn lossy_element(dtype: Dtype, index: u64, partial: Option<u64>) -> Vec<u8> {
         (_, None) => element(index, dtype.itemsize()),
         (_, Some(partial)) if !dtype.is_float() => term(dtype, index, partial),
         (3, Some(1)) => of_single(f32::NAN),
-        // The sum of two of these overflows f16, and one overflows the 8-bit floats.
+        // The sum of two such values overflows f16, and a single value overflows the 8-bit floats.
         (5 | 6, Some(_)) => of_single(40_000.0),
         (_, Some(partial)) => casting::cast(Dtype::F32, dtype, &term(Dtype::F32, index, partial)).0,
     }
@@ -72,7 +72,7 @@ pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     })
 }
 
-/// Returns a reduction whose result the dtype can represent for all partial values.
+/// Generates a reduction operation whose result the dtype can represent for all partial values.
 fn op(dtype: Dtype) -> impl Strategy<Value = ReduceOp> {
     use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
     prop::sample::select(match dtype {
@@ -82,7 +82,7 @@ fn op(dtype: Dtype) -> impl Strategy<Value = ReduceOp> {
     })
 }
 
-/// Returns whether the lengths in bytes fit in 64 bits.
+/// Returns true if the lengths of the tensor in bytes fit in 64 bits, in source and target.
 pub(crate) fn has_valid_length((shape, (from, to), ..): &Spec) -> bool {
     checked_len_bytes(shape, *from).is_some() && checked_len_bytes(shape, *to).is_some()
 }
@@ -116,7 +116,7 @@ proptest! {
             entry.numel() * entry.dtype.itemsize() * entry.partial_values.as_ref().map_or(1, |of| of.reduction.count())
         });
         match &topology.visibility {
-            // Each byte is read once, on any rank.
+            // Each source byte is read once, by any of the ranks.
             FileVisibility::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
             // No rank receives bytes that it can read itself, and no rank receives bytes twice.
             FileVisibility::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
@@ -126,7 +126,8 @@ proptest! {
     }
 }
 
-/// Converts row-sharded tensors: large tensors that take several rounds, and small tensors between them.
+/// Checks the order of rounds for row-sharded tensors: large tensors that take several rounds, and small tensors
+/// between them.
 #[test]
 fn rounds_complete_tensors_in_order() {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };

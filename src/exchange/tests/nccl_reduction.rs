@@ -10,16 +10,16 @@ use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
-/// The elements of partial values.
+/// The kind of elements that partial values have in a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Terms {
-    /// Any floats.
+    /// The elements are arbitrary floats.
     Any,
-    /// Integers so small that no sum and no product of them is rounded.
+    /// The elements are integers that are so small that no sum and no product of them is rounded.
     Integers,
 }
 
-/// Returns tensors for `ranks` ranks. NCCL can reduce some of the tensors.
+/// Generates tensors for `ranks` ranks. NCCL can reduce some of these tensors.
 pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     let dtypes = prop::sample::select(vec![
         (Dtype::F32, Dtype::F32),
@@ -106,7 +106,7 @@ impl Case {
     }
 }
 
-/// Returns the file of a chunk, and its range in the file.
+/// Returns the index of the file that contains a chunk, and the chunk's byte range in the file.
 fn chunk_range(tensor: &Reserved, chunk: usize) -> Option<(usize, std::ops::Range<usize>)> {
     let (file, offset) = tensor.file_offset(chunk)?;
     let at = |offset: u64| usize::try_from(offset).unwrap();
@@ -131,7 +131,7 @@ fn to_f64(dtype: Dtype, values: &[u8]) -> Vec<f64> {
     wide.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-/// Returns the distance from 1 to the next larger number.
+/// Returns the distance from 1 to the next larger number of the dtype.
 fn epsilon(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bf16 => 2.0_f64.powi(-7),
@@ -179,7 +179,7 @@ pub(crate) fn check_wire_bytes(means: &impl Means) {
                 assert_eq!((sum(Load::received), sum(|load| load.own_partial_values)), (received, whole));
                 // Bytes for all other ranks are sent once.
                 assert_eq!(sum(Load::sent), whole * (n - 1) + whole * (phases - 1));
-                // In rounds of several ranges, all ranks have equal loads.
+                // If a round has several ranges, all ranks have equal loads.
                 let even = |load: &Load| (load.received() * n, load.own_partial_values * n) == (received, whole);
                 assert!(bucket_bytes > 3000 || loads.iter().all(even), "{placement:?} of {ranks}: {loads:?}");
             }
@@ -207,7 +207,7 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
         assert_eq!(nccl_bytes(&Case::with_terms(std::slice::from_ref(&no), false, Terms::Any)), 0, "{no:?}");
         assert_eq!(nccl_bytes(&Case::with_terms(&[no, yes.clone()], false, Terms::Any)), 6 * 8 * 4);
     }
-    // Shares that are zero outside of their part.
+    // Each rank gets a share of the partial values that is zero outside its part of the tensor.
     assert_eq!(nccl_bytes(&Case::with_terms(&[yes], false, Terms::Any).with_shares()), 0);
     // One rank sees two partial values.
     let case = Case::with_terms(&[spec(Dtype::F32, 3, ReduceOp::Sum)], false, Terms::Any);
@@ -218,7 +218,7 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     assert!(found == case.convert_alone() && loads.iter().all(|load| load.own_partial_values == 0));
 }
 
-/// If a replica is missing, the completed replicas of the same elements are rewritten, and nothing else.
+/// Checks that a missing replica invalidates the completed replicas of the same elements, and nothing else.
 #[test]
 fn missing_replica_invalidates_the_others() {
     use crate::layout::Placement::{Replicate, Shard};
@@ -235,7 +235,8 @@ fn missing_replica_invalidates_the_others() {
         partial_replicas(&case.catalog, &case.reservation, &all.without(&gone)).iter().collect::<Vec<_>>()
     };
     assert_eq!(invalidated(&[]), []);
-    // Each file has 3 bytes, 64 of a replica, 4 bytes, 32 of a half, 5 bytes, and 64 of a replica that is not reduced.
+    // Each file has 3 bytes, 64 bytes of a replica, 4 bytes, 32 bytes of half a replica, 5 bytes, and 64 bytes of a
+    // replica that is not reduced.
     assert_eq!(invalidated(&[(1, 13..23)]), [(0, 13..23), (1, 13..23)]);
     assert_eq!(invalidated(&[(0, 0..5), (1, 60..173)]), [(0, 3..5), (0, 60..67), (1, 3..5), (1, 60..67)]);
     assert_eq!(invalidated(&[(0, 71..172)]), []);

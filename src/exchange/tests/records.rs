@@ -1,4 +1,4 @@
-//! Message files pass the communicator tests for small messages, and killed processes do not block later runs.
+//! Message files pass the tests for communicators of small messages. Killed processes do not block later runs.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn link_in_place_of_a_folder_is_refused() {
     }
 }
 
-/// The last process of an earlier run deletes the folders, and the parent folders as well if they are empty.
+/// The last process of an earlier run deletes its folders, and also empty parent folders.
 #[test]
 fn folders_that_an_earlier_run_removes_are_created_again() {
     let shared = Shared::new();
@@ -133,7 +133,7 @@ fn hostile_session_file_is_malformed() {
     }
 }
 
-/// Generation numbers may be large, so no loop may count up to them.
+/// Generation numbers may be large, so no loop may count from 0 up to a generation number.
 #[test]
 fn large_generation_of_an_earlier_lease_costs_no_time() {
     let shared = Shared::new();
@@ -180,7 +180,7 @@ fn process_that_waits_reports_whom_it_waits_for() {
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
 
-/// Process 1 is alive, but comes late to the second operation.
+/// In this test, process 1 is alive, but comes late to the second operation.
 #[test]
 fn long_wait_for_a_live_process_reports_where_it_runs() {
     let shared = Shared::new();

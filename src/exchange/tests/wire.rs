@@ -35,7 +35,7 @@ fn wire_bytes(
     wire
 }
 
-/// The length of the whole tensor.
+/// The length of the entire tensor in bytes.
 const TENSOR_BYTES: u64 = 64 << 10;
 
 pub(super) fn layout_of(mesh: &[u64], placements: &[Placement]) -> Layout {
@@ -66,8 +66,8 @@ fn partial_values_are_sent_to_the_reducing_rank() {
         let rows = layout_of(&[4], &[Shard(TensorDim(0))]);
         assert_eq!(wire_bytes(one.clone(), rows, partial_values, 4, bucket_bytes), [each; 4]);
     }
-    // Each half has two partial values, and two ranks need the half. Each of these ranks sends a half of its half
-    // twice.
+    // Each half of the tensor has two partial values, and two ranks need each half. Each of these ranks sends half of
+    // its data twice: as a partial value, and as a reduced value.
     let halves = || layout_of(&[2], &[Shard(TensorDim(0))]);
     let replicas = layout_of(&[2, 2], &[Shard(TensorDim(0)), Replicate]);
     let each = (TENSOR_BYTES / 2, TENSOR_BYTES / 2);
@@ -100,7 +100,7 @@ fn buffers_fit_the_bucket_size() {
     }
 }
 
-/// Rounds shrink down to one element.
+/// With the smallest bucket size, each round transfers one element.
 #[test]
 fn tiny_bucket_gives_one_element_per_round() {
     let replicas = |ranks| layout_of(&[ranks], &[Placement::Replicate]);
@@ -115,7 +115,7 @@ fn tiny_bucket_gives_one_element_per_round() {
     }
 }
 
-/// If point-to-point messages were used, all ranks together would make more copies than a round may have.
+/// With point-to-point messages, all ranks together would make more copies than a round may have.
 #[test]
 fn all_gathered_bytes_count_as_one_copy() {
     use crate::layout::Placement::{Replicate, Shard};

@@ -16,9 +16,9 @@ use crate::gpu::table::{Job, Jobs, KernelLaunch};
 pub struct CastJob {
     /// The source dtype and the target dtype.
     pub cast: Cast,
-    /// The number of elements.
+    /// The number of elements to cast.
     pub numel: u64,
-    /// The elements for which lost values are counted.
+    /// The range of elements for which values lost by the cast are counted.
     pub counted: Range<u64>,
     /// The offset in bytes of the first element in the source buffer.
     pub source: usize,
@@ -26,7 +26,7 @@ pub struct CastJob {
     pub target: usize,
 }
 
-/// The cast jobs in a job table, ready to run.
+/// Cast jobs that are stored in a job table and are ready to run.
 #[derive(Debug)]
 pub struct CastJobs {
     launch: KernelLaunch,
@@ -34,7 +34,7 @@ pub struct CastJobs {
 }
 
 impl Arithmetic {
-    /// Builds the jobs of casts from one buffer to another, and appends them to the table.
+    /// Builds the jobs of casts from buffer `from` to buffer `into`, and appends them to the job table.
     ///
     /// # Panics
     /// Panics if a cast reads or writes outside its buffers.
@@ -57,12 +57,12 @@ impl Arithmetic {
     }
 }
 
-/// The sizes of `struct Conversion` and `struct Lost` of the kernel.
+/// The sizes in bytes of the kernel's structs `Conversion` and `Lost`.
 const RECORD: usize = 72;
 const LOST: usize = 16;
 
 impl CastJob {
-    /// Returns the job in the layout of the kernel's `struct Conversion`.
+    /// Returns the job as the numbers of the kernel's `struct Conversion`.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
         let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
@@ -89,12 +89,12 @@ impl CastJobs {
         unsafe { self.launch.run(stream, table) }
     }
 
-    /// Returns the byte range of the table in which the device writes the counts of lost values.
+    /// Returns the byte range of the job table into which the device writes the counts of lost values.
     pub fn losses_range(&self) -> Range<usize> {
         self.lost.clone()
     }
 
-    /// Reads the counts of lost values, one entry for each job.
+    /// Parses the counts of lost values that the device wrote: one entry for each job.
     pub fn read_losses(bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
         read_records(bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
     }

@@ -2,9 +2,9 @@
 //! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support.
 //! Sizes and offsets count elements, or bytes where the name contains `bytes`.
 //!
-//! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job (sums that the dtype
-//! cannot represent, the number of values that a cast loses) into the table after the jobs, and this part of the table
-//! is copied back.
+//! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job into the table,
+//! after the jobs. Outcomes are sums that the dtype cannot represent, and the number of values that a cast loses. The
+//! host then copies this part of the table back.
 //!
 //! The bits are the same for these reasons:
 //!
@@ -33,7 +33,7 @@ use super::device::Device;
 use super::kernels::ARITHMETIC;
 use super::settings::Kernels;
 
-/// The number of units that one thread block processes.
+/// The number of units that one thread block processes. A unit is the work of one thread in one step.
 const BLOCK_UNITS: u32 = 1024;
 
 /// The compiled kernels that reduce and cast.
@@ -45,7 +45,7 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// Compiles the kernels for a device.
+    /// Compiles the kernels that reduce and cast for a device.
     ///
     /// # Errors
     /// Returns the reason why they cannot be compiled.
@@ -56,7 +56,7 @@ impl Arithmetic {
     }
 }
 
-/// Returns the address of elements in a buffer.
+/// Returns the device address of `numel` elements that start at a byte offset in a buffer.
 ///
 /// # Panics
 /// Panics if the elements are not all in the buffer.
@@ -69,12 +69,12 @@ fn address(memory: &impl DeviceBuffer, offset: usize, numel: u64, itemsize: u64)
     memory.address() + offset as u64
 }
 
-/// Returns the width of the widest memory access, up to `widest` bytes, that divides all `numbers`.
+/// Returns the width in bytes of the widest memory access, at most `widest`, that divides all of `numbers`.
 fn access_bytes(numbers: &[u64], widest: u64) -> u32 {
     1 << numbers.iter().fold(widest, |bits, number| bits | number).trailing_zeros()
 }
 
-/// Reads groups of `N` numbers that the device wrote.
+/// Parses groups of `N` 64-bit numbers that the device wrote.
 fn read_records<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; N]> + '_ {
     bytes.chunks_exact(8 * N).map(|record| {
         let mut numbers = [0; N];

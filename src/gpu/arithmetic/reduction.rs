@@ -15,23 +15,23 @@ use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 use crate::layout::ReduceOp;
 
-/// A reduction of the partial values in one buffer. The result is written to another buffer, or to another place in the
-/// same buffer.
+/// A reduction of partial values in one buffer. The result is written to another buffer, or to other bytes of the same
+/// buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionJob {
-    /// The dtype, operation and divisor.
+    /// The dtype, the operation and the divisor of the reduction.
     pub reducer: Reducer,
     /// The number of partial values, at least one.
     pub partial_count: u32,
     /// The number of elements of each partial value.
     pub numel: u64,
-    /// The offset of the first partial value, in bytes.
+    /// The offset in bytes of the first partial value in its buffer.
     pub partial_values: usize,
-    /// The offset of the result, in bytes.
+    /// The offset in bytes of the result in the target buffer.
     pub target: usize,
 }
 
-/// The reduction jobs in a job table, ready to run.
+/// Reduction jobs that are stored in a job table and are ready to run.
 #[derive(Debug)]
 pub struct ReductionJobs {
     launch: KernelLaunch,
@@ -41,7 +41,7 @@ pub struct ReductionJobs {
 }
 
 impl Arithmetic {
-    /// Builds the jobs of reductions from one buffer to another, and appends them to the table.
+    /// Builds the jobs of reductions from buffer `from` to buffer `into`, and appends them to the job table.
     ///
     /// # Panics
     /// Panics if a reduction reads or writes outside its buffers.
@@ -69,14 +69,14 @@ impl Arithmetic {
     }
 }
 
-/// The sizes of `struct Reduction` and `struct Outcome` of the kernel.
+/// The sizes in bytes of the kernel's structs `Reduction` and `Outcome`.
 const RECORD: usize = 64;
 const OUTCOME: usize = 24;
-/// The element index in an outcome if no element failed.
+/// The value of the element index in an outcome, if no element failed.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
-    /// Returns the job in the layout of the kernel's `struct Reduction`.
+    /// Returns the job as the numbers of the kernel's `struct Reduction`.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
         let Self { reducer, partial_count: parts, numel, .. } = *self;
         assert!(parts > 0, "a reduction has partial values");
@@ -97,7 +97,7 @@ impl ReductionJob {
     }
 }
 
-/// Returns the number of real elements and their dtype. A complex number counts as two real numbers.
+/// Returns the number of real elements and their dtype. A complex element counts as two real elements.
 fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     let part = match dtype {
         Dtype::C32 => Dtype::F16,
@@ -122,7 +122,7 @@ fn unit_bytes(dtype: Dtype) -> u64 {
     }
 }
 
-/// Returns the divisor, as the bits of a number in the type of the sums.
+/// Returns the divisor as bits. They are the bits of a number in the type in which the sums are computed.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded as on the host")]
 fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     match dtype {
@@ -162,7 +162,7 @@ impl ReductionJobs {
         unsafe { launch.run(stream, table) }
     }
 
-    /// Returns the byte range of the table in which the device writes the outcomes.
+    /// Returns the byte range of the job table into which the device writes the outcomes.
     pub fn outcomes_range(&self) -> Range<usize> {
         self.outcomes.clone()
     }

@@ -3,9 +3,9 @@
 
 struct Conversion {
     u64 source, target, numel;
-    // The elements for which lost values are counted.
+    // The range of elements for which lost values are counted.
     u64 begin, end;
-    // The offset in the table of the job's `Lost`.
+    // The offset of this job's `Lost` in the job table, in bytes.
     u64 lost;
     u32 first_block, unused;
     Dtype from, to;
@@ -13,12 +13,13 @@ struct Conversion {
     u32 source_lane, target_lane;
 };
 
-// The number of lost values: values beyond the largest finite value of the target, and NaNs of the source.
+// The number of lost values. A value is lost if it is beyond the largest finite value of the target, or if it is a NaN
+// in the source.
 struct Lost {
     u64 overflows, nans;
 };
 
-// A unit has 4 elements, or 2 if one of the dtypes has 64 bits.
+// Casts some units of a job. A unit has 4 elements, or 2 if one of the dtypes has 64 bits.
 template <typename From, typename To>
 __device__ void convert(const Conversion& job, u64 begin, u32 units, Lost* lost) {
     typedef typename From::Bits Source;

@@ -6,22 +6,22 @@
 
 struct Loop {
     u64 source_step, target_step;
-    // The number of iterations. The upper half is 0.
+    // The number of iterations. `unused` is the upper half of this number in the job table, and is always 0.
     u32 count, unused;
 };
 
 struct Copy {
     u64 source, target;
-    // The loops around the run, outermost first.
+    // The loops over the runs, with the outermost loop first.
     Loop loop[4];
-    // The first block; the number of bytes of a unit; the number of units of the nest and of a run; the number of
-    // loops.
+    // The index of the first thread block; the number of bytes in a unit; the number of units in the nest and in a run;
+    // the number of loops.
     u32 first_block, lane, units, run_units, loops, unused;
 };
 
 template <typename Lane>
 __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
-    // All loads come before the stores, so that several loads run at the same time.
+    // A thread loads this many units before it stores them, so that several loads run at the same time.
     const u32 batch = 4;
     for (u32 first = begin + threadIdx.x; first < end; first += batch * blockDim.x) {
         Lane value[batch];

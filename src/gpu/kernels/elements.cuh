@@ -16,7 +16,7 @@ struct Group {
         return (Bits)(word[nth * sizeof(Bits) / 4] >> nth * sizeof(Bits) % 4 * 8);
     }
 
-    // Sets an element of the group. The element must not have been set before.
+    // Sets the bits of one element in the group. The element must not have been set before.
     template <typename Bits>
     __device__ void put(u32 nth, Bits bits) {
         word[nth * sizeof(Bits) / 4] |= (u32)bits << nth * sizeof(Bits) % 4 * 8;
@@ -32,7 +32,7 @@ template <> struct Wide<4> { typedef u32 Lane; };
 template <> struct Wide<8> { typedef u64 Lane; };
 template <> struct Wide<16> { typedef uint4 Lane; };
 
-// Returns the width of the widest access that is at most one word and that divides the number of bytes.
+// Returns the width in bytes of the widest access that has at most one word and that divides `bytes`.
 __device__ inline u32 narrow(u32 lane, u32 bytes) {
     lane = min(lane, 4u);
     while (bytes % lane) lane /= 2;

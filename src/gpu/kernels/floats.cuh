@@ -17,14 +17,14 @@ struct Loaded {
 template <typename Bits>
 struct Stored {
     Bits bits;
-    // True if the value is beyond the largest finite value.
+    // True if the value is larger than the largest finite value of the format.
     bool beyond;
 };
 
 __device__ inline Loaded exact(u32 single) { return {single, magnitude(single) < INFINITY_BITS}; }
 
 struct F64 {
-    // The type that is stored, and the type of computations.
+    // The first type is the type in which elements are stored; the second type is the type of computations.
     typedef u64 Bits;
     typedef double Sum;
     // The format has no infinities, so they are treated as values beyond the largest finite value.
@@ -66,8 +66,8 @@ struct F32 {
     }
 };
 
-// The bits of a NaN. PAYLOAD: quiet, with the sign and the part of the payload that fits. SIGNED: NAN with the sign.
-// FIXED: NAN.
+// Rules for the bits of a NaN result. PAYLOAD: a quiet NaN with the sign and the part of the payload that fits. SIGNED:
+// the value NAN with the sign. FIXED: the value NAN.
 enum Nan { PAYLOAD, SIGNED, FIXED };
 
 #define FNUZ_NAN 0x80

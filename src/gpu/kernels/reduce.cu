@@ -8,9 +8,9 @@ struct Reduction {
     u64 partial_values, target;
     // The number of elements of a partial value. A complex number counts as two elements.
     u64 numel;
-    // The divisor: an integer, or the bits of a number in the type of the sums.
+    // The divisor of the sum: an integer, or the bits of a number in the type of the sums.
     u64 divisor;
-    // The offset in the table of the job's `Outcome`.
+    // The offset of this job's `Outcome` in the job table, in bytes.
     u64 outcome;
     u32 first_block, parts;
     Dtype dtype;
@@ -43,11 +43,11 @@ struct Chosen {
     }
 };
 
-// This function is not inlined, because a division is long.
+// Divides a sum. This function is not inlined, because a division is long.
 template <typename Sum>
 __device__ __noinline__ Sum quotient(Sum sum, Sum divisor) { return sum / divisor; }
 
-// A unit has 16 bytes, or 4 elements of 8 bits.
+// Reduces some units of a job. A unit has 16 bytes, or 4 elements of 8 bits.
 template <typename Format, typename Combine>
 __device__ void reduce_floats(const Reduction& job, u64 begin, u32 units, Combine combine) {
     typedef typename Format::Bits Bits;
@@ -107,7 +107,7 @@ __device__ inline i128 sum_of(const Reduction& job, u64 element) {
     return sum;
 }
 
-// A unit is one element.
+// Reduces some units of a job with integers. A unit is one element.
 __device__ inline void reduce_integers(const Reduction& job, u64 begin, u32 units, Outcome* outcome) {
 #pragma unroll 1
     for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) {

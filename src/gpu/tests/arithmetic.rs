@@ -67,7 +67,7 @@ fn size(dtype: Dtype) -> usize {
     usize::try_from(dtype.itemsize()).unwrap()
 }
 
-/// Returns random numbers that depend only on the seed.
+/// Returns an endless sequence of numbers that look random but depend only on the seed.
 fn words(mut seed: u64) -> impl Iterator<Item = u64> {
     seed |= 1;
     std::iter::repeat_with(move || {
@@ -87,7 +87,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
         Dtype::C128 => (Dtype::F64, 2 * numel),
         real => (real, numel),
     };
-    // The number of bits of the mantissa, and the bits of the number 1.
+    // The number of bits in the mantissa, and the bit pattern of the number 1.
     let (mantissa, one): (u32, u64) = match scalar {
         Dtype::F64 => (52, 0x3ff0 << 48),
         Dtype::F32 => (23, 0x3f80 << 16),
@@ -125,7 +125,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     elements.flat_map(|element| element.to_le_bytes().into_iter().take(size(scalar))).collect()
 }
 
-/// Runs the reduction on the host.
+/// Runs a reduction job on the host, and returns the bytes of the result.
 fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceError> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);
@@ -136,7 +136,7 @@ fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceEr
     job.reducer.finish(&mut sums, &mut value).map(|()| value)
 }
 
-/// Returns a device with a source buffer of these bytes, and a target buffer of this length.
+/// Returns a device, and on the device a source buffer with the bytes `from` and a target buffer of `into` bytes.
 fn trial(from: &[u8], into: usize) -> (Gpu, TransferTrial) {
     let gpu = open(kernels(), 0).unwrap();
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
@@ -150,8 +150,8 @@ fn fetch(trial: &TransferTrial, len: usize) -> Vec<u8> {
     got
 }
 
-/// A reducer; the number, the length and the seed of its partial values; and the offsets of the partial values and of
-/// the result, modulo the alignment.
+/// A randomly generated reduction: the reducer; the number, length and seed of its partial values; and the offsets of
+/// the partial values and of the result, modulo the alignment.
 type Job = (Reducer, u32, usize, u64, [usize; 2]);
 
 fn job() -> impl Strategy<Value = Job> {
@@ -164,7 +164,7 @@ fn job() -> impl Strategy<Value = Job> {
     (reducer, 1..6_u32, numel, any::<u64>(), [start(), start()])
 }
 
-/// Returns the jobs, their source bytes, and the length of their target buffer.
+/// Returns the reduction jobs, the bytes of their source buffer, and the length of their target buffer.
 fn lay_out(jobs: &[Job]) -> (Vec<ReductionJob>, Vec<u8>, usize) {
     let (mut memory, mut end) = (Vec::new(), 0_usize);
     let mut reductions = Vec::new();
@@ -282,7 +282,7 @@ fn casts_of_edge_values_equal_the_host() {
     }
 }
 
-/// The two dtypes, length, seed, offsets and counted range of a cast.
+/// A randomly generated cast: its two dtypes, length, seed, offsets and counted range.
 type Casting = (Dtype, Dtype, usize, u64, [usize; 2], Range<u64>);
 
 fn casting() -> impl Strategy<Value = Casting> {

@@ -8,7 +8,7 @@ use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
-/// Ranks, each with its own thread and its own stand-in device.
+/// A fleet in which each rank has its own thread and its own stand-in device.
 #[derive(Default)]
 struct Devices(Threads);
 
@@ -23,7 +23,7 @@ impl Fleet for Devices {
     fn memory(&self, rank: &Nccl, bytes: &[u8]) -> DeviceBytes {
         let stream = Stream::new(rank.device()).unwrap();
         let mut memory = DeviceBytes::new(rank.device(), bytes.len(), "a test").unwrap();
-        // SAFETY: both stay allocated until the stream is synchronized.
+        // SAFETY: `bytes` and `memory` stay allocated until the stream is synchronized.
         unsafe { stream.copy_in(bytes, &mut memory) }.unwrap();
         stream.cuda().synchronize().unwrap();
         memory
@@ -32,7 +32,7 @@ impl Fleet for Devices {
     fn bytes(&self, rank: &Nccl, memory: &DeviceBytes) -> Vec<u8> {
         let stream = Stream::new(rank.device()).unwrap();
         let mut bytes = vec![0; memory.len()];
-        // SAFETY: both stay allocated until the stream is synchronized.
+        // SAFETY: `bytes` and `memory` stay allocated until the stream is synchronized.
         unsafe { stream.copy_out(memory, &mut bytes) }.unwrap();
         stream.cuda().synchronize().unwrap();
         bytes
@@ -49,7 +49,7 @@ fn nccl_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[]);
 }
 
-/// NCCL reports no peer errors here, so only the failure notes report the death of a peer.
+/// The stand-in for NCCL reports no errors of peers here, so only the failure notes report that a peer has died.
 #[test]
 fn nccl_without_peer_errors_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);

@@ -27,8 +27,8 @@ fn killed(settings: &[(&str, &str)]) {
     one_is_killed("dying::rank", settings);
 }
 
-/// Freeing memory blocks until the device has finished, and the device waits for the peer. A thread inside this call
-/// cannot check the failure notes.
+/// Freeing device memory blocks until the device has finished, and the device waits for a rank that has died. A thread
+/// inside this call cannot check the failure notes.
 #[test]
 fn memory_is_freed_where_a_peer_is_gone_stand_in() {
     for lost_peers in ["", "silent"] {
@@ -43,7 +43,7 @@ fn process_that_leaves_does_not_wait_for_a_killed_peer_stand_in() {
     }
 }
 
-/// Runs a test in two processes, one of which ends immediately.
+/// Runs a test in two processes. One of the processes ends immediately.
 fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {
@@ -119,7 +119,7 @@ fn rank() {
     let error = exchange().unwrap_err();
     assert_eq!(error.to_string(), "process 1: exchange: its process ended");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // After an abort, operations fail without waiting.
+    // After NCCL was aborted, operations fail without waiting.
     assert_eq!(exchange().unwrap_err().to_string(), "process 1: exchange: its process ended");
     assert!(peers.barrier().is_err());
 }

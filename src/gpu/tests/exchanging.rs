@@ -10,7 +10,7 @@ use crate::exchange::Shuffle;
 use crate::exchange::tests::{Case, Means, check_each_cut, check_faults, has_valid_length, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
-/// Ranks, each with its own stand-in device.
+/// A communication method for tests in which each rank has its own stand-in device.
 pub(super) struct Devices;
 
 impl Means for Devices {

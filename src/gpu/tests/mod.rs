@@ -18,14 +18,14 @@ use super::{Gpu, Kernels, Settings};
 use crate::comm::tests::conformance::WAIT_LIMIT;
 use crate::error::Result;
 
-/// PTX that contains only the names of the kernels, because the stand-in contains the kernels compiled for the CPU.
+/// PTX that declares the kernels without their code. The stand-in contains the kernels, compiled for the CPU.
 const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n.visible .entry reduce(\n)\n{ ret; }\n\
     .visible .entry report_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
 
 /// The delay of each operation on a stream of the stand-in, in microseconds.
 const DELAY_US: &str = "30";
 
-/// Returns a folder in which the loader finds the stand-in under the names of the real libraries.
+/// Returns a folder that contains the stand-in under the file names of the real libraries, so that the loader finds it.
 fn libraries() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
@@ -47,14 +47,15 @@ fn test_process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command
     process
 }
 
-/// Runs a test in such a process, with the environment variables `settings`, and asserts that it passes.
+/// Runs an ignored test of this binary in its own process, with the environment variables `settings`, and asserts that
+/// it passes.
 fn run_test(test: &str, devices: u32, settings: &[(&str, &str)]) {
     let folder = libraries();
     let output = test_process(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
     assert_passed(test, &output);
 }
 
-/// Runs a test like [`run_test`], but skips it if the stand-in has no kernels.
+/// Runs a test as [`run_test`] does, but skips it if the stand-in was built without kernels.
 #[expect(clippy::print_stdout, reason = "the output says why the test was skipped")]
 fn run_test_with_kernels(test: &str, devices: u32, settings: &[(&str, &str)]) {
     if gpu_stand_in::HAS_KERNELS {
@@ -69,10 +70,10 @@ fn assert_passed(test: &str, output: &Output) {
     assert!(output.status.success() && text.contains("1 passed"), "{test}:\n{text}");
 }
 
-/// Opens a GPU as a process of a run does.
+/// Opens a GPU in the same way as a process of a run.
 fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     static WATCH: Once = Once::new();
-    // A process that would wait forever is aborted.
+    // The test process is aborted if it waits for too long.
     WATCH.call_once(|| {
         let _ = thread::spawn(|| {
             thread::sleep(WAIT_LIMIT * 3);

@@ -32,7 +32,7 @@ fn rank_variables_that_contradict_a_launcher_are_an_error() {
     );
 }
 
-/// The user runs `srun --mpi=none` in a shell that PMI started.
+/// The test imitates a user who runs `srun --mpi=none` in a shell that PMI started.
 #[test]
 fn fewer_processes_than_step_tasks_is_an_error() {
     let leftover = "PMI_RANK=0 PMI_SIZE=1";

@@ -1,4 +1,4 @@
-//! Tests of each launcher without another one.
+//! Tests of each launcher alone, without a second launcher.
 
 use super::*;
 
@@ -34,7 +34,7 @@ fn slurm_step_task_defines_the_part() {
         (Some(2), Some("n1"), Some("77.0"))
     );
     assert!(started.waits);
-    // A requeued job.
+    // Slurm has requeued the job, which runs for the second time.
     let again = start(None, None, &[STEP, "SLURM_RESTART_COUNT=1"]).unwrap();
     assert_eq!(again.run.as_deref(), Some("77.0.1"));
     // The options and the launcher agree.
@@ -60,14 +60,14 @@ fn array_element_defines_the_part() {
         is(&started, 1, 4, Launcher::SlurmArray);
         let started = started.unwrap();
         assert!(!started.waits && started.run.is_none());
-        // The script chooses the part numbers.
+        // The batch script chooses the part numbers itself.
         let started = start(Some(5), Some(8), &[shell, ELEMENT]);
         is(&started, 5, 8, Launcher::SlurmArray);
         assert!(!started.unwrap().waits);
         // Each element converts its own checkpoint.
         is(&start(None, None, &[shell, ELEMENT]), 0, 1, Launcher::Alone);
     }
-    // Two failed elements, submitted again.
+    // Two array elements failed and were submitted again.
     let again = "SLURM_ARRAY_TASK_ID=3 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_MIN=1 SLURM_ARRAY_TASK_MAX=3";
     is(&start(None, Some(4), &[BATCH, again]), 3, 4, Launcher::SlurmArray);
     refused(start(None, Some(3), &[BATCH, again]), &["SLURM_ARRAY_TASK_ID=3", "--array=0-2"]);
@@ -108,7 +108,7 @@ fn rank_and_world_size_define_the_part() {
     is(&start(None, Some(3), &["RANK=1 WORLD_SIZE=3"]), 1, 3, Launcher::Variables);
     is(&start(Some(0), Some(5), &["RANK=1 WORLD_SIZE=3"]), 0, 5, Launcher::Options);
     refused(start(None, Some(5), &["RANK=1 WORLD_SIZE=3"]), &["options::parts 5", "RANK=1", "WORLD_SIZE=3"]);
-    // Leftover variables.
+    // The variables are leftovers of another program.
     for leftover in ["RANK=3", "WORLD_SIZE=8", "RANK= WORLD_SIZE=8", "RANK=0 WORLD_SIZE=1"] {
         is(&start(None, None, &[leftover]), 0, 1, Launcher::Alone);
     }

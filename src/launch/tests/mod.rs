@@ -1,4 +1,4 @@
-//! Environments as launchers set them, for tests.
+//! Test environments that contain the variables of each launcher.
 
 mod contradictions;
 mod launchers;
@@ -10,8 +10,7 @@ use super::cpus::cpus;
 use super::{Launch, Launcher, Part, launch};
 use crate::error::{Error, Result, UsageError};
 
-/// Builds an environment from a string such as `A=1 B=2`. A later value replaces an earlier one, as with nested
-/// launchers.
+/// Builds an environment from strings such as `A=1 B=2`. A later value replaces an earlier one, as in nested launchers.
 fn environment(variables: &[&str]) -> HashMap<String, String> {
     let words = variables.iter().flat_map(|text| text.split_whitespace());
     words.map(|word| word.split_once('=').expect("NAME=value")).map(|(k, v)| (k.into(), v.into())).collect()
@@ -27,7 +26,7 @@ fn is(launch: &Result<Launch>, index: u32, of: u32, launcher: Launcher) {
     assert_eq!((launch.part, launch.launcher), (Part { index, of }, launcher), "{launch:?}");
 }
 
-/// Checks that the error contains all these words, and that it has a hint.
+/// Checks that the launch failed, that the error contains all these words, and that it has a hint.
 fn refused(launch: Result<Launch>, words: &[&str]) {
     let error = launch.unwrap_err();
     assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");
@@ -37,24 +36,24 @@ fn refused(launch: Result<Launch>, words: &[&str]) {
     }
 }
 
-/// Task 2 of 4 tasks that srun started. It is the third task on the first of two nodes.
+/// The environment of task 2 of 4 tasks that srun started. It is the third task on the first of two nodes.
 const STEP: &str = "SLURM_JOB_ID=77 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_PROCID=2 SLURM_LOCALID=2 \
                     SLURM_NODEID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 \
                     SLURM_STEP_TASKS_PER_NODE=3,1 SLURM_TASKS_PER_NODE=3,1 SLURMD_NODENAME=n1 SLURM_CPUS_ON_NODE=8";
 
-/// The only task of a step.
+/// The environment of the only task of a Slurm step.
 const STEP_OF_ONE: &str = "SLURM_JOB_ID=77 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 \
                            SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 \
                            SLURM_TASKS_PER_NODE=4 SLURMD_NODENAME=n2 SLURM_CPUS_ON_NODE=8";
 
-/// The shell of `#SBATCH -n 4`.
+/// The environment of the batch script of a job with `#SBATCH -n 4`.
 const BATCH: &str = "SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 \
                      SLURM_TASKS_PER_NODE=3,1 SLURMD_NODENAME=n1 SLURM_CPUS_ON_NODE=8";
 
-/// The shell of `salloc -n 4`.
+/// The environment of the shell that `salloc -n 4` starts.
 const SALLOC: &str = "SLURM_JOB_ID=77 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_TASKS_PER_NODE=3,1 SLURM_CPUS_PER_TASK=2";
 
-/// Element 1 of `sbatch --array=0-3`.
+/// The environment of element 1 of `sbatch --array=0-3`.
 const ELEMENT: &str = "SLURM_ARRAY_JOB_ID=70 SLURM_ARRAY_TASK_ID=1 SLURM_ARRAY_TASK_COUNT=4 SLURM_ARRAY_TASK_MIN=0 \
                        SLURM_ARRAY_TASK_MAX=3 SLURM_ARRAY_TASK_STEP=1";
 

@@ -137,8 +137,8 @@ fn impossible_record_is_dropped_as_damaged() {
         record(vec![entry(1, 10..10, vec![])]),
         #[expect(clippy::reversed_empty_ranges)]
         record(vec![entry(1, 20..10, vec![])]),
-        // Checksum parts outside the entry, outside the range of any checksum, across the end of such a range, empty,
-        // duplicate, and with overflowing numbers.
+        // The next records are invalid because of a checksum part. The part is outside the entry, outside the range of
+        // any checksum, across the end of such a range, empty, a duplicate, or has numbers that overflow.
         record(vec![entry(0, 0..200, vec![at(150, 60)])]),
         record(vec![entry(0, 200..300, vec![at(150, 60)])]),
         record(vec![entry(0, 0..200, vec![at(90, 20)])]),
@@ -160,7 +160,7 @@ fn impossible_record_is_dropped_as_damaged() {
 fn overlapping_entries_count_once_and_completely() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
-    // The values lost by casts are not counted twice either.
+    // Values that casts lost are not counted twice either.
     let again = FinishedRange { cast_losses: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
     write(
         folder.path(),
@@ -187,7 +187,7 @@ fn invalidated_entry_counts_only_after_repeated_work() {
         doubt(&at, Vec::new(), true).unwrap();
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
-        // The entry of repeated work may be invalidated as well.
+        // The journal entry of the repeated work may be invalidated, too.
         let again = FinishedRange { cast_losses: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
         let name = format!("c{round}.journal");
         write(folder.path(), &name, &[record(vec![again])]);
@@ -232,7 +232,7 @@ fn unsynced_record_is_valid_only_on_its_boot() {
     );
 }
 
-/// Generates a split of 0..1000 into ranges, in any order.
+/// Generates adjacent ranges that together are 0..1000, in any order.
 fn pieces() -> impl Strategy<Value = Vec<Range<usize>>> {
     let cuts = proptest::collection::btree_set(1_usize..1000, 0..20);
     let pieces = cuts.prop_map(|cuts| {

@@ -1,4 +1,4 @@
-//! Publishing by more than one process.
+//! Tests of publishing by more than one process.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     (first, second)
 }
 
-/// Makes the second process take over the seal lease of the first.
+/// Lets the second process take over the seal lease of the first process.
 fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
@@ -47,8 +47,8 @@ fn dropped_seal_is_taken_by_another_process() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
-/// The sealing process is on another node and may be dead. If this process left early, the output could stay
-/// unpublished.
+/// The sealing process is on another node, so it may be alive or dead. If this process left early, the output could
+/// stay unpublished.
 #[test]
 fn seal_lease_of_another_node_is_watched() {
     let env = TestEnv::new(DestinationKind::Folder);

@@ -1,9 +1,9 @@
-//! Processes that are killed at every point where a decision is made.
+//! Tests in which a process is killed, at every point where it makes a decision.
 
 use super::*;
 use crate::fault;
 
-/// Not a test: the code that [`TestEnv::in_child`] runs.
+/// This is not a test: [`TestEnv::in_child`] runs this code in a child process.
 #[test]
 fn the_child() {
     let Ok(task) = std::env::var("STAGING_TEST") else { return };

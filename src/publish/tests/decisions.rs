@@ -1,4 +1,4 @@
-//! Decisions that need neither files nor waiting.
+//! Tests of decisions that depend on neither files nor waiting.
 
 use std::time::Instant;
 
@@ -22,7 +22,7 @@ fn admission_depends_on_lease_states() {
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
     assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });
-    // Another division of the work.
+    // The lease belongs to a process that divides the work into another number of parts.
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Alive)]), Admission::Conflict(lease_of(0, 2, 0)));
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead)]), Admission::Resume { generation: 0 });
     assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Admission::Watch);
@@ -97,13 +97,13 @@ fn remote_lease_is_watched_and_local_process_is_looked_up() {
     assert_eq!(life(&incomplete, 50), LeaseState::Alive, "somebody is writing it");
     assert_eq!(life(&incomplete, 70), LeaseState::Dead);
 
-    // A system without a boot id is unlike any other system, and counts as unlike itself.
+    // A system without a boot id differs from every system, even from itself.
     let nameless = Process { boot: String::new(), ..here };
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 71), LeaseState::Alive);
     assert_eq!(life(&record(&nameless, 9, LeasePhase::Working), 91), LeaseState::Dead);
 }
 
-/// A check that takes long, or comes late, proves no more than any other check.
+/// The time between two checks counts only up to a limit, so a check that takes long or comes late proves nothing more.
 #[test]
 fn unwatched_time_does_not_count() {
     let second = Duration::from_secs(1);

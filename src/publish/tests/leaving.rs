@@ -1,4 +1,4 @@
-//! The files that remain after a run ends with an error.
+//! Tests of the files that remain after a run ends with an error.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn last_part_to_leave_removes_the_partial_folder() {
         first.abandon();
         assert!(env.partial().exists(), "one is at work");
         second.abandon();
-        // A part that waits for others needs to know why they ended.
+        // A part that waits for other parts needs the reason why they ended.
         assert_eq!(env.partial().exists(), waits);
         env.claim.resume = true;
         env.part(2, 3).unwrap().abandon();

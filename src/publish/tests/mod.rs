@@ -18,7 +18,7 @@ use super::*;
 use crate::comm::Process;
 use crate::error::Error;
 
-/// The production limits, shortened.
+/// The time limits of a real run, shortened for tests.
 const FAST: Pace = Pace {
     beat: Duration::from_millis(10),
     dead_after: Duration::from_millis(300),
@@ -60,7 +60,7 @@ impl TestEnv {
         self.root.path().join(".out.dtshard-partial")
     }
 
-    /// Returns the only work folder.
+    /// Returns the only work folder in the partial folder.
     fn work(&self) -> PathBuf {
         let names = fs::read_dir(self.partial()).into_iter().flatten().map(|entry| entry.unwrap().file_name());
         let work = names.map(|name| name.into_string().unwrap()).find(|name| name.starts_with("work-"));
@@ -109,7 +109,7 @@ impl TestEnv {
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
     }
 
-    /// Leaves the partial folder of a process that released its part and can be resumed.
+    /// Leaves a partial folder as a process that can be resumed leaves it: the process has released its part.
     fn leave_behind(&self, part: Part) {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());
@@ -166,7 +166,7 @@ fn publish(staging: &Staging) {
     }
 }
 
-/// Repeats `look` until it returns a value, which depends on a heartbeat.
+/// Repeats `look` until it returns a value. The value appears with a later heartbeat of a lease.
 fn in_time<T>(look: impl Fn() -> Option<T>) -> T {
     let begun = std::time::Instant::now();
     loop {

@@ -1,11 +1,11 @@
-//! Several parts, and several processes for the same part.
+//! Tests with several parts, and with several processes for the same part.
 
 use std::sync::Barrier;
 use std::thread;
 
 use super::*;
 
-/// Runs `act` in `count` threads at the same time, each with its own index.
+/// Calls `act` in `count` threads at the same time. Each call gets the index of its thread.
 fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     thread::scope(|scope| {
@@ -159,7 +159,7 @@ fn process_that_was_taken_over_gets_an_error() {
         staging.check().unwrap();
         env.foreign_lease(other, LeasePhase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
-        // Workers check this between two write blocks.
+        // Workers make this check between two write blocks.
         says(&in_time(|| stop.check().err()), &words);
         says(&staging.check().unwrap_err(), &words);
         assert!(staging.finish().is_err());

@@ -1,4 +1,4 @@
-//! One process and one destination.
+//! Tests with one process and one destination.
 
 use super::*;
 
@@ -156,7 +156,7 @@ fn invalid_partial_folder_can_only_be_restarted() {
         fs::create_dir(path).unwrap();
         write(&path.join("plan.json"), "{");
     };
-    // A plan cannot name a folder outside the partial folder.
+    // A plan must not name a folder outside the partial folder.
     let straying = |path: &Path| {
         fs::create_dir_all(path.join("work-/x/data")).unwrap();
         let plan = r#"{"version":"1","fingerprint":"07","run":null,"parts":1,"id":"/x"}"#;

@@ -1,4 +1,4 @@
-//! Waiting for other parts, and the outcome if they do not come.
+//! Tests of waiting for other parts, also for parts that never start.
 
 use std::thread;
 
@@ -90,8 +90,8 @@ fn long_failure_reason_is_cut() {
     }
 }
 
-/// If tasks are restarted one after the other, the first task finds leases that the other tasks created before the
-/// restart.
+/// If tasks are restarted one after the other, the first restarted task finds leases that other tasks created before
+/// the restart.
 #[test]
 fn leases_of_an_earlier_run_count_as_not_started() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -166,7 +166,8 @@ fn stopped_part_is_given_time_to_restart() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
 
-/// This node caches the names, so the partial folder seems to be missing for longer than other processes are watched.
+/// This node caches file names, so it seems that the partial folder is missing for longer than a process watches the
+/// other processes.
 #[test]
 fn cached_missing_partial_folder_is_waited_for() {
     let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
@@ -192,7 +193,7 @@ fn cached_missing_partial_folder_is_waited_for() {
     fs::rename(env.partial(), &hidden).unwrap();
     says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["was removed before"]);
     assert!(begun.elapsed() >= FAST.cached_for);
-    // The second check does not wait again.
+    // The second check does not wait, because the result is already known.
     assert!(!first.was_published(&Stop::default()));
     assert!(begun.elapsed() < FAST.cached_for * 4);
 }

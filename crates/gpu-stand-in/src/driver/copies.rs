@@ -11,14 +11,14 @@ use super::{Answer, Code, entries, started, stream};
 use crate::machine::Device;
 use crate::memory::Illegal;
 
-/// Runs work of a stream. An access to invalid memory faults the device, and the device then runs no more work.
+/// Runs work of a stream. If the work accesses invalid memory, the device faults and runs no more work.
 pub fn on_device(device: &'static Device, work: impl FnOnce() -> Result<(), Illegal>) {
     if !device.has_faulted() && work().is_err() {
         device.fault();
     }
 }
 
-/// One end of a copy: where its bytes are when the stream runs the copy.
+/// The source or the target of a copy, as an address.
 #[derive(Clone, Copy)]
 enum End {
     Device(u64),
@@ -43,7 +43,7 @@ fn copy(device: &'static Device, from: End, into: End, bytes: usize) {
     });
 }
 
-/// `CUDA_MEMCPY3D`, version 2.
+/// The arguments of a 3-D copy: `CUDA_MEMCPY3D`, version 2.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Copy3D {
@@ -54,7 +54,8 @@ struct Copy3D {
     depth: usize,
 }
 
-/// One side of a 3-D copy: a box of bytes in an array with `pitch` bytes per row and `height` rows per slice.
+/// The source or the target of a 3-D copy: a box of bytes in an array with `pitch` bytes per row and `height` rows per
+/// slice.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Side {
@@ -71,10 +72,10 @@ struct Side {
     height: usize,
 }
 
-/// `CU_MEMORYTYPE_DEVICE`
+/// `CU_MEMORYTYPE_DEVICE`: the memory type of device memory.
 const DEVICE: c_uint = 2;
 
-/// One side of a 3-D copy, with the distances in bytes between rows and between slices.
+/// The source or the target of a 3-D copy, with the distances in bytes between rows and between slices.
 #[derive(Clone, Copy)]
 struct Strided {
     begin: u64,
@@ -84,7 +85,8 @@ struct Strided {
 }
 
 impl Copy3D {
-    /// Returns the distances of a side. Checks that the side is inside its array. Host memory is not supported.
+    /// Returns the distances between rows and slices of the source or the target. Checks that the box is inside its
+    /// array. Host memory is not supported.
     fn strided(&self, side: &Side) -> Answer<Strided> {
         if side.memory_type != DEVICE || side.lod != 0 {
             return Err(Code::ERROR_NOT_SUPPORTED);
@@ -115,7 +117,7 @@ entries! {
             stream.push(move || copy(device, End::Host(from), End::Device(into), bytes));
             return Ok(());
         }
-        // SAFETY: as in C, the caller of the library guarantees `bytes` bytes there until the call returns.
+        // SAFETY: as in C, the caller of the library guarantees `bytes` bytes at this address until the call returns.
         let staged = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
         stream.push(move || copy(device, End::Host(staged.as_ptr() as usize), End::Device(into), bytes));
         Ok(())

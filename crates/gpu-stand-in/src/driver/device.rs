@@ -45,7 +45,7 @@ entries! {
         if name.is_null() || length < text.len() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library guarantees `length` bytes there.
+        // SAFETY: as in C, the caller of the library guarantees `length` bytes at `name`.
         unsafe { ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len()) };
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Modules and launches. A module is PTX text. Its kernels are the [compiled kernels](crate::kernels) with the same
-//! names.
+//! Modules and kernel launches. A module is PTX text. The kernels that it names are the [compiled
+//! kernels](crate::kernels) of the same names.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
@@ -9,7 +9,7 @@ use crate::kernels::{ARGUMENTS, Kernel, Launch};
 /// The maximum number of threads in a block.
 const LARGEST_BLOCK: u32 = 1024;
 
-/// Returns whether PTX declares a kernel with this name.
+/// Returns true if PTX text declares a kernel with this name.
 fn declares(ptx: &str, name: &str) -> bool {
     let is_name = |c: char| c.is_alphanumeric() || c == '_';
     ptx.split(".entry").skip(1).any(|text| text.trim_start().split(|c| !is_name(c)).next() == Some(name))
@@ -21,7 +21,7 @@ entries! {
         if image.is_null() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library has a string there.
+        // SAFETY: as in C, the caller of the library guarantees a string at `image`.
         let ptx = unsafe { CStr::from_ptr(image) }.to_string_lossy().into_owned();
         if !ptx.contains(".version") || !ptx.contains(".target") {
             return Err(Code::ERROR_INVALID_IMAGE);
@@ -41,7 +41,7 @@ entries! {
         if name.is_null() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
-        // SAFETY: as in C, the caller of the library has a string there.
+        // SAFETY: as in C, the caller of the library guarantees a string at `name`.
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::ERROR_NOT_FOUND)?;
         let mut tables = started()?.tables();
         if !declares(tables.modules.get(&module).ok_or(Code::ERROR_INVALID_HANDLE)?, name) {

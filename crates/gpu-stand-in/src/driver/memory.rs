@@ -1,4 +1,4 @@
-//! Device memory, and pinned host memory.
+//! Functions for device memory and for pinned host memory.
 
 use std::alloc::{self, Layout};
 use std::ffi::c_uint;
@@ -6,7 +6,7 @@ use std::ffi::c_uint;
 use super::{Answer, Code, current, entries, put, started, stream};
 use crate::fault::Fault;
 
-/// The alignment of pinned memory: a page.
+/// The alignment of pinned memory in bytes, which is one page.
 const PAGE: usize = 4096;
 
 fn pages(bytes: usize) -> Answer<Layout> {
@@ -50,7 +50,7 @@ entries! {
         put(address, device.heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Frees the memory when the stream reaches this call.
+    /// Frees the memory when the stream reaches this point of its queue.
     fn cuMemFreeAsync(address: u64, handle: usize) {
         let (stream, device) = stream(handle)?;
         device.heap.locate(address, 0)?;

@@ -14,7 +14,7 @@ use crate::machine::{self, Device, Machine};
 use crate::memory::Illegal;
 use crate::stream::Stream;
 
-/// `CUresult`: codes other than 0 are errors.
+/// An error code of the driver: `CUresult`. Code 0 is success.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
@@ -24,7 +24,7 @@ macro_rules! codes {
         impl Code {
             $(pub const $name: Self = Self($code);)*
 
-            /// Returns the name and description of the code, both ending in a 0 byte.
+            /// Returns the name and the description of the code. Both end with a 0 byte.
             fn texts(self) -> Option<(&'static str, &'static str)> {
                 match self {
                     $(Self::$name => Some((concat!("CUDA_", stringify!($name), "\0"), concat!($text, "\0"))),)*
@@ -59,12 +59,12 @@ impl From<Illegal> for Code {
     }
 }
 
-/// Writes a result to the place to which the caller's pointer points.
+/// Writes a result to the address that the caller has passed. Returns an error if the address is null or not aligned.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| Code::ERROR_INVALID_VALUE)
 }
 
-/// Returns the machine, or an error if `cuInit` was not called.
+/// Returns the imitated machine, or an error if `cuInit` was not called.
 fn started() -> Answer<&'static Machine> {
     Machine::get().ok_or(Code::ERROR_NOT_INITIALIZED)
 }
@@ -81,12 +81,12 @@ fn current() -> Answer<&'static Device> {
     check_fault(&started()?.devices[ordinal])
 }
 
-/// Returns the device, or an error if it has faulted.
+/// Returns the device, or an error if the device has faulted.
 fn check_fault(device: &'static Device) -> Answer<&'static Device> {
     if device.has_faulted() { Err(Code::ERROR_ILLEGAL_ADDRESS) } else { Ok(device) }
 }
 
-/// Returns the stream of a handle, and its device.
+/// Returns the stream that a handle identifies, and the device of the stream.
 fn stream(handle: usize) -> Answer<(Arc<Stream>, &'static Device)> {
     current()?;
     let stream = started()?.stream(handle).ok_or(Code::ERROR_INVALID_HANDLE)?;

@@ -23,7 +23,7 @@ entries! {
         put(handle, name)
     }
 
-    /// Destroys a stream. Its queued work still runs.
+    /// Destroys a stream. Work that is already queued on the stream still runs.
     fn cuStreamDestroy_v2(handle: usize) {
         started()?.tables().streams.remove(&handle).ok_or(Code::ERROR_INVALID_HANDLE)?.close();
         Ok(())

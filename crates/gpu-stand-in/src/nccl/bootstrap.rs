@@ -1,4 +1,4 @@
-//! Connection setup: the process that created the id sends the ports of all ranks to every rank.
+//! Connection setup: the process that created the unique id sends the ports of all ranks to every rank.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,7 +14,7 @@ use crate::wire::{read_u32, read_u64};
 /// The interval at which a waiting rank checks whether it was aborted.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// The rank, the number of ranks, and the device among the visible devices.
+/// The number of this rank, the number of all ranks, and the index of this rank's device among the visible devices.
 #[derive(Clone, Copy, Debug)]
 pub struct RankPosition {
     pub rank: usize,
@@ -22,7 +22,7 @@ pub struct RankPosition {
     pub device: usize,
 }
 
-/// `ncclUniqueId`: the port of the process that created it, and a token.
+/// The unique id of a communicator, `ncclUniqueId`: the port of the process that created it, and a token.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId([u8; 128]);
@@ -65,7 +65,7 @@ impl UniqueId {
     }
 }
 
-/// Receives the descriptions of all ranks, and then sends the ports of all ranks to every rank.
+/// Receives the descriptions of all ranks, and then sends the ports of all ranks to each of them.
 fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     let mut guests: Vec<(Card, TcpStream)> = Vec::new();
     while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
@@ -139,7 +139,8 @@ pub fn meet(
     connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
 }
 
-/// Returns the NCCL code for an error. NCCL distinguishes connections that peers have closed from errors of this rank.
+/// Returns the NCCL code for a socket error. NCCL has one code for a connection that a peer has closed, and another for
+/// an error of this rank.
 fn code(error: &io::Error) -> Code {
     match error.kind() {
         ErrorKind::UnexpectedEof

@@ -1,4 +1,4 @@
-//! A communicator: the messages of its peers, and its state.
+//! A communicator, with its state and the messages that its peers have sent.
 //!
 //! The communicator is in progress while it connects to its peers, while a group is being queued, and while it is
 //! finalized. After a failure it stays failed, and its stream blocks, until the communicator is aborted.
@@ -18,7 +18,8 @@ use crate::wire::{Head, Kind};
 pub struct Communicator {
     place: RankPosition,
     blocking: bool,
-    /// The sockets to all other ranks.
+    /// The sockets to all ranks; `None` at the index of this rank. The cell is empty until the communicator is
+    /// connected.
     peers: OnceLock<Vec<Option<Peer>>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -26,7 +27,7 @@ pub struct Communicator {
 
 struct Peer {
     socket: TcpStream,
-    /// The lock for writing a message.
+    /// A lock that a thread holds while it writes a message.
     writing: Mutex<()>,
 }
 
@@ -38,21 +39,21 @@ struct State {
     running: usize,
     aborted: bool,
     finalized: bool,
-    /// The number of collectives so far.
+    /// The number of collectives that were called on this communicator.
     collectives: u64,
     from: Vec<From>,
 }
 
-/// The state of a peer.
+/// The state of the connection to one peer.
 #[derive(Default)]
 struct From {
     messages: VecDeque<(Head, Vec<u8>)>,
-    /// The number of messages sent to the peer that the peer has not taken yet.
+    /// The number of messages that this rank has sent to the peer and that the peer has not taken yet.
     untaken: usize,
     lost: bool,
 }
 
-/// The error if a group cannot continue, because the communicator has failed or was aborted.
+/// The error if a group cannot continue because the communicator has failed or was aborted.
 #[derive(Clone, Copy, Debug)]
 pub struct Broken;
 
@@ -95,7 +96,7 @@ impl Communicator {
         self.blocking
     }
 
-    /// Returns the result of `ncclCommGetAsyncError`.
+    /// Returns the result that `ncclCommGetAsyncError` reports.
     pub fn result(&self) -> Code {
         let state = self.state();
         match state.failed {
@@ -105,7 +106,7 @@ impl Communicator {
         }
     }
 
-    /// Waits until nothing is in progress.
+    /// Waits until no call on the communicator is in progress.
     pub fn settled(&self) {
         drop(self.wait_while(|state| state.starting > 0));
     }
@@ -115,7 +116,7 @@ impl Communicator {
         drop(self.wait_while(|state| state.starting + state.running > 0 && state.failed.is_none()));
     }
 
-    /// Returns an error if the communicator may not be used.
+    /// Returns an error if the communicator must not be used, for example because it was finalized.
     pub fn ready(&self) -> Answer {
         match self.result() {
             Code::IN_PROGRESS => {
@@ -129,7 +130,7 @@ impl Communicator {
         }
     }
 
-    /// Returns the number of a new collective, from 1.
+    /// Returns the number of a new collective, counted from 1.
     pub fn next_collective(&self) -> u64 {
         let mut state = self.state();
         state.collectives += 1;
@@ -226,7 +227,8 @@ impl Communicator {
         if taken { Ok(()) } else { Err(self.without(peer)) }
     }
 
-    /// Handles a lost peer: fails, or blocks if the loss of a peer is not reported.
+    /// Returns the error for a peer that is lost. Reports an error of the communicator, unless the settings say that
+    /// NCCL does not report the loss of a peer.
     fn without(&self, peer: usize) -> Broken {
         let state = self.state();
         let reports_error = Machine::start().settings.lost_peers == LostPeers::Error;
@@ -247,7 +249,7 @@ impl Communicator {
         written.map_err(|_| self.without(peer))
     }
 
-    /// Receives the messages of all peers, with one thread for each peer.
+    /// Receives the messages of all peers. Starts one thread for each peer.
     fn listen(self: &Arc<Self>, sockets: Vec<Option<TcpStream>>) {
         for (peer, socket) in sockets.iter().enumerate() {
             let Some(Ok(mut socket)) = socket.as_ref().map(TcpStream::try_clone) else { continue };
@@ -292,7 +294,7 @@ impl Peer {
 }
 
 impl State {
-    /// Returns whether another message of a peer may still arrive.
+    /// Returns true if a message of the peer may still arrive.
     fn waits(&self, peer: usize) -> bool {
         !self.aborted && self.failed.is_none() && !self.from[peer].lost
     }

@@ -1,4 +1,4 @@
-//! Groups: calls of one thread that are queued on a stream in one step.
+//! Groups of calls. The calls that one thread makes in a group are queued on a stream in one step.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ thread_local! {
 struct GroupCall {
     depth: usize,
     members: Vec<(Arc<Communicator>, usize, Operation)>,
-    /// The error of the first invalid call. If it is set, no call of the group runs.
+    /// The error of the first invalid call in the group. If it is set, no call of the group runs.
     refused: Option<Code>,
 }
 
@@ -36,7 +36,7 @@ pub fn end() -> Answer {
     }
 }
 
-/// Adds a call to the current group. If there is no group, queues the call immediately.
+/// Adds a call to the current group of this thread. If there is no group, queues the call immediately.
 pub fn add(communicator: &Arc<Communicator>, what: What, call: Collected) -> Answer {
     let stream = call.stream;
     let checked = communicator.ready().and_then(|()| Operation::new(communicator, what, call));
@@ -81,7 +81,7 @@ fn queue(members: Vec<(Arc<Communicator>, usize, Operation)>) -> Answer {
         push(&communicator);
         return Ok(());
     }
-    // The work is delayed, so that a program that does not wait queues its next work before this work runs.
+    // Queueing is delayed. So if a program does not wait, its next work is queued before this work.
     let (delay, device) = (Machine::start().settings.delay, machine::current());
     communicator.start(move |this| {
         machine::make_current(device);

@@ -19,7 +19,7 @@ use crate::machine::{self, Machine};
 use bootstrap::{RankPosition, UniqueId};
 use operation::{Collected, What};
 
-/// `ncclResult_t`
+/// An error code of NCCL: `ncclResult_t`. Code 0 is success.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
@@ -63,28 +63,28 @@ struct Config {
     blocking: c_int,
 }
 
-/// The result of `ncclGetLastError`: a string that is never freed, or null.
+/// The string that `ncclGetLastError` returns. It is never freed; it is null if there was no error.
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
-/// Prints the reason of an error, and returns its code.
+/// Prints the reason of an error, and returns the code of the error.
 pub fn refused(code: Code, why: &str) -> Code {
     eprintln!("gpu-stand-in: NCCL: {why}");
     LAST_ERROR.store(CString::new(why).unwrap_or_default().into_raw(), Ordering::Release);
     code
 }
 
-/// Writes a result to the place to which the caller's pointer points.
+/// Writes a result to the address that the caller has passed. Returns an error if the address is null or not aligned.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| refused(Code::INVALID_ARGUMENT, "the pointer for the result is null"))
 }
 
-/// Returns the communicator of a handle.
+/// Returns the communicator that a handle identifies.
 fn known(handle: usize) -> Answer<Arc<Communicator>> {
     let found = Machine::start().tables().communicators.get(&handle).cloned();
     found.ok_or_else(|| refused(Code::INVALID_ARGUMENT, "the communicator does not exist, or was destroyed"))
 }
 
-/// Removes the communicator of a handle from the table, and returns it.
+/// Removes the communicator that a handle identifies from the table, and returns it.
 fn taken(handle: usize) -> Answer<Arc<Communicator>> {
     let found = Machine::start().tables().communicators.remove(&handle);
     found.ok_or_else(|| {
@@ -92,7 +92,7 @@ fn taken(handle: usize) -> Answer<Arc<Communicator>> {
     })
 }
 
-/// Returns the current result of a non-blocking call. If the communicator is blocking, waits first.
+/// Returns the current result of a communicator. It is a code other than success if a call is in progress or has failed.
 fn now(communicator: &Communicator) -> Answer {
     match communicator.result() {
         Code::SUCCESS => Ok(()),
@@ -136,7 +136,8 @@ entries! {
         if config.is_null() || !config.is_aligned() {
             return Err(refused(Code::INVALID_ARGUMENT, "the config is null"));
         }
-        // SAFETY: as in C, the caller of the library has a config there; all versions have these fields.
+        // SAFETY: as in C, the caller of the library guarantees a config at this address. All versions of the config
+        // have these fields.
         let config = unsafe { config.read() };
         if config.magic != CONFIG_MAGIC || config.size < size_of::<Config>() {
             return Err(refused(Code::INVALID_ARGUMENT, "the config is not initialized"));

@@ -1,4 +1,5 @@
-//! The operations of a group: all of them send, then all receive, and then all wait until their messages were taken.
+//! The operations of a group. First all operations send, then all receive, and then all wait until their messages were
+//! taken.
 
 use std::ffi::c_int;
 use std::slice;
@@ -9,7 +10,7 @@ use crate::fault::Fault;
 use crate::machine::Machine;
 use crate::wire::{Head, Kind};
 
-/// The arguments of a call: addresses, counts and codes.
+/// The arguments of an NCCL call: addresses, counts and codes.
 #[derive(Clone, Copy)]
 pub struct Collected {
     pub from: u64,
@@ -31,15 +32,15 @@ pub enum What {
     ReduceScatter,
 }
 
-/// A checked call.
+/// An NCCL call whose arguments have been checked.
 pub struct Operation {
     kind: Kind,
-    /// The peer or the root.
+    /// The peer of a send or receive, or the root of a collective.
     rank: usize,
     receives: bool,
     from: u64,
     into: u64,
-    /// The number of bytes for one rank.
+    /// The number of bytes that the operation sends to, or receives from, one rank.
     bytes: usize,
     head: Head,
 }
@@ -73,8 +74,8 @@ impl Operation {
         Ok(new)
     }
 
-    /// Returns the number of bytes that are read and the number of bytes that are written. If a buffer has a part for
-    /// each rank, its parts are counted together.
+    /// Returns the number of bytes that the call reads, and the number of bytes that it writes. If a buffer has a part
+    /// for each rank, all its parts are counted.
     fn sizes(&self, communicator: &Communicator) -> (usize, usize) {
         let all = self.bytes.saturating_mul(communicator.place().ranks);
         match self.kind {
@@ -149,7 +150,8 @@ impl Operation {
             }
             Kind::Reduce if self.rank != communicator.place().rank => Ok(()),
             Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter => {
-                // The reduction is not in rank order and rounds at every step, so that tests do not rely on either.
+                // The order of the additions differs from the order of the ranks, and each addition is rounded, so that
+                // tests cannot depend on the order or on the rounding.
                 let mut total = communicator.take(ranks - 1, self.head)?;
                 for peer in (0..ranks - 1).rev() {
                     reduce::add(self.head.dtype, self.head.op, &mut total, &communicator.take(peer, self.head)?);
@@ -160,7 +162,7 @@ impl Operation {
         }
     }
 
-    /// Reads the part of the send buffer for a rank.
+    /// Reads one part of the send buffer. Part n is for rank n.
     fn read(&self, communicator: &Communicator, part: usize) -> Result<Vec<u8>, Broken> {
         let from = self.locate(communicator, self.from, part)?;
         // SAFETY: the range was checked just now.

@@ -1,8 +1,8 @@
-//! Reductions: combine the elements of two ranks.
+//! Reductions: combines the elements of two ranks.
 
 use half::{bf16, f16};
 
-/// Returns the size of an element of this `ncclDataType_t`.
+/// Returns the size in bytes of an element with this dtype code (`ncclDataType_t`).
 pub fn size(dtype: u32) -> Option<usize> {
     match dtype {
         0 | 1 | 10 | 11 => Some(1),
@@ -13,8 +13,7 @@ pub fn size(dtype: u32) -> Option<usize> {
     }
 }
 
-/// Returns whether a reduction is supported. Reductions of 8-bit floats need a newer device than the one that is
-/// imitated.
+/// Returns true if a reduction is supported. Reductions of 8-bit floats need a newer device than the imitated device.
 pub fn can(dtype: u32, op: u32) -> bool {
     dtype <= 9 && op <= AVG
 }
@@ -75,7 +74,7 @@ floats! {
     f64 as f64: std::convert::identity, std::convert::identity;
 }
 
-/// Runs code with the Rust type that corresponds to a dtype code.
+/// Runs code with the Rust type for a dtype code.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $body:expr) => {
         match $dtype {
@@ -124,7 +123,7 @@ macro_rules! with_type {
     };
 }
 
-/// Reduces the elements of `other` into the elements of `total`.
+/// Reduces the elements of `other` into the elements of `total`, element by element.
 pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     with_type!(dtype, T => {
         let size = size_of::<T>();
@@ -135,7 +134,7 @@ pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     });
 }
 
-/// If the operation is an average, divides by the number of ranks.
+/// Completes a reduction: if the operation is an average, divides the sums by the number of ranks.
 pub fn finish(dtype: u32, op: u32, ranks: usize, total: &mut [u8]) {
     if op != AVG {
         return;

@@ -1,4 +1,4 @@
-//! A small client of the driver, and functions that run several processes.
+//! A small client of the driver API, and functions that run a test in several processes.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -31,7 +31,7 @@ macro_rules! driver {
 
         impl Driver {
             fn load() -> Self {
-                // SAFETY: the functions are those of cuda.h.
+                // SAFETY: the functions have the types that cuda.h declares.
                 unsafe {
                     let library = libloading::Library::new(file()).unwrap();
                     Self { $($name: *library.get(stringify!($name)).unwrap(),)* _library: ManuallyDrop::new(library) }
@@ -109,7 +109,7 @@ unsafe impl DeviceStream for Stream {
     }
 }
 
-/// Memory of device 0, freed at the end of the process.
+/// Memory of device 0 that is not freed before the process ends.
 pub struct Buffer {
     pub address: u64,
     pub bytes: usize,
@@ -128,7 +128,7 @@ impl Buffer {
         new
     }
 
-    /// Waits for the stream, and returns the bytes.
+    /// Waits for the stream, and returns the bytes of the buffer.
     pub fn read(&self, stream: &Stream) -> Vec<u8> {
         let mut data = vec![0; self.bytes];
         assert_eq!(driver().cuMemcpyDtoHAsync_v2(data.as_mut_ptr(), self.address, self.bytes, stream.0), 0);
@@ -153,7 +153,7 @@ pub fn ranks(name: &str, ranks: usize) -> Vec<i32> {
     ranks_with(name, ranks, &[])
 }
 
-/// Runs ranks as [`ranks`] does, with additional environment variables.
+/// Runs ranks as [`ranks`] does, with additional environment variables, and returns their exit codes.
 pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<i32> {
     let id = UniqueId::new(&nccl()).unwrap().to_bytes().map(|byte| format!("{byte:02x}")).concat();
     let start = |rank: usize| -> Child {
@@ -170,15 +170,15 @@ pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec
     children.into_iter().map(|mut child| child.wait().unwrap().code().unwrap_or(-1)).collect()
 }
 
-/// Runs the ignored test `name` of this binary in a process. The streams of this process are delayed so long that the
-/// test runs before their work.
+/// Runs the ignored test `name` of this binary in a process, and returns true if it passes. The streams of the process
+/// are delayed so long that the test runs before their work.
 pub fn passes_early(name: &str) -> bool {
     let mut early = Command::new(env::current_exe().unwrap());
     early.args(["--ignored", "--exact", name, "--nocapture"]).env("GPU_STAND_IN_DELAY_US", "100000");
     early.stdout(Stdio::null()).status().unwrap().success()
 }
 
-/// Returns the rank of this process, and the number of ranks.
+/// Returns the number of this rank, and the number of all ranks.
 pub fn place() -> RankPosition {
     let number = |name: &str| env::var(name).unwrap().parse().unwrap();
     RankPosition { rank: number("RANK"), ranks: number("RANKS") }

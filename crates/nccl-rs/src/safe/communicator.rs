@@ -16,12 +16,12 @@ use crate::raw::{ncclComm_t, ncclConfig_t};
 use crate::result::Progress;
 use crate::{DataType, Error, RedOp, Result};
 
-/// A rank, and the number of ranks.
+/// The number of a rank, together with the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankPosition {
-    /// The rank, from 0.
+    /// The number of this rank, counted from 0.
     pub rank: usize,
-    /// The number of ranks.
+    /// The number of all ranks.
     pub ranks: usize,
 }
 
@@ -52,7 +52,7 @@ impl Config {
 /// waits forever, and [`Self::status`] returns the error.
 pub struct Communicator {
     library: Library,
-    /// The handle; `None` after an abort.
+    /// The handle of the communicator; `None` after an abort.
     comm: Option<NonNull<c_void>>,
     place: RankPosition,
     wait: Wait,
@@ -63,8 +63,8 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Connects to all ranks (`ncclCommInitRankConfig`). All ranks pass the same id and the same number of ranks. Each
-    /// rank passes its own rank.
+    /// Connects to all ranks (`ncclCommInitRankConfig`). All ranks pass the same id and the same number of ranks, but
+    /// each rank passes its own number.
     ///
     /// Uses the device whose CUDA context is current in this thread.
     ///
@@ -87,7 +87,7 @@ impl Communicator {
         Ok(this)
     }
 
-    /// Returns this rank and the number of ranks.
+    /// Returns the number of this rank, and the number of all ranks.
     #[must_use]
     pub fn place(&self) -> RankPosition {
         self.place
@@ -132,7 +132,7 @@ impl Communicator {
         self.settle("ncclGroupEnd", queued)
     }
 
-    /// Queues one [`GroupCall::send`].
+    /// Queues a group that consists of one [`GroupCall::send`].
     pub fn send(
         &mut self,
         stream: &impl DeviceStream,
@@ -143,7 +143,7 @@ impl Communicator {
         self.group(stream, |group| group.send(from, dtype, peer))
     }
 
-    /// Queues one [`GroupCall::recv`].
+    /// Queues a group that consists of one [`GroupCall::recv`].
     pub fn recv(
         &mut self,
         stream: &impl DeviceStream,
@@ -154,7 +154,7 @@ impl Communicator {
         self.group(stream, |group| group.recv(into, dtype, peer))
     }
 
-    /// Queues one [`GroupCall::broadcast`].
+    /// Queues a group that consists of one [`GroupCall::broadcast`].
     pub fn broadcast(
         &mut self,
         stream: &impl DeviceStream,
@@ -165,7 +165,7 @@ impl Communicator {
         self.group(stream, |group| group.broadcast(buffer, dtype, root))
     }
 
-    /// Queues one [`GroupCall::reduce`].
+    /// Queues a group that consists of one [`GroupCall::reduce`].
     pub fn reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -177,7 +177,7 @@ impl Communicator {
         self.group(stream, |group| group.reduce(send, recv, dtype, (op, root)))
     }
 
-    /// Queues one [`GroupCall::all_gather`].
+    /// Queues a group that consists of one [`GroupCall::all_gather`].
     pub fn all_gather<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -188,7 +188,7 @@ impl Communicator {
         self.group(stream, |group| group.all_gather(send, recv, dtype))
     }
 
-    /// Queues one [`GroupCall::all_reduce`].
+    /// Queues a group that consists of one [`GroupCall::all_reduce`].
     pub fn all_reduce<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -200,7 +200,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce(send, recv, dtype, op))
     }
 
-    /// Queues one [`GroupCall::all_reduce_in_place`].
+    /// Queues a group that consists of one [`GroupCall::all_reduce_in_place`].
     pub fn all_reduce_in_place(
         &mut self,
         stream: &impl DeviceStream,
@@ -211,7 +211,7 @@ impl Communicator {
         self.group(stream, |group| group.all_reduce_in_place(buffer, dtype, op))
     }
 
-    /// Queues one [`GroupCall::reduce_scatter`].
+    /// Queues a group that consists of one [`GroupCall::reduce_scatter`].
     pub fn reduce_scatter<'b>(
         &mut self,
         stream: &impl DeviceStream,
@@ -243,7 +243,7 @@ impl Communicator {
         self.abort_now()
     }
 
-    /// Waits until a started function is completed. If that fails, aborts the communicator.
+    /// Waits until a function that was called is completed. If the function fails, aborts the communicator.
     fn settle(&mut self, function: &'static str, begun: Result<Progress>) -> Result<()> {
         let unsettled = Unsettled(self);
         if begun? == Progress::InProgress {
@@ -267,17 +267,19 @@ impl Communicator {
     }
 }
 
-/// A guard that aborts the communicator if a started function does not complete, even if the watch panics.
+/// A guard for a function that was called but is not completed. When it is dropped, it aborts the communicator, even if
+/// the drop is caused by a panic in the watch.
 struct Unsettled<'a>(&'a mut Communicator);
 
 impl Drop for Unsettled<'_> {
     fn drop(&mut self) {
-        // The caller has the cause already, and an error of the abort would add nothing.
+        // The caller already has the error that caused the abort. A second error from the abort itself would add
+        // nothing.
         let _ = self.0.abort_now();
     }
 }
 
-/// Returns the progress of `function`, which was started on the communicator.
+/// Returns the progress of `function`, which was called on the communicator before.
 fn progress(library: &Library, comm: Option<NonNull<c_void>>, function: &'static str) -> Result<Progress> {
     let comm = comm.ok_or(Error::Aborted)?;
     // SAFETY: only the owner of the communicator calls this, and takes the handle out of the option before freeing it.
@@ -297,7 +299,7 @@ impl fmt::Debug for Communicator {
 }
 
 impl RankPosition {
-    /// Returns the rank and the number of ranks in NCCL's types.
+    /// Checks the rank and the number of ranks, and returns both in NCCL's types.
     fn checked(self, function: &'static str) -> Result<(c_int, c_int)> {
         match (c_int::try_from(self.rank), c_int::try_from(self.ranks)) {
             (Ok(rank), Ok(ranks)) if rank < ranks => Ok((rank, ranks)),

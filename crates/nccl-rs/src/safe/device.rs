@@ -13,7 +13,7 @@ use std::marker::PhantomData;
 
 use crate::{DataType, Error, Result};
 
-/// A buffer of device memory.
+/// A buffer of device memory that the caller owns.
 ///
 /// # Safety
 ///
@@ -21,10 +21,10 @@ use crate::{DataType, Error, Result};
 /// which they are lent. They stay allocated until all work is done that was queued before the value is dropped. They
 /// may be freed in the order of the streams (`cuMemFreeAsync`), or after waiting for the streams.
 pub unsafe trait DeviceBuffer {
-    /// Returns the address of the first byte: a `CUdeviceptr`.
+    /// Returns the device address of the first byte: a `CUdeviceptr`.
     fn address(&self) -> u64;
 
-    /// Returns the length in bytes.
+    /// Returns the length of the buffer in bytes.
     fn bytes(&self) -> usize;
 }
 
@@ -39,21 +39,21 @@ pub unsafe trait DeviceStream {
     fn handle(&self) -> *mut c_void;
 }
 
-/// A part of a [`DeviceBuffer`] that is read.
+/// A part of a [`DeviceBuffer`] that NCCL reads.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceView<'a> {
     bytes: Extent,
     lent: PhantomData<&'a ()>,
 }
 
-/// A part of a [`DeviceBuffer`] that is written.
+/// A part of a [`DeviceBuffer`] that NCCL writes.
 #[derive(Debug)]
 pub struct DeviceViewMut<'a> {
     bytes: Extent,
     lent: PhantomData<&'a mut ()>,
 }
 
-/// A range of device memory.
+/// The address and the length of a range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub address: u64,
@@ -61,19 +61,19 @@ pub(super) struct Extent {
 }
 
 impl<'a> DeviceView<'a> {
-    /// Returns a view of the whole buffer.
+    /// Returns a view of the entire buffer.
     #[must_use]
     pub fn of(buffer: &'a impl DeviceBuffer) -> Self {
         Self { bytes: Extent { address: buffer.address(), bytes: buffer.bytes() }, lent: PhantomData }
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the view in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.bytes
     }
 
-    /// Splits the view after the first `at` bytes. Returns `None` if the view is shorter.
+    /// Splits the view after its first `at` bytes. Returns `None` if the view has fewer bytes.
     #[must_use]
     pub fn split_at(self, at: usize) -> Option<(Self, Self)> {
         let (front, back) = self.bytes.split_at(at)?;
@@ -86,19 +86,19 @@ impl<'a> DeviceView<'a> {
 }
 
 impl<'a> DeviceViewMut<'a> {
-    /// Returns a view of the whole buffer.
+    /// Returns a view of the entire buffer.
     #[must_use]
     pub fn of(buffer: &'a mut impl DeviceBuffer) -> Self {
         Self { bytes: Extent { address: buffer.address(), bytes: buffer.bytes() }, lent: PhantomData }
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the view in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.bytes
     }
 
-    /// Splits the view after the first `at` bytes. Returns `None` if the view is shorter.
+    /// Splits the view after its first `at` bytes. Returns `None` if the view has fewer bytes.
     #[must_use]
     pub fn split_at(self, at: usize) -> Option<(Self, Self)> {
         let (front, back) = self.bytes.split_at(at)?;
@@ -117,7 +117,8 @@ impl Extent {
         Some((Self { bytes: at, ..self }, Self { address: behind, bytes: rest }))
     }
 
-    /// Returns the number of elements. Returns an error if the range is not a whole number of aligned elements.
+    /// Returns the number of elements in the range. Returns an error if the range is not aligned, or if its length is
+    /// not a multiple of the element size.
     pub(super) fn elements(self, dtype: DataType, function: &'static str) -> Result<usize> {
         let size = dtype.size();
         if !self.bytes.is_multiple_of(size) {

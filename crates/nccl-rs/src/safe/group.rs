@@ -31,7 +31,7 @@ pub struct GroupCall<'g, 'b> {
 #[derive(Debug)]
 struct Operation {
     kind: Kind,
-    /// The number of elements, as the NCCL function counts them for one rank.
+    /// The number of elements for one rank, which the NCCL function takes as its argument `count`.
     count: usize,
     dtype: DataType,
 }
@@ -173,7 +173,7 @@ impl<'b> GroupCall<'_, 'b> {
         }
     }
 
-    /// Checks a rank, and converts it to NCCL's type.
+    /// Checks that a rank exists, and converts it to NCCL's type.
     fn rank(&self, function: &'static str, rank: usize) -> Result<c_int> {
         let known = c_int::try_from(rank).ok().filter(|_| rank < self.place.ranks);
         known.ok_or_else(|| Error::Argument {
@@ -210,7 +210,7 @@ impl<'b> GroupCall<'_, 'b> {
         let _ = nccl.group_start()?;
         // SAFETY: guaranteed by the caller.
         let queued = self.operations.iter().try_for_each(|each| unsafe { each.queue(nccl, comm, stream) }.map(drop));
-        // A group that was started has to be ended, even if an error occurred.
+        // A group that was started must be ended, even if a call returned an error.
         let ended = nccl.group_end();
         queued.and(ended)
     }
@@ -221,7 +221,7 @@ fn uneven(function: &'static str, what: &str, expected: usize, found: usize) -> 
 }
 
 impl Operation {
-    /// Queues the operation.
+    /// Queues this operation by calling the NCCL function.
     ///
     /// # Safety
     ///
@@ -260,7 +260,7 @@ mod tests {
     use super::super::device::DeviceBuffer;
     use super::*;
 
-    /// A buffer that has an address and a size, but no memory. It is never accessed.
+    /// A buffer with an address and a size but without memory. The tests never access it.
     struct Nothing(u64, usize);
 
     // SAFETY: no test passes this buffer to NCCL.

@@ -1,4 +1,4 @@
-//! The NCCL library, which is loaded at run time, and unique ids.
+//! Loads the NCCL library at run time, and creates unique ids.
 
 use std::ffi::{OsStr, c_char};
 use std::fmt;
@@ -9,10 +9,11 @@ use crate::raw::{NCCL_UNIQUE_ID_BYTES, ncclUniqueId};
 use crate::result::Nccl;
 use crate::{Result, Version};
 
-/// The file names to try if the caller gives none. Python wheels and run-time packages contain only the first.
+/// The file names that are tried if the caller gives none. Python wheels and run-time packages contain only the first
+/// name.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The loaded NCCL library. Clones share it.
+/// The loaded NCCL library. All clones share the same loaded library.
 #[derive(Clone, Debug)]
 pub struct Library(Arc<Nccl>);
 
@@ -34,11 +35,11 @@ impl Library {
             Some(file) => vec![file.as_os_str()],
             None => NAMES.map(OsStr::new).to_vec(),
         };
-        // SAFETY: promised by the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { Nccl::load(&names) }.map(|nccl| Self(Arc::new(nccl)))
     }
 
-    /// Returns the name under which the library was found.
+    /// Returns the file name with which the library was loaded.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
@@ -49,7 +50,7 @@ impl Library {
         self.0.version()
     }
 
-    /// Returns the functions of the library, without checks of arguments.
+    /// Returns the methods that call NCCL directly, without checks of their arguments.
     #[must_use]
     pub fn nccl(&self) -> &Nccl {
         &self.0
@@ -65,22 +66,22 @@ impl Library {
 pub struct UniqueId([u8; Self::BYTES]);
 
 impl UniqueId {
-    /// The length of an id in bytes.
+    /// The length of a unique id in bytes.
     pub const BYTES: usize = NCCL_UNIQUE_ID_BYTES;
 
-    /// Creates an id (`ncclGetUniqueId`), which opens a port of this process.
+    /// Creates a unique id (`ncclGetUniqueId`). This opens a port of this process.
     pub fn new(library: &Library) -> Result<Self> {
         let id = library.nccl().unique_id()?;
         Ok(Self(id.internal.map(c_char::cast_unsigned)))
     }
 
-    /// Returns an id from the bytes that another rank has sent.
+    /// Returns the unique id whose bytes another rank has sent.
     #[must_use]
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
     }
 
-    /// Returns the bytes to send to other ranks.
+    /// Returns the bytes of the unique id, to send them to other ranks.
     #[must_use]
     pub const fn to_bytes(self) -> [u8; Self::BYTES] {
         self.0

@@ -1,4 +1,4 @@
-//! The safe layer: communicators that detect errors and abort themselves, over buffers that the caller owns.
+//! The safe layer. Its communicators detect errors and abort themselves, and their buffers belong to the caller.
 //!
 //! Only implementing [`DeviceBuffer`] or [`DeviceStream`] and loading a library is `unsafe`; all other calls are safe.
 

@@ -1,4 +1,4 @@
-//! A limit for waiting for peers, and a watch that may end the wait earlier.
+//! A time limit for waiting for peers, and a function that may end the wait earlier.
 
 use std::fmt;
 use std::ops::ControlFlow;
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use crate::result::Progress;
 use crate::{Error, Result};
 
-/// The first pause between two polls. Each later pause is twice as long as the previous one.
+/// The first pause between two polls of NCCL. Each later pause is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
-/// The longest pause. It is also the maximum time until a completed operation is noticed.
+/// The longest pause between two polls. It is also the maximum time until a completed operation is noticed.
 const LONGEST: Duration = Duration::from_millis(5);
 
 /// The time limit of a communicator for three waits: until all peers join its creation, until a peer joins the first
@@ -25,20 +25,21 @@ pub struct Wait {
 type Watch = dyn FnMut(Duration) -> ControlFlow<String> + Send;
 
 impl Wait {
-    /// Waits up to this limit.
+    /// Returns a wait with this time limit.
     #[must_use]
     pub fn up_to(limit: Duration) -> Self {
         Self { limit, watch: Box::new(|_| ControlFlow::Continue(())) }
     }
 
-    /// Calls `watch` every few milliseconds with the elapsed time. If `watch` returns `Break(why)`, the wait ends
-    /// immediately. For example, a program can check its peers or its signals in `watch`.
+    /// Sets the function `watch`, which is called every few milliseconds during a wait, with the elapsed time. If
+    /// `watch` returns `Break(why)`, the wait ends immediately. For example, a program can check its peers or its
+    /// signals in `watch`.
     #[must_use]
     pub fn watching(self, watch: impl FnMut(Duration) -> ControlFlow<String> + Send + 'static) -> Self {
         Self { watch: Box::new(watch), ..self }
     }
 
-    /// Polls until the operation is done.
+    /// Polls until the operation is done. Returns an error at the time limit, or if the watch ends the wait.
     pub(super) fn until_done(
         &mut self,
         function: &'static str,
