@@ -140,7 +140,8 @@ pub trait Read: Sync {
         false
     }
 
-    /// Reads all bytes of a container that are not tensor data. Ignores damage.
+    /// Reads all bytes of a container that are not tensor data, so that their ranges can be recorded. Damage is
+    /// ignored.
     fn read_header(&self, _: &Files, _: FileId) {}
 
     /// Returns the objects in the data files of a folder, according to its metadata files.
@@ -151,7 +152,8 @@ pub trait Read: Sync {
         Ok(Objects::new())
     }
 
-    /// Reads objects in a data file. Ignores damage.
+    /// Reads the given objects from a data file, so that the byte ranges that are read can be recorded. Damage is
+    /// ignored.
     fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
 

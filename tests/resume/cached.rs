@@ -15,8 +15,8 @@ use crate::job::{FILE, FOLDER, Job, Kind, RANKS, names, skip};
 use crate::outcome::Outcome;
 use crate::tree::tree;
 
-/// The mount options for the time in seconds for which names are cached. It is longer than the time after which these
-/// processes consider another process dead.
+/// The options with which a mount caches names for 4 seconds. This is longer than the time after which these processes
+/// consider another process dead.
 const CACHES: &str = "entry_timeout=4,attr_timeout=4,negative_timeout=4";
 
 /// Two mounts of one folder. They are unmounted when the value is dropped.

@@ -13,7 +13,7 @@ use torch_pickle::pickle::WriteError;
 /// A byte range of a data file, like `_StorageInfo` in PyTorch.
 #[derive(Clone, Copy)]
 pub struct StorageInfo {
-    /// Index into the files of the reservation.
+    /// The index of the data file in the files of the reservation.
     pub file: u32,
     /// The offset in the file, in bytes.
     pub offset: u64,

@@ -162,7 +162,7 @@ impl<'a> LayoutResolver<'a> {
         Ok(ResolvedLayouts { entries, notes })
     }
 
-    /// Binds the plan to the parameters of the model.
+    /// Gives the parameters of the model the placements of the declared plan. Returns `None` if no plan is declared.
     fn plan(&self, order: ParameterOrder) -> Result<Option<(PlannedModel, HashMap<TensorId, Fqn>)>> {
         let Some(plan) = &self.layout.plan else { return Ok(None) };
         let model = model::parameters(&self.catalog.state);

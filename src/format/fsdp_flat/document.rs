@@ -81,9 +81,9 @@ struct EnclosingLayoutFile {
 }
 
 /// Reads a flat layout from its own document or from a layout file.
-/// `Malformed` naming the position in the file, `Unsupported` for a later version, `Io`.
+///
 /// # Errors
-/// `Malformed` naming the place in the file, `Unsupported` for a later version, `Io`.
+/// `Malformed` naming the position in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
     let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));

@@ -16,6 +16,7 @@ use torch_pickle::pickle::symbols::{self, Use};
 
 /// Decodes the state dict of a document. `names` maps names to tensors; ranks must be below `world_size`.
 ///
+/// # Errors
 /// `Wrong` for an invalid value, or for a value that is not allowed at its position.
 pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> Result<Value, Wrong> {
     let mut decoder = Decoder { names, world_size, path: Path::default() };

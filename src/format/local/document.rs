@@ -49,7 +49,7 @@ const MAX_CELLS: u64 = 1 << 24;
 
 const VERSION: u64 = 1;
 
-/// A document that has been checked.
+/// The content of a `layout.json`, which has been checked for consistency.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalDocument {
     pub world_size: u32,

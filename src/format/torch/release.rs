@@ -7,8 +7,9 @@
 //! ```text
 //! written for   loads and works in   other releases
 //! 2.5           2.5 to 2.9           2.10 and later load local tensors and placements, but not the mesh
-//! 2.10          2.10                 2.11 and 2.12 load all but strided shards, whose order they store otherwise
-//! 2.11          2.11 and 2.12        2.13 and later: as 2.5; 2.10: all but strided shards; earlier ones lack a module
+//! 2.10          2.10                 2.11 and 2.12 load all except strided shards, which store their order differently
+//! 2.11          2.11 and 2.12        2.13 and later load local tensors and placements, but not the mesh;
+//!                                    2.10 loads all except strided shards; earlier releases lack a module
 //! 2.13          2.13 and later       earlier releases lack a class
 //! ```
 //!

@@ -129,7 +129,7 @@ pub enum PickleErrorKind {
 }
 
 impl PickleError {
-    /// Returns a description of the input that the reader expects at the position of such an error.
+    /// Returns a description of the input that the reader expected where it found an error of this kind.
     pub fn expected(&self) -> &'static str {
         match self.kind {
             PickleErrorKind::Truncated => "a complete pickle",

@@ -2,7 +2,8 @@
 //!
 //! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
 //! in each of a million archives takes a million reads of a directory and a pickle. Archives with the same frame have
-//! their data at the same location, so archives after the first with a frame are only compared with it.
+//! their data at the same location. So after the first archive with a frame, a tensor is located by comparing its
+//! archive with the frame.
 //!
 //! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
 //! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were

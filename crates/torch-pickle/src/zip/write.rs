@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The alignment of the data of zip records in bytes, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
-/// The value of a 32-bit field that refers to a zip64 field. Values from this one on need a zip64 field.
+/// The value of a 32-bit field whose true value is in a zip64 field. This value and larger values need a zip64 field.
 const ZIP64: u64 = 0xFFFF_FFFF;
 
 /// The layout of an archive. All offsets count from the first byte of the archive.

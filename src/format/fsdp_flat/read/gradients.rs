@@ -46,7 +46,7 @@ pub fn find(series: &SeriesFiles) -> Vec<Path> {
     paths
 }
 
-/// Returns a plain tensor with its dtype and its number of dims.
+/// Returns the id, the dtype and the number of dims of a plain tensor; `None` for any other value.
 fn plain_tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
     let Value::Tensor(id) = value else { return None };
     match &contents.tensors[id.0 as usize] {

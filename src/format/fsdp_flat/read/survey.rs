@@ -34,7 +34,7 @@ pub struct FlatState {
     pub module_positions: Option<HashMap<Box<str>, usize>>,
 }
 
-/// The part of a state dict with flat parameters that one rank's file has.
+/// A state dict with flat parameters as the file of one rank has it, with the part of that rank.
 #[derive(Debug)]
 pub struct RankState {
     /// The index of the file in its series.

@@ -17,7 +17,8 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// Plans the dict of gradients. Tensors in the result are indices of [`FlatPlan::tensors`].
+/// Adds the gradients to the plan, and returns the dict of gradients for the target. Its tensors are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let mut gradients: IndexMap<ParameterIndex, TensorId> = IndexMap::new();
     let mut entries = Vec::new();
@@ -66,7 +67,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-/// Plans one gradient for each flat parameter (without `use_orig_params`).
+/// Adds one gradient for each flat parameter to the plan (without `use_orig_params`).
 fn unit_gradients(
     gradients: &IndexMap<ParameterIndex, TensorId>,
     path: &Path,

@@ -28,7 +28,8 @@ enum ModelEntry<'v> {
     Object(&'v Value),
 }
 
-/// Plans the dict of the model. Tensors in the result are indices of [`FlatPlan::tensors`].
+/// Adds the model to the plan, and returns the dict of the model for the target. Its tensors are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(
     model: &Dict,
     names: &ParameterNames<'_>,

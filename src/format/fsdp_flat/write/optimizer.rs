@@ -23,7 +23,8 @@ pub fn is_optimizer(dict: &Dict) -> bool {
     groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
 }
 
-/// Plans the state dict of an optimizer. Tensors in the result are indices of [`FlatPlan::tensors`].
+/// Adds an optimizer to the plan, and returns its state dict for the target. Tensors in it are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;
     let groups = source.target_groups(names, plan)?;

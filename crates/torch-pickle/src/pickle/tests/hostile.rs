@@ -201,7 +201,8 @@ fn known_calls_with_unusual_arguments_are_errors() {
     }
 }
 
-/// A `torch.Size` of a long shared tuple takes five bytes, and is not copied each time.
+/// A `torch.Size` made of a long shared tuple takes only five bytes of a pickle, so the tuple must not be copied each
+/// time.
 #[test]
 fn long_sizes_are_not_copied() {
     let mut bytes = b"ctorch\nSize\nq\x000(".to_vec();
