@@ -1,8 +1,8 @@
 //! Replaces flat parameters in state dicts by their parameters, with their shapes and names.
 //!
-//! Only views change, and no data is copied. A rank's range of a parameter becomes boxes of that parameter, at most `2n
-//! - 1` boxes for `n` dims. Each box is a view of the flat parameter's storage. Unit of lengths and offsets: elements.
-//! If the files contain the order of the modules, names come in the order that the model's state dict has without FSDP.
+//! Only views change, and no data is copied. A rank's range of a parameter of `n` dims becomes at most `2n-1` boxes of
+//! the parameter. Each box is a view of the flat parameter's storage. Unit of lengths and offsets: elements. If the
+//! files contain the order of the modules, names come in the order that the model's state dict has without FSDP.
 
 use std::collections::HashMap;
 use std::ops::Range;
