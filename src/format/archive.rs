@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{FileId, FileRange, Files, IoMode};
 
-/// A file of a checkpoint as the source of archives. It is opened for each read and not kept open, because the archives
-/// of all ranks exist at the same time.
+/// A checkpoint file from which archives are read. The file is opened for each read and not kept open, because the
+/// archives of all ranks exist at the same time.
 #[derive(Clone, Copy)]
 pub struct ArchiveSource<'a> {
     files: &'a Files,
@@ -26,15 +26,15 @@ pub struct ArchiveSource<'a> {
 }
 
 impl<'a> ArchiveSource<'a> {
-    /// Returns the file as a source of archives.
+    /// Returns a source that reads archives from `file`.
     pub fn new(files: &'a Files, file: FileId) -> Self {
         Self { files, file }
     }
 
-    /// Reads the directory of the archive that fills a range of the file.
+    /// Reads the ZIP directory of the archive that fills a byte range of the file.
     ///
     /// # Errors
-    /// `Malformed` if it is not an archive, `Unsupported` if entries are compressed, `Io`.
+    /// `Malformed` if the range is not an archive, `Unsupported` if entries are compressed, `Io`.
     pub fn archive(self, file_range: FileRange) -> Result<Archive> {
         Archive::read_at(&self, file_range.offset, file_range.len).map_err(|error| self.error(error))
     }
@@ -80,7 +80,7 @@ pub fn torch_script_error(path: &Path) -> Error {
     )
 }
 
-/// Returns the offset of a zip record's data.
+/// Returns the offset of a zip record's data in the file, in bytes.
 ///
 /// # Errors
 /// `Malformed` if the zip record has no local header, `Io`.
@@ -89,7 +89,7 @@ pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
     zip::data_offset(&source, record).map_err(|error| source.error(error))
 }
 
-/// Bytes of many archives; equal bytes are kept once.
+/// The known bytes of many output archives. Equal blocks of bytes are kept in memory once.
 #[derive(Debug, Default)]
 pub struct SharedBytes(HashSet<Arc<Vec<u8>>>);
 
@@ -103,7 +103,7 @@ impl SharedBytes {
         shared
     }
 
-    /// Appends an archive to an output file; returns its offset.
+    /// Appends an archive to an output file, and returns the offset of the archive in the file.
     pub fn append(&mut self, archive: ArchiveLayout, file: &mut OutputFile) -> u64 {
         let base = file.len;
         for (at, bytes) in archive.known {
@@ -119,8 +119,8 @@ impl SharedBytes {
     }
 }
 
-/// Writes the values that have no pickle opcodes. A closure writes the tensors. Of a value that differs between ranks,
-/// the value of one rank is written.
+/// Writes the leaves of a state dict that have no pickle opcode: tensors with the closure `tensors`, and values that
+/// differ between ranks with the value of one rank.
 pub struct Leaves<F> {
     /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
     pub rank: Option<Rank>,

@@ -10,8 +10,8 @@ use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Returns the archives of a checkpoint. An archive of a single tensor has the tensor's name. Empty if the format has
-/// no checksums.
+/// Returns the byte range of each archive in a checkpoint. An archive of a single tensor comes with the name of the
+/// tensor. The list is empty if the format has no checksums.
 #[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =

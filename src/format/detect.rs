@@ -65,7 +65,7 @@ fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
 
-/// Returns the error for a path without a checkpoint of the format `from`.
+/// Returns the error for a path that contains no checkpoint of the required format `from`.
 pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(
         format!("{} contains no checkpoint of format {from}", path.display()),
@@ -73,8 +73,8 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     )
 }
 
-/// Returns the only file of a folder that may be a checkpoint, if nothing in the folder identifies itself. A model
-/// file has priority over other files of trainers.
+/// Returns the only file of a folder that may be a checkpoint, if no file in the folder shows its format by its name. A
+/// model file has priority over other files that trainers save.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.
@@ -89,7 +89,7 @@ pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     Err(from.map_or_else(|| unknown_folder(&listing, &saved), |from| not_that_format(folder, from)))
 }
 
-/// Returns the files of a folder that may each be a whole checkpoint, with their formats.
+/// Returns the files of a folder that may each be a complete checkpoint, with their formats.
 fn lone_files(listing: &FolderListing<'_>) -> Result<Vec<(Format, PathBuf)>> {
     let mut found = Vec::new();
     for format in Format::ALL {
@@ -119,7 +119,7 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     )
 }
 
-/// Returns whether a folder has files that may each be a whole checkpoint, as shown by their names.
+/// Returns whether the names in a folder show files that may each be a complete checkpoint.
 ///
 /// # Errors
 /// `Io`.
@@ -136,7 +136,8 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
     }
     all.sort_by_key(|found| found.certainty);
     let (possible, mut found): (Vec<_>, Vec<_>) = all.into_iter().partition(|found| found.certainty == Match::Possible);
-    // Without other findings, such a file may be something that a trainer left above its checkpoints: see `lone_file`.
+    // A file that is only a possible match counts only beside a match that is certain or likely. On its own, it may be
+    // a file that a trainer left above its checkpoints: see `lone_file`.
     for path in possible.iter().flat_map(|found| &found.paths).filter(|_| !found.is_empty()).collect::<Vec<_>>() {
         if first_bytes(path)?.starts_with(b"PK\x03\x04") {
             found.push(detect_file(path)?);

@@ -11,20 +11,21 @@ use crate::layout::Rank;
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum FormatError {
-    /// Bytes break the rules of their format.
+    /// A file whose content does not follow the rules of its format.
     #[error("{}: {at}: expected {expected}, found {found}", path.display())]
     Malformed { path: PathBuf, at: String, expected: String, found: String, hint: Option<Box<str>> },
 
-    /// Other files name files that do not exist.
+    /// Files that do not exist, although other files of the checkpoint name them.
     #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
     Missing { path: PathBuf, at: String, expected: String, missing: String, hint: Option<String> },
 
-    /// This version cannot convert such a file or value, or cannot write it in the requested format.
+    /// A file or value that this version of dtshard cannot convert, or cannot write in the requested format.
     #[error("{what}")]
     Unsupported { what: String, hint: String },
 }
 
-/// A fault at a position in a document. The path of the document is added later.
+/// A fault at a position in a document, such as a JSON file or a pickle. The caller adds the path of the document
+/// later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
     /// The position in the document.
@@ -41,8 +42,8 @@ impl Wrong {
         Self { at: at.into(), expected: expected.into(), found: found.into() }
     }
 
-    /// Returns a fault that another message describes. If that message has an expected content of its own, the fault
-    /// takes it from there, so that no message has `expected` twice.
+    /// Returns a fault from the message of another error. If the message has the form `expected ..., found ...`, the
+    /// fault takes both texts from it, so that the final message has the word `expected` only once.
     pub fn from_message(at: impl Into<String>, expected: &str, message: &str) -> Self {
         if let Some((expected, found)) = message.strip_prefix("expected ").and_then(|rest| rest.rsplit_once(", found "))
         {
@@ -57,7 +58,7 @@ impl Wrong {
         }
     }
 
-    /// Returns the error of a file with this fault.
+    /// Returns this fault as an error of the file at `path`.
     #[must_use]
     pub fn within(self, path: &Path) -> FormatError {
         let Self { at, expected, found } = self;
@@ -104,7 +105,7 @@ impl FormatError {
         }
     }
 
-    /// Returns the fields that this error adds to the JSON document.
+    /// Returns the fields that describe this error in a JSON document.
     pub(crate) fn fields(&self) -> Json {
         match self {
             Self::Malformed { path, at, expected, found, .. } => {
@@ -118,7 +119,7 @@ impl FormatError {
         }
     }
 
-    /// Returns the path of a damaged file and its hint, so that the caller can set a more specific hint.
+    /// Returns the path and the hint of a damaged file, so that the caller can set a more specific hint.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self {
             Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),

@@ -19,7 +19,7 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
 
-/// The parts of a checkpoint folder that a verb uses.
+/// The parts of a checkpoint folder that a verb needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Want {
     /// The model, the optimizer, and the files beside them.
@@ -106,7 +106,8 @@ pub fn may_lead_on(name: &str) -> bool {
         || is_lightning(name)
 }
 
-/// Returns the files that are read together with a single file given as SRC, or counted in messages about it.
+/// Returns the files in the same folder that belong to a single file given as SRC: the reader may read them, or
+/// messages may count them.
 ///
 /// # Errors
 /// `Io` if the folder of the file cannot be listed.
@@ -126,7 +127,7 @@ pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns whether this is the name of accelerate's folder of a model.
+/// Returns whether accelerate gives this name to the folder of a model.
 fn is_model(name: &str) -> bool {
     is_numbered(name, "pytorch_model_fsdp", "_", true)
 }
@@ -149,7 +150,7 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders }))
 }
 
-/// Returns whether a name is `BASE` + separator + number, or the base alone if `alone` is set.
+/// Returns whether a name is `BASE`, separator and number, or is only `BASE` if `alone` is true.
 fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     let Some(rest) = name.strip_prefix(base) else { return false };
     if rest.is_empty() {
@@ -159,16 +160,16 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The names of folders of one training step: base and separator.
+/// The names of folders for one training step: the text before the number, and its separator.
 const STEPS: [(&str, &str); 6] =
     [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
 
-/// The names of the folders of verl's models.
+/// The names of the folders that verl makes for its models.
 const ROLES: [&str; 2] = ["actor", "critic"];
 
 /// Returns the only subfolder in which to continue the search, if there is one.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
-    // In this case, `latest` is a link to a folder, not a text file.
+    // In `names`, `latest` is a link to a folder: a text file of this name is not a subfolder.
     if names.iter().any(|name| name == "latest") {
         return Ok(Some(String::from("latest")));
     }
@@ -241,7 +242,7 @@ fn is_version(name: &str) -> bool {
     is_numbered(name, "version", "_", false)
 }
 
-/// Returns whether Lightning creates folders of this name above a checkpoint.
+/// Returns whether Lightning gives this name to a checkpoint or to a folder above it.
 fn is_lightning(name: &str) -> bool {
     is_checkpoint_name(name) || ["checkpoints", "lightning_logs"].contains(&name) || is_version(name)
 }
@@ -249,7 +250,7 @@ fn is_lightning(name: &str) -> bool {
 fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     const SHOWN: usize = 16;
     let names: Vec<&str> = names.collect();
-    // The suggestion is the newest step, or the first of a trainer's models.
+    // The hint suggests the newest step, or the first model of the trainer.
     let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
     let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
@@ -261,7 +262,7 @@ fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
 
 const MEGATRON_POINTER: &str = "latest_checkpointed_iteration.txt";
 
-/// A file that names the newest checkpoint.
+/// A text file that names the folder of the newest checkpoint.
 #[derive(Debug)]
 struct Pointer {
     file: PathBuf,
@@ -277,7 +278,7 @@ fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Reads the pointer file of a folder, if it exists.
+/// Reads the text file that names the newest checkpoint of a folder, if it exists.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     const LIMIT: u64 = 256;
     let Some(file) = pointer_file(folder)? else { return Ok(None) };
@@ -293,11 +294,11 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     Ok(Some(Pointer { file, text }))
 }
 
-/// `NAME_MAX` of Linux.
+/// The maximum length of a file name in bytes: `NAME_MAX` of Linux.
 const MAX_NAME_BYTES: usize = 255;
 
 impl Pointer {
-    /// Returns the folder that the pointer names: by its full name, or by a number that is part of the name.
+    /// Returns the folder that the text names. The text is the name of the folder, or the step number in the name.
     fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];

@@ -45,7 +45,7 @@ struct ForeignFolder {
     matches: fn(&FolderNames<'_>) -> Result<bool>,
 }
 
-/// A folder, the names of its files, and the format that the user names.
+/// A folder, the names of its files, and the format that the user requires.
 struct FolderNames<'a> {
     folder: &'a Path,
     names: &'a [String],
@@ -58,7 +58,7 @@ impl FolderNames<'_> {
     }
 }
 
-/// The formats that are folders, in the order of the checks.
+/// The formats of other frameworks that are folders, in the order of the checks.
 const FOLDERS: [ForeignFolder; 5] = [
     ForeignFolder {
         what: "a DeepSpeed ZeRO checkpoint",
@@ -108,8 +108,8 @@ pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> R
     Ok(())
 }
 
-/// Returns the shortfall of a file that is one rank's file in another framework's format but reads as a torch file. It
-/// lists the files of the other ranks.
+/// Returns a shortfall if a file reads as a torch file but is the file of one rank in another framework's format. The
+/// shortfall lists the files of the other ranks.
 ///
 /// # Errors
 /// `Io` if the folder of the files cannot be listed.
@@ -140,7 +140,7 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
 const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
 const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
 
-/// The name of each rank's file in Megatron-LM.
+/// The name that Megatron-LM gives to the file of every rank.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";
 
 /// Returns whether DeepSpeed writes files of this name: `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`,
@@ -197,7 +197,7 @@ pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
 struct ForeignFile {
     what: &'static str,
     hint: &'static str,
-    /// Bytes that identify the format, and their offset.
+    /// The offset and value of the bytes that identify the format.
     start: Option<(usize, &'static [u8])>,
     /// Suffixes that identify the format; a number follows a suffix that ends in a hyphen.
     suffixes: &'static [&'static str],

@@ -25,13 +25,13 @@ pub fn is_index(name: &str) -> bool {
     format_of(name).is_some()
 }
 
-/// Returns the format of the files that an index names. The name of the index determines this format.
+/// Returns the format of the files that an index names, as shown by the name of the index.
 fn format_of(name: &str) -> Option<Format> {
     Format::ALL.iter().copied().find(|format| is_index_of(name, *format))
 }
 
-/// Returns whether a file is the index of a set of a format: `model.safetensors.index.json`, or of a variant:
-/// `model.safetensors.index.fp16.json`.
+/// Returns whether a file name is an index of files of a format: `model.safetensors.index.json`, or the index of a
+/// variant: `model.safetensors.index.fp16.json`.
 pub fn is_index_of(name: &str, format: Format) -> bool {
     let Some(suffix) = format.entry().index_suffix else { return false };
     let stem = name.strip_suffix(".json").filter(|_| !name.starts_with('.'));
@@ -49,7 +49,7 @@ pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> O
 /// The maximum length of an index in bytes. The index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: u64 = 1 << 30;
 
-/// The index of a set: the file of each tensor.
+/// An index file, which gives the file of each tensor in a set.
 #[derive(Debug)]
 pub struct ShardIndex {
     /// The path of the index file.
@@ -81,7 +81,7 @@ impl ShardIndex {
         Ok(Self { path: path.to_path_buf(), weight_map, total_size })
     }
 
-    /// Returns the name of a file relative to the folder of the index, as the index spells it.
+    /// Returns the path of a file as the index spells it, relative to the folder of the index.
     fn name(&self, path: &Path) -> String {
         let below = path.strip_prefix(self.folder()).unwrap_or(path);
         below.display().to_string()
@@ -91,7 +91,7 @@ impl ShardIndex {
         self.path.parent().unwrap_or(Path::new("."))
     }
 
-    /// Returns the file names in the index.
+    /// Returns the names of all files that the index names.
     pub fn names(&self) -> BTreeSet<String> {
         self.weight_map.values().cloned().collect()
     }
@@ -111,8 +111,8 @@ impl ShardIndex {
         Ok(found)
     }
 
-    /// Returns the files of the set that are missing or that the index does not name. `read` are the existing files
-    /// that it names.
+    /// Returns a shortfall if files that the index names are missing, or if files of the same set have no entry in the
+    /// index. `read` are the files that the index names and that exist.
     pub fn files_left_out(&self, read: &[PathBuf]) -> Result<Option<Shortfall>> {
         let mut missing = self.names();
         let expected = format!("{} beside it", count(missing.len(), "file"));
@@ -152,7 +152,7 @@ impl ShardIndex {
         Ok(Some(Shortfall::new(others, error)))
     }
 
-    /// Returns the tensor files in the folder that the index does not name.
+    /// Returns the names of tensor files that are in the folder of the index and have no entry in it.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
         let suffix = format_of(&name_of(&self.path)).and_then(|format| format.entry().index_suffix);
@@ -170,8 +170,8 @@ impl ShardIndex {
         Ok(names)
     }
 
-    /// Returns the unnamed files whose names belong to the set of the index: `model-00003-of-00004` beside a named
-    /// `model-00001-of-00002`.
+    /// Returns the files without an entry in the index whose numbered names belong to the same set: for example
+    /// `model-00003-of-00004`, if the index has an entry for `model-00001-of-00002`.
     fn unnamed_of_set(&self) -> Result<Vec<String>> {
         let series = |name: &String| {
             let name = RankName::parse(Path::new(name))?;
@@ -184,8 +184,8 @@ impl ShardIndex {
     }
 
     /// Returns the first difference between an index and the tensors of its files. The index must list every tensor
-    /// with the file that has it, and may list further names of tensors. `holder` returns the file of a name. `stored`
-    /// are the tensors of the files in `read`. A tensor without data may be in any file.
+    /// with the file that has it, and may list further names of tensors. `holder` returns the file that has the tensor
+    /// of a name. `stored` lists the tensors of the files in `read`. A tensor without data may be in any file.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,
@@ -228,7 +228,7 @@ impl ShardIndex {
     pub fn warnings(&self, catalog: &Catalog) -> Result<Vec<String>> {
         let mut warnings = Vec::new();
         let index = self.path.display();
-        // Other files with the suffix of torch files usually belong to trainers.
+        // Torch files without an entry usually belong to trainers, so the warning does not list them.
         if !is_index_of(&name_of(&self.path), Format::Torch) {
             let others = self.beside()?;
             if !others.is_empty() {

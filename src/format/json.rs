@@ -1,5 +1,5 @@
-//! Helpers for reading JSON from untrusted files that serde lacks: distinct keys, a length limit, and errors with
-//! their position.
+//! Helpers for reading JSON from untrusted files, for tasks that serde does not do: they require distinct keys, limit
+//! the length, and report errors with their position.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -37,7 +37,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for DistinctVisitor<V> {
     }
 }
 
-/// Returns the entries of an object, for visitors that accept other types as well.
+/// Returns the entries of a JSON object, for serde visitors that also accept values of other types.
 ///
 /// # Errors
 /// A custom error if a key occurs twice.
@@ -53,7 +53,7 @@ pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A)
     Ok(entries)
 }
 
-/// Returns whether a file starts like a layout document of dtshard.
+/// Returns whether a file starts like a JSON document with a layout of dtshard: `layout.json` or `flat_layout.json`.
 pub fn is_layout_document(head: &[u8], _len: u64) -> bool {
     let has = |key: &[u8]| head.windows(key.len()).any(|window| window == key);
     has(b"\"version\"") && has(b"\"world_size\"")
@@ -77,7 +77,7 @@ pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Returns the position of an error in the text: line and column.
+/// Returns the line and the column of an error in a JSON text.
 #[must_use]
 pub fn place(error: &serde_json::Error) -> String {
     format!("line {}, column {}", error.line(), error.column())

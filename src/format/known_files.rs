@@ -18,11 +18,11 @@ use crate::error::{Error, Result};
 /// The purpose of a file in a checkpoint folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileRole {
-    /// Tensors, or metadata about their layout.
+    /// A file with tensors, or with metadata about the layout of tensors.
     Checkpoint,
     /// A file that loaders need beside the weights, and that consolidate copies.
     Asset,
-    /// Another file that trainers and loaders keep beside the weights.
+    /// A file that trainers and loaders keep beside the weights, and that loaders do not need.
     Beside,
 }
 
@@ -30,10 +30,10 @@ pub enum FileRole {
 #[derive(Clone, Copy)]
 pub enum FileSignature {
     Any,
-    /// A function that recognises the file from its first bytes and its length.
+    /// The first bytes and the length of the file must satisfy this function.
     Like(fn(&[u8], u64) -> bool),
-    /// A name that users may give to their own files, with content that cannot be recognised. consolidate copies such
-    /// a file; `--overwrite` replaces it only if it is such a copy.
+    /// Users may give this name to their own files, and the content cannot be recognised. consolidate copies such a
+    /// file; `--overwrite` replaces it only if it is a copy that consolidate made.
     Unknown,
 }
 
@@ -48,7 +48,7 @@ pub struct KnownFile {
 }
 
 impl KnownFile {
-    /// Returns a row.
+    /// Returns a row of the table of known files.
     pub const fn new(pattern: &'static str, role: FileRole, start: FileSignature) -> Self {
         Self { pattern, role, start }
     }
@@ -58,7 +58,7 @@ impl KnownFile {
         Self::new(pattern, FileRole::Asset, FileSignature::Any)
     }
 
-    /// Returns a row for assets with names that users may also give to their own files.
+    /// Returns a row for assets whose names users may also give to their own files.
     const fn likely_asset(pattern: &'static str) -> Self {
         Self::new(pattern, FileRole::Asset, FileSignature::Unknown)
     }
@@ -69,7 +69,7 @@ impl KnownFile {
     }
 }
 
-/// The rows that do not belong to a format.
+/// The known files that belong to no single format.
 static OTHERS: [KnownFile; 27] = [
     KnownFile::asset("config.json"),
     KnownFile::asset("generation_config.json"),
@@ -97,17 +97,17 @@ static OTHERS: [KnownFile; 27] = [
     KnownFile::beside("adapter_config.json"),
     KnownFile::beside("fsdp_config.json"),
     KnownFile::beside("trainer_state.json"),
-    // accelerate saves these with torch.save.
+    // accelerate writes these files with torch.save.
     KnownFile::new("{random_states,custom_checkpoint}_*.pkl", FileRole::Beside, FileSignature::Like(is_archive)),
 ];
 
-/// The rows of all formats, followed by the other rows.
+/// The known files of all formats, followed by `OTHERS`.
 static ROWS: LazyLock<Vec<&'static KnownFile>> = LazyLock::new(|| {
     let of_formats = Format::ALL.iter().flat_map(|format| format.entry().known_files);
     of_formats.chain(&OTHERS).collect()
 });
 
-/// Subfolders of a checkpoint's folder that contain files of the table.
+/// Globs of the subfolders of a checkpoint folder that may contain known files.
 const FOLDERS: [&str; 4] =
     ["huggingface", "lora_adapter", "pytorch_model_fsdp_{[0-9],[0-9][0-9]}", "optimizer_{[0-9],[0-9][0-9]}"];
 
@@ -131,13 +131,13 @@ pub fn is_asset(name: &Path) -> bool {
     ASSET_NAMES.is_match(name)
 }
 
-/// Returns whether a folder contains files of the table. The name is relative to the checkpoint's folder.
+/// Returns whether a folder may contain known files, as shown by its name relative to the checkpoint's folder.
 #[must_use]
 pub fn is_known_folder(name: &Path) -> bool {
     below_known_folder(name).as_os_str().is_empty()
 }
 
-/// Returns the path without its first component if that is one of [`FOLDERS`].
+/// Returns the path without its first component, if that component is one of [`FOLDERS`].
 fn below_known_folder(name: &Path) -> &Path {
     let mut parts = name.components();
     match parts.next() {

@@ -28,7 +28,7 @@ impl<'a> FolderListing<'a> {
         Ok(Self { folder, names: list(folder)?, from })
     }
 
-    /// Returns the files with a suffix of a format that are not hidden.
+    /// Returns the paths of the files that have a suffix of `format` and are not hidden.
     ///
     /// # Errors
     /// `Io`.
@@ -51,8 +51,8 @@ fn has_suffix(name: &str, format: Format) -> bool {
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
 }
 
-/// Returns whether a file is a data file, as shown by its name. Metadata in other files describes the content of a data
-/// file.
+/// Returns whether a file is a data file, as shown by its name. Other files record which tensors and objects are in a
+/// data file.
 #[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
@@ -70,12 +70,12 @@ pub fn is_metadata_file(name: &str) -> bool {
     Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
 }
 
-/// The certainty that files are a checkpoint of a format.
+/// How certain it is that files are a checkpoint of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Match {
-    /// The names or first bytes occur in no other format.
+    /// The file names or the first bytes occur only in this format.
     Certain,
-    /// The names occur in other formats as well.
+    /// The file names occur in other formats as well.
     Likely,
     /// The file counts as part of a checkpoint only if a format finds other files in the same folder.
     Possible,
@@ -97,12 +97,12 @@ pub struct DetectedFiles {
 }
 
 impl DetectedFiles {
-    /// Returns detected files without an index and without series.
+    /// Returns detected files that have no index and form no series.
     pub fn new(format: Format, certainty: Match, paths: Vec<PathBuf>) -> Self {
         Self { format, certainty, paths, index: None, series: None }
     }
 
-    /// Returns the detected set of files that an index names.
+    /// Returns the files that an index names, as a match that is certain.
     pub fn indexed(format: Format, paths: Vec<PathBuf>, index: PathBuf) -> Self {
         Self { index: Some(index), ..Self::new(format, Match::Certain, paths) }
     }
@@ -125,7 +125,7 @@ impl FileStart<'_> {
         self.head.starts_with(b"PK\x03\x04")
     }
 
-    /// Returns this file as a checkpoint.
+    /// Returns this file as the only file of a detected checkpoint.
     pub fn found(&self, format: Format, certainty: Match) -> DetectedFiles {
         DetectedFiles::new(format, certainty, vec![self.path.to_path_buf()])
     }

@@ -1,9 +1,9 @@
 //! Metadata ranges: the byte ranges of a file that are not tensor data. The metadata mirror copies these ranges.
 //!
-//! The ranges are found by running the readers and recording their reads. So a mirror of the ranges shows the same
-//! missing files and the same damage as the original, and the rules of a format exist only in its reader. The state of
-//! random number generators counts as metadata, because it may differ between ranks, which must be decided before any
-//! data is moved.
+//! The ranges are found by running the readers and recording which bytes they read. So a mirror of the ranges shows the
+//! same missing files and the same damage as the original, and only the reader of a format knows its rules. The state
+//! of random number generators counts as metadata: it may differ between ranks, and dtshard must find that out before
+//! it copies data.
 //!
 //! All sizes and offsets are in bytes. Invariant: damaged files have metadata ranges as well, and no range reaches
 //! beyond the end of its file.
@@ -18,14 +18,14 @@ use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, IoMode, MirroredFiles, Ranges};
 
-/// The maximum length of a file without tensors that is mirrored whole. Of a longer file, only the first bytes are
-/// mirrored, by which its format is recognised.
+/// The maximum length, in bytes, of a file without tensors that is mirrored completely. If such a file is longer, only
+/// its first bytes are mirrored, which show its format.
 const WHOLE_BYTES: u64 = 16 << 20;
 
-/// The maximum length of a document. Documents are always mirrored whole.
+/// The maximum length of a document, such as a JSON file, in bytes. Documents are always mirrored completely.
 const DOCUMENT_BYTES: u64 = 4 << 30;
 
-/// A metadata mirror of a folder of which each process sees only some files.
+/// The metadata mirror of a checkpoint folder of which each process sees only some files.
 #[derive(Clone, Debug)]
 pub struct MirrorOf {
     /// The original folder.
@@ -43,14 +43,15 @@ impl MirrorOf {
 }
 
 impl Checkpoint {
-    /// Returns the path from which to read a file without tensors, such as a configuration file.
+    /// Returns the path at which this process can read a file without tensors, such as a configuration file: its copy
+    /// in the mirror, or `path` itself.
     #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
         self.mirror.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
     }
 
-    /// Returns the original path of a mirrored file and its modification time. Returns `None` if the path is not in a
-    /// mirror.
+    /// Returns the original path and the modification time of the file at the path `place` in the mirror. Returns
+    /// `None` if the path is not in a mirror.
     #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
         let mirror = self.mirror.as_ref()?;
@@ -64,13 +65,13 @@ fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'stat
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Returns whether a file may be part of a checkpoint: a document, a container of tensors, or a file that names a
-/// container.
+/// Returns whether readers may read a file: a document, a container of tensors, a pickle, or a file that names another
+/// file, such as `latest`.
 ///
 /// # Errors
 /// `Io`.
 pub fn is_read(path: &Path) -> Result<bool> {
-    // Pickles of trainers, and tokenizers.
+    // Pickles that trainers save, and tokenizer files.
     const OTHERS: [&str; 2] = ["pkl", "model"];
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let suffix = path.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
@@ -97,7 +98,7 @@ pub fn objects(folder: &Path) -> Result<Objects> {
 /// Returns the metadata ranges of a file that itself records which of its bytes are tensor data.
 ///
 /// # Errors
-/// `Io`; `Unsupported` for documents longer than any real one.
+/// `Io`; `Unsupported` for a document longer than any real document.
 pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     let mut files = Files::new(IoMode::Read).recording_reads();
     let file = files.add(path)?;
@@ -121,7 +122,7 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     Ok(if is_container || len > WHOLE_BYTES { with_head(&files, file) } else { whole(len) })
 }
 
-/// Returns the metadata ranges of a data file; other metadata gives the locations of the objects in it.
+/// Returns the metadata ranges of a data file. A metadata file in the same folder lists the `objects` in the data file.
 ///
 /// # Errors
 /// `Io`.
@@ -138,7 +139,7 @@ fn whole(len: u64) -> Ranges {
     std::iter::once(0..len).collect()
 }
 
-/// Returns the recorded reads, and the first bytes, by which the format of a file is recognised.
+/// Returns the ranges that were read, and the first bytes of the file, which show its format.
 fn with_head(files: &Files, file: FileId) -> Ranges {
     const HEAD_BYTES: u64 = 512;
     std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.recorded_reads(file).iter()).collect()

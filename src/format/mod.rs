@@ -69,10 +69,10 @@ use crate::storage::{Files, IoMode, MirroredFiles, filesystem};
 /// The maximum length of the state of a random number generator, in bytes.
 const MAX_RANDOM_STATE_BYTES: u64 = 1 << 20;
 
-/// Declares [`Format`] and maps each format to its row of the table.
+/// Declares the enum [`Format`], and maps each format to its row in the table of formats.
 macro_rules! formats {
     ($($format:ident => $entry:path,)*) => {
-        /// A checkpoint format: a row of the table of formats.
+        /// A checkpoint format. Each format has a row in the table of formats.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Format {
             $(
@@ -85,7 +85,7 @@ macro_rules! formats {
             /// All formats, in the order of help texts.
             pub const ALL: &'static [Self] = &[$(Self::$format),*];
 
-            /// Returns the row of the table.
+            /// Returns the row of this format in the table of formats.
             #[must_use]
             pub fn entry(self) -> &'static FormatEntry {
                 match self {
@@ -107,43 +107,43 @@ formats! {
 }
 
 impl Format {
-    /// Returns the format of this name.
+    /// Returns the format with this name, as used by `--from` and `--to`.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|format| format.name() == name)
     }
 
-    /// Returns the format that the suffix of a destination chooses.
+    /// Returns the format of a destination whose file name has this suffix.
     #[must_use]
     pub fn from_suffix(suffix: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|format| format.entry().suffixes.contains(&suffix))
     }
 
-    /// Returns the name for `--from` and `--to`.
+    /// Returns the name of the format, as used by `--from` and `--to`.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.entry().name
     }
 
-    /// Returns how the format stores tensors that ranks share.
+    /// Returns how the format stores a tensor that several ranks share.
     #[must_use]
     pub fn tensors(self) -> TensorStorage {
         self.entry().tensors
     }
 
-    /// Returns whether the format can store values that are not tensors.
+    /// Returns whether the format can store objects, which are values that are not tensors.
     #[must_use]
     pub fn holds_objects(self) -> bool {
         self.entry().holds_objects
     }
 
-    /// Returns whether the format has series of files with one file per rank.
+    /// Returns whether a checkpoint of the format has one file per rank, in one or more series.
     #[must_use]
     pub fn has_rank_files(self) -> bool {
         self.entry().has_rank_files
     }
 
-    /// Returns whether each rank has its own values.
+    /// Returns whether the format stores values for each rank separately, so that ranks can have different values.
     #[must_use]
     pub fn is_by_rank(self) -> bool {
         matches!(self.tensors(), TensorStorage::Ranks | TensorStorage::Flat)
@@ -187,63 +187,64 @@ impl fmt::Display for Format {
 pub struct Checkpoint {
     /// The format of the checkpoint.
     pub format: Format,
-    /// The file or folder that is the checkpoint.
+    /// The file or folder that was read as the checkpoint.
     pub root: PathBuf,
-    /// The path that the user gave, if the root is a folder below that path.
+    /// The path that the user gave, if the checkpoint was found in a folder below it.
     pub resolved_from: Option<PathBuf>,
-    /// The files that contain the tensor data.
+    /// The files of the checkpoint, to read tensor data from.
     pub files: Files,
     /// The tensors and the state dict.
     pub catalog: Catalog,
-    /// The checkpoints of the folders that this checkpoint was joined from.
+    /// The checkpoints that were joined to this checkpoint, for example one for each series of rank files.
     pub parts: Vec<CheckpointPart>,
     /// Regular files below the root that are not part of the checkpoint, relative to the root. Listed only for
     /// [`Want::All`].
     pub beside: Vec<PathBuf>,
-    /// Names of the series of rank files, if the format has them.
+    /// The names of the series of rank files that were read; empty if the format has no rank files.
     pub series: Vec<String>,
-    /// Names of the series that were not read.
+    /// The names of the series of rank files that were not read.
     pub skipped_series: Vec<String>,
-    /// Names of missing files and tensors, if [`ReadOptions::show_incomplete`] is set.
+    /// The names of missing files and tensors. They are listed only if [`ReadOptions::show_incomplete`] is set.
     pub missing: Vec<String>,
-    /// The metadata mirror that the checkpoint was read from, if any.
+    /// The metadata mirror that this checkpoint was read from; `None` if the original files were read.
     pub mirror: Option<MirrorOf>,
 }
 
 /// Options for reading a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct ReadOptions {
-    /// The required format; detected if not given.
+    /// The format that the user requires; `None` to detect the format.
     pub from: Option<Format>,
     /// The series of rank files to read.
     pub series: SeriesChoice,
-    /// The way to read files; chosen by the file system if not given.
+    /// The way to read files; `None` to choose it by the file system.
     pub io: Option<IoMode>,
-    /// The parts of the checkpoint to read.
+    /// The parts of the checkpoint that are needed.
     pub want: Want,
-    /// Reads the files that exist if a set is incomplete. Without this option, an incomplete set is an error.
+    /// If true, the existing files of an incomplete set are read. If false, an incomplete set is an error.
     pub show_incomplete: bool,
-    /// Continues if files of ranks are missing. A later check confirms for each tensor that the other files have all of
+    /// If true, files of ranks may be missing. A later check confirms for each tensor that the other files have all of
     /// its elements.
     pub allow_missing: bool,
-    /// Leaves out objects of classes that are not known to be plain data.
+    /// If true, objects of classes that are not known to be plain data are left out. If false, such an object is an
+    /// error.
     pub drop_unknown: bool,
-    /// Information about flat parameters that their files do not contain.
+    /// The source of the information about flat parameters that rank files do not contain.
     pub flat: FlatKnowledge,
     /// The layout of plain tensors on ranks, declared by the user because the files do not record it.
     pub declared_layout: Option<DeclaredLayout>,
-    /// The byte ranges that the metadata mirror has of each file, if a mirror is read.
+    /// For each file of the metadata mirror, the byte ranges that the mirror has; empty if no mirror is read.
     pub holdings: Arc<MirroredFiles>,
 }
 
-/// Sources of the units, orders and shapes of flat parameters.
+/// Sources of information about flat parameters: their units, and the order and shapes of parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlatKnowledge {
     /// The path of a flat layout file.
     pub layout: Option<PathBuf>,
     /// A checkpoint of the same model, in which parameters have their original shapes.
     pub like: Option<PathBuf>,
-    /// Keeps parameters flat, as they are stored, if no source gives their shapes.
+    /// If true and no source gives the shapes of parameters, flat parameters are read as they are stored.
     pub raw: bool,
 }
 
@@ -322,7 +323,7 @@ impl Checkpoint {
 }
 
 /// Checks that all names and chunks of all tensors together have fewer than 2^62 bytes, so that sums need no overflow
-/// checks. Metadata can claim any size, for example by views with stride 0.
+/// checks. Metadata can state any size, for example by views with stride 0.
 fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     let claimed = |entry: &TensorEntry, times: usize| u128::from(entry.len_bytes()) * times as u128;
     let mut total: u128 = catalog.tensors.iter().map(|entry| claimed(entry, entry.chunks.len().max(1))).sum();
@@ -333,7 +334,7 @@ fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     Err(Error::malformed(path, "tensors", "fewer than 2^62 bytes in all", format!("{total}")))
 }
 
-/// Returns the location of a chunk in its file. Reads the file if the catalog does not have the location.
+/// Returns the location of a chunk in its file. The file is read if the catalog does not have the complete location.
 ///
 /// # Errors
 /// `Malformed`, `Io`.
@@ -368,9 +369,9 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
     }
 }
 
-/// Resolves a chunk like [`resolve`], for the plan of a checkpoint of which this process has only the metadata. The
-/// data offset is unknown in a file that this process does not see; offset 0 stands for it, because every offset gives
-/// the same length.
+/// Returns the location of a chunk like [`resolve`], but also works for a file that only another process sees. The
+/// offset of the data in such a file is unknown, so the location has offset 0. The size of the plan does not depend on
+/// this offset.
 ///
 /// # Errors
 /// The errors of [`resolve`].
@@ -386,7 +387,7 @@ pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<
     }
 }
 
-/// Returns the names in a folder that are valid UTF-8.
+/// Returns the names of the entries of a folder. Names that are not UTF-8 are left out.
 fn list(folder: &Path) -> Result<Vec<String>> {
     Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())
 }
@@ -399,7 +400,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Returns the path of a file that a checkpoint names, inside the folder of the checkpoint.
+/// Returns the path of a file in the checkpoint's folder, from a name that is stored in the checkpoint.
 ///
 /// # Errors
 /// `Malformed` if the path leads out of the folder.
@@ -411,7 +412,7 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
 }
 
-/// Returns the paths of the files that an index or a metadata file names, in the folder of that file.
+/// Returns the paths of the files that an index or metadata file names. They are relative to the folder of that file.
 ///
 /// # Errors
 /// `Malformed` if a path leads out of the folder, `Missing` with the names of all missing files.
@@ -440,8 +441,8 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     .naming(&missing))
 }
 
-/// Checks that the names of entries are distinct and not `reserved`. Two nested names can become one name when their
-/// keys are joined with dots.
+/// Checks that the dotted names of entries are distinct, and that no name is in `reserved`. The dotted names of two
+/// different paths can be equal, if a key contains a dot.
 ///
 /// # Errors
 /// `Unsupported` with the first name that is duplicate or reserved.
@@ -462,7 +463,8 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
 mod tests {
     use super::*;
 
-    /// Checks that the lines of a page that begin with `start` are `lines`. `UPDATE_SNAPSHOTS=1` writes them.
+    /// Checks that the lines of a documentation page that begin with `start` are equal to `lines`. With
+    /// `UPDATE_SNAPSHOTS=1` these lines are written instead.
     fn check_page(page: &str, start: &str, lines: &str) {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
         let text = std::fs::read_to_string(&path).unwrap();

@@ -16,7 +16,7 @@ use crate::name_list::short_list;
 use crate::nearest;
 use crate::quantity::count;
 
-/// The checkpoint that a plan describes, which determines the names of the options.
+/// The checkpoint that a parallelize plan is for, SRC or DST. It determines the names of options in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanSide {
     Source,
@@ -33,7 +33,7 @@ impl PlanSide {
         format!("options::{prefix}{name}")
     }
 
-    /// Returns the plan on a mesh.
+    /// Assigns the roles of a plan to the dims of a mesh.
     ///
     /// # Errors
     /// `Usage` if the plan does not determine the role of every mesh dim.
@@ -41,7 +41,7 @@ impl PlanSide {
         draft.on_mesh(mesh).map_err(|error| self.error(error, &[]))
     }
 
-    /// Adds a hint to an error of a plan.
+    /// Converts an error of a plan to an error with a hint for the user.
     fn error(self, error: PlanError, parameters: &[Parameter<'_>]) -> Error {
         let (mesh, plan, placements) = (self.option("mesh"), self.option("plan"), self.option("placements"));
         let hint = match (&error, self) {
@@ -90,7 +90,7 @@ impl PlanSide {
     }
 }
 
-/// The parameters of a model as a plan lays them out.
+/// The parameters of a model, with the placements that a parallelize plan gives them.
 #[derive(Debug)]
 pub struct PlannedModel {
     side: PlanSide,
@@ -98,14 +98,14 @@ pub struct PlannedModel {
     mesh: DeviceMesh,
     /// The placement of each parameter, in the order of the state dict.
     placements: IndexMap<Fqn, ParameterPlacement>,
-    /// Built-in plans that match more names than this plan.
+    /// The built-in plans that match more parameter names than the chosen plan.
     matching_families: Vec<&'static str>,
-    /// Parameters whose placements come from a rule instead of the plan.
+    /// The names of parameters whose placements come from a rule instead of the plan.
     covered_by_rule: HashSet<Fqn>,
 }
 
 impl PlannedModel {
-    /// Binds a plan to parameters. `names` are their names in the state dict.
+    /// Applies a plan to the parameters of a model. `names` are the names of `parameters` in the state dict.
     ///
     /// # Errors
     /// `Usage` if the plan does not fit the model.
@@ -139,12 +139,13 @@ impl PlannedModel {
         self.placements.get(name)
     }
 
-    /// Records that the placements of this parameter come from a rule, so that no note mentions it.
+    /// Records that a rule instead of the plan gives the placements of a parameter. No note will mention this
+    /// parameter.
     pub fn mark_covered_by_rule(&mut self, name: &Fqn) {
         self.covered_by_rule.insert(name.clone());
     }
 
-    /// Returns the parameters whose placements come from the plan only.
+    /// Returns the parameters without a rule, each with the placements that the plan gives it.
     pub fn planned(&self) -> impl Iterator<Item = (&str, &ParameterPlacement)> {
         self.placements
             .iter()
@@ -156,7 +157,7 @@ impl PlannedModel {
         self.planned().filter(|(_, placement)| of(placement)).map(|(name, _)| name).collect()
     }
 
-    /// Returns the name and the size of the mesh dim of tensor parallelism.
+    /// Returns the name and the size of the mesh dim for tensor parallelism; `None` if there is no such dim.
     #[must_use]
     pub fn tensor_dim(&self) -> Option<(&str, u64)> {
         let dim = self.plan.roles.tp?;
@@ -257,7 +258,7 @@ impl PlannedModel {
         notes
     }
 
-    /// Returns the number of parameters of each style.
+    /// Returns one line for each style of the plan, with the number of parameters that have the style.
     pub fn details(&self) -> Vec<String> {
         let mut counts: IndexMap<String, usize> = IndexMap::new();
         for placement in self.placements.values() {
@@ -275,7 +276,7 @@ fn or_list(names: &[&str]) -> String {
     }
 }
 
-/// Returns the names of parameters and of the modules that contain them.
+/// Returns the names of parameters, and the names of the modules that directly contain parameters.
 fn parameter_and_module_names(parameters: &[Parameter<'_>]) -> Vec<String> {
     let name = |parameter: &Parameter<'_>| parameter.name.clone();
     let module = |parameter: &Parameter<'_>| parameter.name.rsplit_once('.').map(|(module, _)| module.to_owned());

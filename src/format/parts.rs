@@ -2,7 +2,7 @@
 //! other.
 //!
 //! Each checkpoint is read separately and becomes a part of one state dict, under its own name or merged with the other
-//! parts. The origin of every part is kept, so that the parts can be written separately again.
+//! parts. The catalog keeps the origin of every part, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::catalog::{Catalog, Dict, Value, shift_tensors};
 use crate::error::Result;
 use crate::storage::lookup::{self, FileKind};
 
-/// One of the checkpoints that form the state dict.
+/// One of several checkpoints that are joined to one state dict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointPart {
     /// The folder relative to the checkpoint's root; empty for the root.
@@ -25,17 +25,17 @@ pub struct CheckpointPart {
     pub world_size: u32,
 }
 
-/// The content of a part within the state dict.
+/// The values of the joined state dict that come from one part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartContent {
     Whole,
-    /// The subtree at this dotted path.
+    /// The values in the subtree at this dotted path.
     Subtree(String),
-    /// These entries of the state dict.
+    /// The values under these keys of the state dict.
     Keys(Vec<String>),
 }
 
-/// The content of a folder that was read.
+/// The catalog of a folder that was read, and the parts that it consists of.
 #[derive(Debug)]
 pub struct LoadedFolder {
     pub catalog: Catalog,
@@ -43,7 +43,7 @@ pub struct LoadedFolder {
 }
 
 impl LoadedFolder {
-    /// Returns a checkpoint that is a single part.
+    /// Returns a folder whose catalog is its only part.
     pub fn whole(catalog: Catalog) -> Self {
         let part =
             CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, name_pattern: None, world_size: 0 };
@@ -51,14 +51,14 @@ impl LoadedFolder {
     }
 }
 
-/// Returns the path of a folder inside `root`; an empty name is `root` itself.
+/// Returns the path of a folder inside `root`. If `folder` is empty, returns `root` itself.
 pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
     // Joining an empty name would add a trailing slash, which makes the path of a file invalid.
     if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
 }
 
-/// Joins several folders. If the keys of their state dicts are distinct they are merged; otherwise each becomes a
-/// subtree under the name of its folder.
+/// Joins the catalogs of several folders. If all top-level keys of the state dicts are distinct, the state dicts are
+/// merged. Otherwise each state dict becomes a subtree under the name of its folder.
 pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {
     let mut seen = HashSet::new();
     let mut keys = folders.iter().map(|(_, loaded)| top_keys(&loaded.catalog.state));
@@ -95,8 +95,9 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
     Some(state.as_dict()?.entries.iter().map(|(key, _)| key_text(key).to_string()).collect())
 }
 
-/// Moves everything but the state of `part` into `whole`, and returns the state in the numbering of `whole`. `under` is
-/// the name of its new subtree.
+/// Moves the tensors, meshes and notes of `part` into `whole`. Returns the state dict of `part`, with the tensor ids
+/// that the tensors have in `whole`. If the state dict will be a subtree of `whole`, `under` is the name of the
+/// subtree.
 pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
     shift_tensors(&mut part.state, shift);
@@ -120,12 +121,12 @@ pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Va
     part.state
 }
 
-/// Upper limit for the entries that are visited in the search for other files.
+/// The maximum number of files and folders that are visited in the search for files that are not part of a checkpoint.
 const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
 /// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
-/// `None` if there are more than a trainer would leave next to a checkpoint. Links to files count as files. Dangling
+/// `None` if there are more files or deeper folders than a trainer would make. Links to files count as files. Dangling
 /// links also count as files; copying them is an error. Linked folders are not entered.
 ///
 /// # Errors

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::catalog::{Catalog, Fqn, TensorId, model};
 use crate::storage::Files;
 
-/// The file of each tensor in a folder.
+/// The file name of each tensor in a folder, by the name of the tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
@@ -24,14 +24,14 @@ impl Placing {
         (distinct.len() > 1).then_some(Self(placing))
     }
 
-    /// Returns whether a tensor is in one of the files.
+    /// Returns whether a file is assigned to the tensor.
     #[must_use]
     pub fn has(&self, fqn: &Fqn) -> bool {
         self.0.contains_key(fqn)
     }
 
-    /// Divides tensors among the files, in the order of the tensors. A tensor without a file joins the file of the
-    /// tensor before it.
+    /// Divides tensors among the files, and keeps the order of the tensors. If no file is assigned to a tensor, the
+    /// tensor joins the file of the tensor before it.
     pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
         let first = self.0.values().min().cloned().unwrap_or_default();
         let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);

@@ -1,15 +1,15 @@
 //! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
 //!
 //! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name shows the series
-//! of the file. It can be rendered with other numbers, which gives the names of files for another world size, in the
-//! same style. Invariant: a name rendered with its own numbers is unchanged.
+//! of the file. The same name with other numbers is the name of a file for another rank or another world size.
+//! Invariant: a name rendered with its own numbers is unchanged.
 
 use std::path::Path;
 
 /// Characters that separate the words of a name.
 const SEPARATORS: [char; 3] = ['_', '-', '.'];
 
-/// The parsed name of one file.
+/// A file name of a rank file, divided into its series and its numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankName {
     pub series: String,
@@ -19,17 +19,17 @@ pub struct RankName {
     pub pattern: RankNamePattern,
 }
 
-/// The form of the rank in a name.
+/// The kind of number that a file name contains as its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numbering {
     /// A rank counted from 0, as in `rank_3` or `shard3`.
     Rank,
-    /// A number of a total, as in `00001-of-00002`. If the numbers of a series start at 0, it is a rank. If they start
-    /// at 1, it is the number of a file in a set, as Hugging Face writes sets.
+    /// The first number of a pair such as `00001-of-00002`. If the numbers of a series start at 0, the number is a
+    /// rank. If they start at 1, it is the number of a file in a set, as Hugging Face writes sets.
     OfTotal,
 }
 
-/// A file name with placeholders for its numbers.
+/// A file name in which the rank and the world size are placeholders.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankNamePattern(Vec<NamePiece>);
 
@@ -40,7 +40,7 @@ enum NamePiece {
     WorldSize { width: usize },
 }
 
-/// A number in a name: the start of its word, and the range of its digits.
+/// A number in a file name: the offset of the word before the number (`rank`, `of`), and the range of the digits.
 #[derive(Clone, Copy, Debug)]
 struct NumberField {
     word_start: usize,
@@ -77,7 +77,7 @@ impl RankName {
         let mut at = 0;
         for (NumberField { digits: (start, end), .. }, is_rank) in fields {
             pieces.push(NamePiece::Text(name[at..start].to_owned()));
-            // The width of a number without leading zeros is not a fixed width.
+            // A number without leading zeros does not show that all numbers of the series have its width.
             let width = if name[start..end].starts_with('0') { end - start } else { 1 };
             pieces.push(if is_rank { NamePiece::Rank { width } } else { NamePiece::WorldSize { width } });
             at = end;
@@ -94,7 +94,7 @@ impl RankName {
 }
 
 impl RankNamePattern {
-    /// Returns the names of a new series: `NAME_world_size_N_rank_R.pt`.
+    /// Returns the pattern for the file names of a new series: `NAME_world_size_N_rank_R.pt`.
     #[must_use]
     pub fn new_series(name: &str) -> Self {
         let prefix = if name.is_empty() { String::new() } else { format!("{name}_") };
@@ -118,8 +118,8 @@ impl RankNamePattern {
         self.0.iter().map(text).collect()
     }
 
-    /// Adopts the zero padding of another name of the series. A name such as `rank_10` does not show whether numbers
-    /// are padded.
+    /// Takes the larger width of each number from another name of the same series. A name such as `rank_10` does not
+    /// show whether numbers are padded with zeros.
     pub fn widen_padding(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
             if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })
@@ -131,7 +131,7 @@ impl RankNamePattern {
     }
 }
 
-/// Returns the last number that follows `word`, if `word` is not the end of a longer word.
+/// Returns the last number that directly follows `word`. A longer word that ends in `word` does not count.
 fn number_after_word(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
         .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))
@@ -142,22 +142,22 @@ fn after_separator(stem: &str, at: usize) -> usize {
     if stem[at..].starts_with(SEPARATORS) { at + 1 } else { at }
 }
 
-/// Returns the digits after at most one separator.
+/// Returns the range of the digits at `at`, or after one separator at `at`.
 fn digits_after(stem: &str, at: usize) -> Option<(usize, usize)> {
     let start = after_separator(stem, at);
     let len = stem[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(stem.len() - start);
     (len > 0).then_some((start, start + len))
 }
 
-/// Returns the total in `_of_8`, `.of.8` or `of8` at this position.
+/// Returns the number in `_of_8`, `.of.8` or `of8` at the offset `at`.
 fn total_after(stem: &str, at: usize) -> Option<NumberField> {
     let word = after_separator(stem, at);
     let digits = stem[word..].starts_with("of").then(|| digits_after(stem, word + 2))??;
     Some(NumberField { word_start: at, digits })
 }
 
-/// Returns the last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers:
-/// `00001-of-00002.fp16`.
+/// Returns the two numbers of the last pair such as `00001-of-00002` in a name. Words may follow the pair, as in the
+/// variants of diffusers: `00001-of-00002.fp16`.
 fn rank_of_total(stem: &str) -> Option<(NumberField, NumberField)> {
     let is_separator = |c: char| c == ' ' || SEPARATORS.contains(&c);
     stem.rmatch_indices("of").find_map(|(of, word)| {

@@ -1,5 +1,5 @@
-//! Reads the folders of one checkpoint, each with the reader of its format, and collects the findings that they share:
-//! open files, series, ranks, missing names.
+//! Reads the folders of one checkpoint, each with the reader of its format. All readers add to the same findings: open
+//! files, series, ranks, missing names.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
-/// Findings collected while the folders of a checkpoint are read.
+/// The information that readers collect while they read the folders of a checkpoint.
 pub struct ReadFindings<'a> {
     /// The options of the user.
     pub options: &'a ReadOptions,
@@ -30,7 +30,7 @@ pub struct ReadFindings<'a> {
     pub missing: Vec<String>,
     /// The ranks that have a file, for formats with one file per rank.
     pub ranks: BTreeSet<Rank>,
-    /// Files that belong to the checkpoint but were not read for tensors.
+    /// Files that belong to the checkpoint and were not opened to read tensors, such as an index.
     pub other_files: Vec<PathBuf>,
 }
 
@@ -62,7 +62,7 @@ impl<'a> ReadFindings<'a> {
         Ok((format, loaded))
     }
 
-    /// Accepts an incomplete set if an option allows it, and returns the warning to show.
+    /// Accepts a shortfall if an option allows an incomplete set, and returns the warning to show.
     ///
     /// # Errors
     /// The error of the shortfall if no option allows it.
@@ -78,7 +78,7 @@ impl<'a> ReadFindings<'a> {
         }
     }
 
-    /// Records the differences between an index and the files that it names.
+    /// Adds warnings about differences between an index and the files that it names.
     ///
     /// # Errors
     /// The error of a difference, unless an option allows it.
@@ -96,7 +96,7 @@ impl<'a> ReadFindings<'a> {
         Ok(())
     }
 
-    /// Selects the series of rank files to read.
+    /// Selects the series of rank files that the options request, and records the selected and the skipped series.
     ///
     /// # Errors
     /// `Usage` if a requested series does not exist.
@@ -131,7 +131,7 @@ impl<'a> ReadFindings<'a> {
     }
 }
 
-/// Returns the error for a declared layout if SRC has no rank files.
+/// Returns the error for a source without rank files for which the user declares a layout.
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is not a folder of rank files, so its plain tensors are not shards", root.display()),

@@ -22,57 +22,60 @@ use crate::layout::DeviceMesh;
 use crate::layout::shards::HeldTile;
 use crate::storage::{FileId, Files, IoMode};
 
-/// A row of the table of formats: the name of a format, and the values that it can store.
+/// A row of the table of formats: the name and the properties of one format, its reader and its writers.
 pub struct FormatEntry {
     /// The name for `--from` and `--to`.
     pub name: &'static str,
     /// The description of the format in the README.
     pub about: &'static str,
-    /// The names of the files that are written.
+    /// The names of the files in a written checkpoint, as shown in the README.
     pub files: &'static str,
-    /// Suffixes of a destination that select the format if `--to` is not given.
+    /// Suffixes of DST that select the format if `--to` is not given.
     pub suffixes: &'static [&'static str],
-    /// The suffix of the files that an index names: `safetensors` for `model.safetensors.index.json`.
+    /// The suffix of the files that an index of this format names: `safetensors` for `model.safetensors.index.json`.
+    /// `None` if the format has no index.
     pub index_suffix: Option<&'static str>,
-    /// Suffixes of files with metadata and without tensor data.
+    /// Suffixes of files that contain metadata but no tensor data.
     pub metadata_suffixes: &'static [&'static str],
-    /// Suffixes of data files. Other files record the locations of tensors and objects in data files.
+    /// Suffixes of data files. The locations of the tensors and objects in a data file are recorded in other files.
     pub data_suffixes: &'static [&'static str],
-    /// The files of a checkpoint folder that a new checkpoint may replace.
+    /// The kinds of files in a folder of this format, which `--overwrite` may replace.
     pub known_files: &'static [KnownFile],
-    /// Recognises a file that is a whole checkpoint, by its first bytes and its length.
+    /// A function that recognises a file that is a complete checkpoint, by its first bytes and its length. `None` if no
+    /// single file is a checkpoint.
     pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
     /// The way in which the format stores tensors that ranks share.
     pub tensors: TensorStorage,
     /// True if the format can store values that are not tensors.
     pub holds_objects: bool,
-    /// True if every rank has a file, and a folder may have several series of such files.
+    /// True if there is one file per rank, and a folder may have several series of such files.
     pub has_rank_files: bool,
     /// True if tensors keep the order and the strides that they have in the state dict of a module.
     pub keeps_order: bool,
-    /// True if tensors are in the order in which modules registered them.
+    /// True if the order of tensors is the order in which modules registered them.
     pub is_in_module_order: bool,
-    /// True if the file of each rank contains the names of all its tensors. The writer then needs memory for all of
-    /// them before it writes.
+    /// True if each rank file contains the names of all tensors of the rank, so that the writer needs memory for all
+    /// these names before it writes.
     pub names_tensors_by_rank: bool,
     /// The reader.
     pub read: &'static dyn Read,
-    /// The writer of tensors that the ranks of a mesh share.
+    /// The writer of tensors that are sharded over the ranks of a mesh; `None` if the format cannot store them.
     pub write_shards: Option<&'static dyn WriteShards>,
-    /// The writer of whole tensors.
+    /// The writer of whole tensors; `None` if the format cannot store them.
     pub write_whole: Option<&'static dyn WriteWhole>,
 }
 
 /// The way in which a format stores tensors that ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorStorage {
-    /// Every tensor is stored whole, and the format has no mesh.
+    /// Every tensor is stored in full, and the format has no mesh.
     Whole,
-    /// Boxes of tensors, each stored once. The mesh decides which rank writes which box, and is not recorded.
+    /// The format stores boxes of tensors, each box once. The mesh decides which rank writes which box, and is not
+    /// recorded.
     Boxes,
-    /// The shard of each rank, with the mesh and the placements.
+    /// The format stores the shard of each rank, with the mesh and the placements.
     Ranks,
-    /// The shard of each rank of FSDP1's flat parameters.
+    /// The format stores the shard of each rank of FSDP1's flat parameters.
     Flat,
 }
 
@@ -86,7 +89,7 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Recognises a single file that is a whole checkpoint.
+    /// Detects the format of a single file that is a complete checkpoint.
     ///
     /// # Errors
     /// `Unsupported` for a file that is only a part of a checkpoint.
@@ -94,8 +97,8 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns the files of a folder that may each be a whole checkpoint, although their names do not show it. Such a
-    /// file is read only if it is the only such file and no format recognises the folder.
+    /// Returns the files of a folder that may each be a complete checkpoint, although their names do not show it. Such
+    /// a file is read only if it is the only one in the folder, and if no format recognises the folder.
     ///
     /// # Errors
     /// `Io`.
@@ -131,13 +134,14 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns whether a file itself records which of its bytes are tensor data, as shown by its path and its first
-    /// bytes.
+    /// Returns whether a file itself records which of its bytes are tensor data. The path and the first bytes show
+    /// this.
     fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
         false
     }
 
-    /// Reads all bytes of a container that are not tensor data. Ignores damage.
+    /// Reads all bytes of a container that are not tensor data, so that their ranges can be recorded. Damage is
+    /// ignored.
     fn read_header(&self, _: &Files, _: FileId) {}
 
     /// Returns the objects in the data files of a folder, according to its metadata files.
@@ -148,11 +152,12 @@ pub trait Read: Sync {
         Ok(Objects::new())
     }
 
-    /// Reads objects in a data file. Ignores damage.
+    /// Reads the given objects from a data file, so that the byte ranges that are read can be recorded. Damage is
+    /// ignored.
     fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
 
-/// A value that is not a tensor, in a data file.
+/// An object, which is a value that is not a tensor, in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
     /// The name of the value.
@@ -163,7 +168,7 @@ pub struct Object {
     pub len: u64,
 }
 
-/// Objects by data file, in the folder of the metadata.
+/// The objects in each data file. The paths are relative to the folder of the metadata.
 pub type Objects = BTreeMap<PathBuf, Vec<Object>>;
 
 /// The writer of a format that stores shards for the ranks of a mesh.
@@ -174,12 +179,12 @@ pub trait WriteShards: Sync {
     /// `Unsupported` if the format cannot store a dtype, an object or a name; the errors of `layouts`.
     fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation>;
 
-    /// Returns whether the files depend on the PyTorch version.
+    /// Returns whether the written files depend on the PyTorch version that will load them.
     fn depends_on_torch_version(&self) -> bool {
         false
     }
 
-    /// Returns whether files record how mesh dimensions split DTensors that are not split like `torch.chunk`.
+    /// Returns whether the written files record the split rules of DTensors that are not split like `torch.chunk`.
     fn records_splits(&self) -> bool {
         false
     }
@@ -190,7 +195,7 @@ pub trait WriteWhole: Sync {
     /// Returns whether a destination of this name is a single file rather than a folder.
     fn is_one_file(&self, destination: Option<&FilePath>) -> bool;
 
-    /// Returns whether files record the names of tied tensors that are not written.
+    /// Returns whether the written files record the further names of tied tensors, of which only one name is written.
     fn records_aliases(&self) -> bool {
         false
     }
@@ -211,35 +216,38 @@ pub trait WriteWhole: Sync {
     }
 }
 
-/// Named tensors to write whole.
+/// The input of [`WriteWhole::reserve`]: named tensors, each of which is written in full.
 pub struct WholeTarget<'a> {
-    /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes in it are written.
+    /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes of this catalog are
+    /// written.
     pub source: &'a Catalog,
     /// The output dtype of each tensor of `source`.
     pub dtypes: &'a [Dtype],
     /// The tensors, in the order to write.
     pub tensors: &'a [(Fqn, TensorId)],
-    /// Names of tied tensors that are recorded but not written, each with the name of the tensor that is written.
+    /// The names of tied tensors that are recorded but not written. Each comes with the name under which its tensor is
+    /// written.
     pub aliases: &'a [(Fqn, Fqn)],
-    /// The output path, if there is one.
+    /// The path of DST; `None` if there is no DST.
     pub destination: Option<&'a FilePath>,
-    /// The maximum number of bytes of tensor data in one file of a folder.
+    /// The maximum number of bytes of tensor data in one file, if the output is a folder.
     pub max_shard_bytes: u64,
-    /// The output file of each tensor name, if the destination is a folder.
+    /// The output file of each tensor name, if the output is a folder with the same files as the source.
     pub placing: Option<Placing>,
 }
 
-/// A state dict to write, and the layout of its tensors on the ranks of a job.
+/// The input of [`WriteShards::reserve`]: a state dict, and the layout of its tensors on the ranks of a job.
 pub struct ShardedTarget<'a> {
-    /// The tensors that `state` names.
+    /// The catalog with the tensors that occur in `state`.
     pub source: &'a Catalog,
-    /// The state dict.
+    /// The state dict to write.
     pub state: &'a Value,
     /// The target mesh.
     pub mesh: &'a DeviceMesh,
-    /// The number of ranks of the job. Ranks outside the mesh have no shard of the shared tensors.
+    /// The number of ranks of the job. A rank outside the mesh has no part of the tensors that are sharded over the
+    /// mesh.
     pub world_size: u32,
-    /// The PyTorch version that will load the rank files.
+    /// The form of DTensors, which depends on the PyTorch version that will load the rank files.
     pub style: &'a DTensorStyle,
     /// The names of rank files, for formats that have series of rank files.
     pub names: Option<&'a RankNamePattern>,
@@ -249,19 +257,19 @@ pub struct ShardedTarget<'a> {
 
 /// Provides the target layout of tensors on ranks.
 pub trait Layouts {
-    /// Returns the distinct tiles of a tensor, each with the ranks that have it.
+    /// Returns the distinct tiles of a tensor in the target layout, each with the ranks that have it.
     ///
     /// # Errors
     /// `Usage` and `Unsupported` if a tensor cannot have the requested layout.
     fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<HeldTile>>;
 
-    /// Returns the representation of a tensor in the torch.save files of ranks.
+    /// Returns the layout of a tensor in torch.save rank files: as a plain tensor, a DTensor or a ShardedTensor.
     ///
     /// # Errors
     /// The errors of [`Self::shards`].
     fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout>;
 
-    /// Returns the class and the placements of a tensor, or `None` for a plain tensor on every rank.
+    /// Returns the class and the placements of a tensor; `None` for a plain tensor that every rank has in full.
     ///
     /// # Errors
     /// The errors of [`Self::shards`].

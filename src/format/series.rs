@@ -24,19 +24,21 @@ use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
 use crate::storage::lookup::{self, FileKind};
 
-/// The series of a folder to read.
+/// The choice of the series in a folder that are read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SeriesChoice {
     #[default]
     All,
-    /// The model series, or the only series.
+    /// The model series. If there is only one series, it is read whatever its name is.
     Model,
-    /// The model series, and the gradients if there are any.
+    /// The model series and, if they exist, series of gradients. If there is only one series, it is read whatever its
+    /// name is.
     ModelAndGradients,
     Named(Vec<String>),
 }
 
-/// Returns a description of one file of a series, and the names of the other files.
+/// Returns a description such as `1 of 8 files of its series`, and the names of the other files; `None` if the file is
+/// not one of several.
 ///
 /// # Errors
 /// `Io` if its folder cannot be listed.
@@ -75,7 +77,7 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     for entry in lookup::list(folder_of(path))? {
         let is_of_series = entry.path.extension().is_some()
             && RankName::parse(&entry.path).is_some_and(|name| name.series == own.series);
-        // A rank whose file is a dangling link is still a rank of the series.
+        // If the file of a rank is a dangling link, the rank still belongs to the series.
         if is_of_series && matches!(entry.kind()?, FileKind::File | FileKind::Dangling) {
             found.push(entry.path);
         }
@@ -83,19 +85,19 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The rank files of one series, before they are checked.
+/// The rank files of one series. Their numbers are not checked yet.
 #[derive(Debug)]
 struct Series {
     name: String,
     files: Vec<(RankName, PathBuf)>,
 }
 
-/// The series of a folder.
+/// The series of rank files in a folder, divided into chosen and skipped series.
 #[derive(Debug)]
 pub struct SeriesSet {
     folder: PathBuf,
     series: Vec<Series>,
-    /// Series of the folder that were not chosen.
+    /// The series of the folder that will not be read.
     skipped: Vec<Series>,
 }
 
@@ -103,16 +105,16 @@ pub struct SeriesSet {
 #[derive(Debug)]
 pub struct GroupedFiles {
     pub rank_files: Option<SeriesSet>,
-    /// Sets of files that are numbered from 1, without an index that lists them.
+    /// Sets of files that are numbered from 1 and have no index.
     pub sets: Vec<NumberedSet>,
     pub plain: Vec<PathBuf>,
 }
 
-/// Files whose names state the number of files.
+/// A set of numbered files whose names state how many files there are: `model-00001-of-00004`.
 #[derive(Clone, Debug)]
 pub struct NumberedSet {
     pub name: String,
-    /// The number of files that the names state.
+    /// The number of files in the set, as stated in the file names.
     pub size: u32,
     first: u32,
     files: BTreeMap<u32, PathBuf>,
@@ -120,7 +122,8 @@ pub struct NumberedSet {
 }
 
 impl NumberedSet {
-    /// Returns a set; `files` must have at least one file, which provides the style of the names.
+    /// Returns a set of numbered files. `files` must not be empty, because the file names provide the pattern of the
+    /// names.
     fn new(name: String, size: u32, files: Vec<(RankName, PathBuf)>) -> Self {
         let mut names = files[0].0.pattern.clone();
         files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
@@ -190,7 +193,7 @@ impl SeriesSet {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
-    /// Returns the series whose names state the number of files.
+    /// Returns the chosen series whose file names state the number of files.
     ///
     /// # Errors
     /// `Malformed` or `Conflict` if the numbers in the file names of one series contradict each other.
@@ -202,7 +205,7 @@ impl SeriesSet {
         self.series.iter().filter_map(|series| sized(series).transpose()).collect()
     }
 
-    /// Returns the ranks that have files.
+    /// Returns the rank of each file of the chosen series.
     pub fn ranks(&self) -> impl Iterator<Item = Rank> {
         self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
     }
@@ -283,7 +286,7 @@ impl SeriesSet {
         Ok(self.join(catalogs))
     }
 
-    /// Joins the catalogs of all series; several series become subtrees.
+    /// Joins the catalogs of the chosen series. Several series become subtrees of one state dict.
     fn join(&self, mut catalogs: Vec<Catalog>) -> LoadedFolder {
         let part = |series: &Series, content| {
             let (names, world_size) = (Some(series.names()), series.world_size());
@@ -304,8 +307,7 @@ impl SeriesSet {
         LoadedFolder { catalog: whole, parts }
     }
 
-    /// Reads the model series if it is one of the skipped series. Returns `None` if no skipped series is the model
-    /// series.
+    /// Reads the model series if it was skipped. Returns `None` if no skipped series is the model series.
     fn read_skipped_model(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
         let name = model_series(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
@@ -314,7 +316,8 @@ impl SeriesSet {
     }
 }
 
-/// Returns `model`, or the only name that ends in `model`, such as `pytorch_model`.
+/// Returns the only name that ends in `model`, such as `pytorch_model`. If there is no such name, or more than one,
+/// returns `model`.
 fn model_series(names: &[String]) -> String {
     let models: Vec<&String> = names.iter().filter(|name| name.ends_with("model")).collect();
     match models.as_slice() {
@@ -323,11 +326,11 @@ fn model_series(names: &[String]) -> String {
     }
 }
 
-/// The hint for missing files that are not needed.
+/// The hint for missing rank files that are not needed, because the other ranks have every element.
 pub const ALLOW_MISSING_HINT: &str =
     "continue without them with options::allow_missing: replicas on the other ranks cover every tensor";
 
-/// Ranks without files.
+/// The ranks of a series that have no file.
 struct MissingRanks {
     at: String,
     ranks: String,
@@ -335,14 +338,14 @@ struct MissingRanks {
 }
 
 impl Series {
-    /// Returns the style of the file names.
+    /// Returns the pattern of the file names of the series.
     fn names(&self) -> RankNamePattern {
         let mut names = self.files[0].0.pattern.clone();
         self.files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
         names
     }
 
-    /// Returns the number of ranks that the file names state or imply.
+    /// Returns the number of ranks: the world size in the file names, or the highest rank plus one.
     fn world_size(&self) -> u32 {
         let sizes = self.files.iter().map(|(name, _)| name.world_size.unwrap_or(name.rank.saturating_add(1)));
         sizes.max().unwrap_or(0)
@@ -356,8 +359,8 @@ impl Series {
         Ok((SeriesFiles { name: self.name.clone(), files: own, has_missing_ranks: warning.is_some() }, warning))
     }
 
-    /// Returns the files that exist, and a warning about missing files. `covers` decides whether the error suggests to
-    /// continue without them.
+    /// Returns the existing files by rank, and a warning about missing files. If `covers` returns true, the existing
+    /// files have every element, and the error for missing files suggests to continue without them.
     fn present_ranks(
         &self,
         folder: &Path,
@@ -378,8 +381,8 @@ impl Series {
         Ok((ranks, warning))
     }
 
-    /// Returns whether these ranks alone have every element of every tensor. A tensor that only missing ranks have
-    /// cannot be detected; it is unlikely if all ranks have the same tensors.
+    /// Returns whether the files in `ranks` have every element of every tensor. If only missing ranks have a tensor,
+    /// this function cannot detect it; this is unlikely if all existing ranks have the same tensors.
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, mut files: Files, options: &ReadOptions) -> bool {
         let Ok(files) = load(&mut files, ranks, options.unknown()) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, has_missing_ranks: true }];
@@ -400,7 +403,7 @@ impl Series {
                 .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
-    /// Returns the files by rank, and the world size in their names.
+    /// Returns the world size that the file names state, and the files by rank.
     fn ranks(&self, folder: &Path) -> Result<(Option<u32>, BTreeMap<u32, PathBuf>)> {
         let mut sizes: BTreeMap<Option<u32>, BTreeMap<u32, PathBuf>> = BTreeMap::new();
         for (name, path) in &self.files {
@@ -430,7 +433,7 @@ impl Series {
         }
     }
 
-    /// Returns the set of files that are numbered from 1.
+    /// Converts a series whose files are numbered from 1 to a set of numbered files.
     fn into_numbered_set(self, folder: &Path) -> Result<NumberedSet> {
         let (size, files) = self.ranks(folder)?;
         let size = size.unwrap_or_default();
@@ -452,7 +455,7 @@ impl Series {
         let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
         let size = world_size.unwrap_or(highest.saturating_add(1));
         let at = format!("series `{}`", self.name);
-        // Without a world size in the names, rank 0 may be missing.
+        // Files that are numbered from 1 to the highest number may be all files, or rank 0 may be missing.
         let is_numbered_from_one = match world_size {
             Some(size) => size == highest,
             None => ranks.len() > 1 && !options.allow_missing,

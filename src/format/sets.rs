@@ -21,7 +21,7 @@ use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 use crate::storage::lookup;
 
-/// Returns the missing files of a checkpoint of whole tensors, as shown by the names of its files.
+/// Returns a shortfall if files of a checkpoint of whole tensors are missing, as shown by the file names.
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` if names contradict each other.
@@ -44,15 +44,15 @@ pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> R
     paths.iter().find_map(|path| foreign::rank_file(path).transpose()).transpose()
 }
 
-/// Returns whether SRC is itself the only file to read.
+/// Returns whether the user gave a single file as SRC, and no other file is read.
 pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
     matches!(paths, [only] if only == path)
 }
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// Returns the missing files, as shown by the numbers in the file names of a folder. Rank files have numbers as well.
-/// If their layout is declared, the reader of rank files checks for missing ranks instead.
+/// Returns a shortfall if the numbers in the file names of a folder have gaps. Rank files have numbers as well, but if
+/// the user declares their layout, the reader of rank files checks for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;
@@ -73,7 +73,7 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
     Ok(None)
 }
 
-/// Returns a shortfall if the given file is one of several.
+/// Returns a shortfall if the single file that is given as SRC belongs to a set or series of several files.
 fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     if let Some(found) = foreign::rank_file(path)? {
         return Ok(Some(found));
@@ -90,7 +90,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         }
         let index = match ShardIndex::read(&index) {
             Ok(index) => index,
-            // A damaged index does not show whether this file is part of a set.
+            // A damaged index does not show whether the file at `path` is part of a set.
             Err(Error::Format(FormatError::Malformed { .. })) => continue,
             Err(error) => return Err(error),
         };
@@ -100,7 +100,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
             return Ok(Some(refuse(what, others.into_iter().collect())));
         }
     }
-    // `rank_8` in the name of a safetensors file may be the rank of a LoRA adapter.
+    // In the name of a safetensors file, `rank_8` may be the rank of a LoRA adapter instead of the rank of a process.
     let says_total = RankName::parse(path).is_some_and(|name| name.world_size.is_some());
     if name.ends_with(".safetensors") && !says_total && !local::is_rank_file(path)? {
         return Ok(None);
@@ -108,8 +108,8 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     Ok(series::describe_single_file(path)?.map(|(what, missing)| refuse(what, missing)))
 }
 
-/// Checks the target of a link like [`lone_file`], because the name of the link may differ from the name of the
-/// target.
+/// Checks the target of a link like [`lone_file`], because only the name of the target may show that it is part of a
+/// set.
 fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
     let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());
     target.map_or(Ok(None), |target| lone_file(&target))

@@ -2,27 +2,27 @@
 
 use crate::error::Error;
 
-/// The missing members of a set, or a contradiction in it.
+/// The files or tensors that an incomplete set lacks, or a contradiction in the set.
 #[derive(Debug)]
 pub struct Shortfall {
-    /// Files and tensors of the set that are not read.
+    /// The names of files and tensors of the set that are not read.
     pub missing: Vec<String>,
-    /// The error for every verb that needs the whole set.
+    /// The error of verbs that need the complete set.
     pub error: Error,
     /// The warning of `options::allow_missing`; `None` if the set cannot be read without the missing members.
     pub allowed: Option<String>,
 }
 
 impl Shortfall {
-    /// Returns a shortfall that `options::allow_missing` does not permit.
+    /// Returns a shortfall that is an error even with `options::allow_missing`.
     pub fn new(missing: Vec<String>, error: Error) -> Self {
         let error = if missing.is_empty() { error } else { error.naming(&missing) };
         Self { missing, error, allowed: None }
     }
 }
 
-/// Returns the names of `count` missing files. Totals come from file names and may be arbitrarily large; a very long
-/// list ends with an entry that has the number of the other names.
+/// Returns the names of `count` missing files. `count` comes from file names, so it may be arbitrarily large; a very
+/// long list ends with an entry such as `5000 more`.
 #[must_use]
 pub fn list_missing_names(count: u64, names: impl Iterator<Item = String>) -> Vec<String> {
     const MAX_LISTED: u64 = 10_000;

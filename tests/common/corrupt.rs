@@ -23,7 +23,7 @@ pub fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Replaces every occurrence, of which there must be one; lengths may differ.
+/// Replaces every occurrence of `from` by `to`, which may have another length. Fails if there is no occurrence.
 pub fn replace(bytes: &mut Vec<u8>, from: &[u8], to: &[u8]) {
     let mut found = false;
     let mut at = 0;
@@ -41,7 +41,7 @@ pub fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
 
 // ------------------------------------------------------------------------------------------------------------- zip
 
-/// An entry of a zip archive, whose directory record tests may change.
+/// A zip entry for tests. Tests may change the values that its directory entry will have.
 #[derive(Clone, Debug)]
 pub struct ZipEntry {
     pub name: String,
@@ -49,9 +49,9 @@ pub struct ZipEntry {
     pub method: u16,
     pub size: u32,
     pub crc: u32,
-    /// Offset of the local header in the directory; the correct one where `None`.
+    /// The offset of the local header that the directory states; `None` for the correct offset.
     pub header: Option<u32>,
-    /// Extra field of the directory entry.
+    /// The extra field of the entry in the directory.
     pub extra: Vec<u8>,
 }
 
@@ -63,7 +63,7 @@ impl ZipEntry {
     }
 }
 
-/// Returns the entries of a torch.save archive: its pickle and its storages.
+/// Returns the zip entries of a torch.save archive that has this pickle and these storages.
 pub fn torch_entries(pickle: impl Into<Vec<u8>>, storages: &[(&str, &[u8])]) -> Vec<ZipEntry> {
     let mut entries = vec![ZipEntry::new("archive/data.pkl", pickle), ZipEntry::new("archive/byteorder", "little")];
     entries.extend(storages.iter().map(|(key, data)| ZipEntry::new(&format!("archive/data/{key}"), *data)));
@@ -78,7 +78,7 @@ pub fn zip(entries: &[ZipEntry]) -> Vec<u8> {
     zip_claiming(entries, u16::try_from(entries.len()).unwrap())
 }
 
-/// Returns an archive whose end record declares `count` entries.
+/// Returns an archive of these entries, whose end record states `count` entries.
 pub fn zip_claiming(entries: &[ZipEntry], count: u16) -> Vec<u8> {
     let mut out = Vec::new();
     let mut directory = Vec::new();
@@ -152,7 +152,7 @@ pub fn edit_entries(path: &Path, change: impl FnOnce(&mut Vec<ZipEntry>)) {
 
 // --------------------------------------------------------------------------------------------------------- pickles
 
-/// A view of f32: sizes and strides over `numel` elements of the storage `key`.
+/// A plain f32 tensor in a pickle: its offset, sizes and strides in the storage `key`, which has `numel` elements.
 #[derive(Clone, Debug)]
 pub struct View<'a> {
     pub key: &'a str,
@@ -183,7 +183,7 @@ impl View<'_> {
     }
 }
 
-/// Returns a pickle of the dict `{name: value}`.
+/// Returns a pickle of the dict `{name: value}`, in which `value` writes the value.
 pub fn dict_of(name: &str, value: impl FnOnce(&mut Writer)) -> Vec<u8> {
     let mut writer = Writer::new();
     writer.empty_dict().string(name);

@@ -11,7 +11,8 @@ use super::outcome::copy_all;
 use super::transcript::Transcript;
 use super::{Run, Tensors, expect, fixture, read, succeed};
 
-/// A temporary folder. When it is dropped, it is removed, and the messages of runs are compared with their transcript.
+/// A temporary folder for one test. When the value is dropped, the folder is removed, and the messages of all runs in
+/// it are compared with the transcript of the test.
 pub struct TestEnv {
     folder: TempDir,
     _transcript: Transcript,
@@ -28,7 +29,7 @@ impl TestEnv {
         self.folder.path().join(name)
     }
 
-    /// Returns all files and folders in it, hidden ones too, relative and sorted.
+    /// Returns the relative paths of all files and folders in the folder, sorted. Hidden files are included.
     pub fn names(&self) -> Vec<String> {
         names_below(self.folder.path())
     }
@@ -41,7 +42,7 @@ impl TestEnv {
         path
     }
 
-    /// Copies a fixture, a file or folder.
+    /// Copies a fixture, which is a file or a folder, and returns the path of the copy.
     pub fn copy(&self, name: &str) -> PathBuf {
         let from = fixture(name);
         let to = self.path("src").join(from.file_name().unwrap());
@@ -50,7 +51,7 @@ impl TestEnv {
         to
     }
 
-    /// Writes a safetensors file of small f32 vectors with these numbers of elements.
+    /// Writes a safetensors file of f32 vectors. `tensors` has the name of each vector and its number of elements.
     pub fn vectors(&self, name: &str, tensors: &[(&str, usize)]) -> PathBuf {
         let data: Vec<(&str, Vec<u8>)> = (1_u8..)
             .zip(tensors)
@@ -68,7 +69,7 @@ impl TestEnv {
         path
     }
 
-    /// Converts a fixture or a path to a new path here, and asserts success.
+    /// Runs a conversion of a fixture or another path to a new path in the folder, and asserts that it succeeds.
     #[track_caller]
     pub fn make(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Made {
         let source = fixture("").join(source);
@@ -77,7 +78,8 @@ impl TestEnv {
         Made { path, run }
     }
 
-    /// Converts, and asserts exit code 2 and no new file. `tests/messages` has the error.
+    /// Runs a conversion, and asserts that it exits with 2 and leaves no new file. Its message is in the transcript in
+    /// `tests/messages`.
     #[track_caller]
     pub fn refuse(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Run {
         let source = fixture("").join(source);
@@ -87,7 +89,7 @@ impl TestEnv {
         run
     }
 
-    /// Asserts how verbs treat a damaged source: a conversion exits with 2 and leaves nothing, `verify` exits with 1,
+    /// Asserts that verbs refuse a damaged source: a conversion exits with 2 and leaves no file, `verify` exits with 1,
     /// and `inspect` does not crash.
     pub fn assert_bad_input(&self, source: &Path) {
         let before = self.names();
@@ -98,7 +100,7 @@ impl TestEnv {
         dtshard(&[&"inspect", &source]).assert_no_crash();
     }
 
-    /// Asserts how verbs treat a valid source that is not supported: every verb but `inspect` exits with 2.
+    /// Asserts that verbs refuse a valid source that is not supported: every verb but `inspect` exits with 2.
     pub fn assert_unsupported_input(&self, source: &Path) {
         let before = self.names();
         dtshard(&[&"unshard", &source, &self.path("out.pt")]).assert_refused(&[]);
@@ -108,7 +110,7 @@ impl TestEnv {
     }
 }
 
-/// The output of a conversion.
+/// The result of a successful conversion: its path and its run.
 pub struct Made {
     pub path: PathBuf,
     pub run: Run,

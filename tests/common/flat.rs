@@ -7,7 +7,8 @@ use serde_json::Value as Json;
 
 use super::{copy_folder, fixture};
 
-/// Options of `flatten`: the units of the fixtures' model, and its buffers, for a state dict in registration order.
+/// The options of `flatten` for the model of the fixtures: its units and its buffers. They are for a state dict in the
+/// order of registration.
 pub const WRAP: &str = "--wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
 
 /// Returns the path of the flat layout that the live model of a fixture wrote.

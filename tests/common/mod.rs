@@ -25,8 +25,8 @@ use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
-/// Runs a job for each item on as many threads as there are cores, and returns the results in order. These are not the
-/// threads of rayon, which jobs that wait for a process would take from conversions in other tests.
+/// Runs a job for each item on as many threads as there are cores, and returns the results in the order of the items.
+/// The threads are not those of rayon: conversions in other tests would wait until the processes of these jobs end.
 #[allow(dead_code, reason = "each test program uses its own part")]
 pub fn in_parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
@@ -45,8 +45,8 @@ pub fn in_parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) 
     results.into_inner().unwrap().into_values().collect()
 }
 
-/// A whole tensor. Values are compared by the digest of `inspect --digest`, computed here from bytes that dtshard has
-/// not read.
+/// The dtype, shape and digest of a tensor, to compare values. The digest is that of `inspect --digest`; the tests
+/// compute it from bytes that dtshard has not read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
     pub dtype: String,
@@ -65,13 +65,13 @@ impl Tensor {
 
 pub type Tensors = BTreeMap<String, Tensor>;
 
-/// Returns the tensors below a prefix, without the prefix.
+/// Returns the tensors whose names begin with a prefix, and removes the prefix from their names.
 pub fn below(prefix: &str, tensors: &Tensors) -> Tensors {
     let cut = |(name, tensor): (&String, &Tensor)| Some((name.strip_prefix(prefix)?.to_owned(), tensor.clone()));
     tensors.iter().filter_map(cut).collect()
 }
 
-/// Asserts equal tensors, and lists the differing names.
+/// Asserts that two sets of tensors are equal; if not, the message lists the names that differ.
 #[track_caller]
 pub fn assert_same(found: &Tensors, expected: &Tensors, what: &str) {
     let names: std::collections::BTreeSet<_> = found.keys().chain(expected.keys()).collect();
@@ -87,7 +87,7 @@ pub fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
 }
 
-/// The ground truth of a fixture, written by its generator.
+/// The expected tensors of a fixture, which the script that generated the fixture has written.
 #[derive(Debug)]
 pub struct Truth {
     pub tensors: Tensors,
@@ -95,21 +95,21 @@ pub struct Truth {
 }
 
 impl Truth {
-    /// `stem` is `fsdp4/truth` or `torch_file/model.truth`.
+    /// Reads the expected tensors. `stem` is a path without suffix, such as `fsdp4/truth` or `torch_file/model.truth`.
     pub fn load(stem: &str) -> Self {
         let json: Json = serde_json::from_slice(&fs::read(fixture(&format!("{stem}.json"))).unwrap()).unwrap();
         let content = fs::read(fixture(&format!("{stem}.safetensors"))).unwrap();
         let stored = SafeTensors::deserialize(&content).unwrap();
         let tensors = json["tensors"].as_object().unwrap().iter().map(|(name, about)| {
             let shape: Vec<u64> = serde_json::from_value(about["shape"].clone()).unwrap();
-            // Dtypes that safetensors does not have are stored as plain bytes.
+            // If safetensors does not have a dtype, the tensor is stored as plain bytes.
             let bytes = stored.tensor(name).unwrap().data();
             (name.clone(), Tensor::new(about["dtype"].as_str().unwrap(), &shape, bytes))
         });
         Self { tensors: tensors.collect(), json }
     }
 
-    /// Returns a list of names in the ground truth, or nothing where the case has none.
+    /// Returns the list of names under a key of the JSON file; an empty list if the file does not have the key.
     pub fn names(&self, key: &str) -> Vec<String> {
         serde_json::from_value(self.json[key].clone()).unwrap_or_default()
     }
@@ -123,7 +123,7 @@ pub enum Kind {
     File,
 }
 
-/// A checkpoint of the fixtures.
+/// A checkpoint among the fixtures.
 #[derive(Clone, Debug)]
 pub struct Source {
     pub path: PathBuf,
@@ -161,7 +161,7 @@ impl Source {
                 return name.starts_with("model.").then(|| name.to_owned());
             };
             let (parameter, state) = rest.rsplit_once('.').unwrap();
-            // Optimizers number their parameters; only FSDP1 names them.
+            // Only FSDP1 names the parameters of an optimizer; in other fixtures, optimizers number them.
             Some(match parameters.iter().position(|known| known == parameter) {
                 Some(index) => format!("optim.state.{index}.{state}"),
                 None => name.to_owned(),
@@ -177,7 +177,7 @@ impl Source {
             .collect()
     }
 
-    /// Returns the tensors that `consolidate` writes without options.
+    /// Returns the tensors that `consolidate` writes if no options select other tensors.
     pub fn expected_model(&self) -> Tensors {
         let truth = self.expected();
         let model = below("model.", &truth);
@@ -191,7 +191,7 @@ impl Source {
     }
 }
 
-/// Returns the DCP directory and the rank files of a case.
+/// Returns the checkpoints of one fixture: its DCP directory and its rank files.
 pub fn case(name: &str) -> Vec<Source> {
     let kinds = [("dcp", Kind::Dcp), ("ranks", Kind::Ranks)];
     let source = |(folder, kind)| Source { path: fixture(name).join(folder), kind, truth: format!("{name}/truth") };
@@ -205,12 +205,12 @@ pub fn file(path: &str, truth: &str) -> Source {
 pub const CASES: [&str; 10] =
     ["fsdp4", "fsdp3", "hsdp", "fsdp_tp", "fsdp_tp6", "tp2", "odd4", "fsdp1_sharded", "replicated_plain", "llama_tiny"];
 
-/// Returns the sharded checkpoints of the PyTorch version that made the fixtures.
+/// Returns the sharded fixtures that were made with the main PyTorch version.
 pub fn sharded(kind: Kind) -> Vec<Source> {
     CASES.iter().flat_map(|name| case(name)).filter(|source| source.kind == kind).collect()
 }
 
-/// Returns the files of whole tensors.
+/// Returns the fixtures that store whole tensors.
 pub fn files() -> Vec<Source> {
     vec![
         file("torch_file/model.pt", "torch_file/model.truth"),
@@ -222,7 +222,7 @@ pub fn files() -> Vec<Source> {
     ]
 }
 
-/// Returns the checkpoints of other PyTorch versions, which the published package leaves out.
+/// Returns the fixtures that were made with other PyTorch versions. The published package does not contain them.
 pub fn compat() -> Vec<Source> {
     let list = |path: &Path| {
         let entries = fs::read_dir(path).into_iter().flatten();
@@ -243,7 +243,7 @@ pub fn compat() -> Vec<Source> {
     found
 }
 
-/// The exit code and output of a run.
+/// The exit code and the output of a run of dtshard.
 #[derive(Debug)]
 pub struct Run {
     pub code: i32,
@@ -294,7 +294,7 @@ pub fn inspect(path: &Path, options: &str) -> Json {
     succeed("inspect", &[path], &format!("--json {options}")).json()
 }
 
-/// Returns every tensor of a checkpoint, or of one rank's file, read by the library.
+/// Returns the tensors of a checkpoint, or of the file of one rank. The library of dtshard reads them.
 pub fn read(path: &Path) -> Tensors {
     let options = ReadOptions { series: SeriesChoice::All, show_incomplete: true, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(path, &options).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -303,7 +303,7 @@ pub fn read(path: &Path) -> Tensors {
 
 pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     let (files, catalog) = (&checkpoint.files, &checkpoint.catalog);
-    // Write blocks are far shorter than the tensors, so that each tensor has several.
+    // Write blocks are much shorter than the tensors, so that each tensor has several write blocks.
     let options = Options { threads: 1, write_block_bytes: 64, sync: false };
     let digest = |entry: &TensorEntry| {
         let input = Input { files, catalog, resolve: &resolve };
@@ -317,7 +317,7 @@ pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     tensors.collect()
 }
 
-/// Returns every tensor of a safetensors file or folder, read by the safetensors crate.
+/// Returns the tensors of a safetensors file or folder. The crate safetensors reads them.
 pub fn read_safetensors(path: &Path) -> Tensors {
     let files: Vec<PathBuf> = if path.is_dir() {
         let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());

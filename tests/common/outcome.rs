@@ -1,4 +1,4 @@
-//! Runs of the program and their outcomes, for tests that expect other results than success.
+//! Runs of dtshard and their outcomes, for tests of runs that may fail or be killed.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -36,7 +36,7 @@ pub fn files_of(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The exit code or signal of a run, and its output.
+/// The exit code or the signal with which a run ended, and its output.
 #[derive(Debug)]
 pub struct Outcome {
     pub code: Option<i32>,
@@ -69,7 +69,7 @@ impl Outcome {
         self
     }
 
-    /// Asserts exit code 2 and an error that contains all these words.
+    /// Asserts that the run exited with 2, with an error that contains all of `words`.
     pub fn assert_refused(&self, words: &[&str]) -> &Self {
         assert_eq!(self.code, Some(2), "{self:?}");
         assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");

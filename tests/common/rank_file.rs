@@ -1,5 +1,5 @@
-//! Comparison of written rank files with those of PyTorch for the same state: the same tree, the same views of the same
-//! storages, and the same bytes, padding included.
+//! Compares a rank file that dtshard wrote with the rank file that PyTorch wrote for the same state. Both files must
+//! have the same tree, the same views of the same storages, and the same bytes, including padding.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -34,7 +34,7 @@ pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8
     files.read(at.file, at.offset - view.offset * view.dtype.itemsize(), view.storage_bytes).unwrap()
 }
 
-/// Returns the elements of a view, row-major.
+/// Returns the bytes of the elements of a view, in row-major order.
 pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     let storage = storage(files, contents, view);
     let width = usize::try_from(view.dtype.itemsize()).unwrap();
@@ -51,13 +51,13 @@ pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u
     elements
 }
 
-/// A comparison of a written rank file with that of PyTorch.
+/// A comparison of a rank file that dtshard wrote with the rank file of PyTorch.
 pub struct Comparison {
     own: Opened,
     real: Opened,
-    /// The storages of PyTorch's file, with their keys in the written file.
+    /// The storage keys of dtshard's file, by the storage keys of PyTorch's file.
     keys: HashMap<String, String>,
-    /// Without sharding PyTorch clones tied tensors, and keeps strides.
+    /// Whether the fixture is sharded. Without sharding, PyTorch clones tied tensors and keeps their strides.
     is_sharded: bool,
 }
 
@@ -99,7 +99,7 @@ impl Comparison {
         assert!(!is_sharded || distinct.len() == comparison.keys.len(), "{}: storages that are one", real.display());
     }
 
-    /// Asserts that two views are the same part of equal storages.
+    /// Asserts that two views cover the same part of equal storages.
     #[track_caller]
     fn views(&mut self, own: &View, real: &View, what: &str) {
         let known = self.keys.entry(real.key.to_string()).or_insert_with(|| own.key.to_string());

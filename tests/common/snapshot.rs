@@ -1,9 +1,10 @@
-//! Expected outputs, each in a reviewed file.
+//! Compares outputs with expected outputs. Each expected output is a reviewed file in `tests/snapshots`.
 
 use std::fs;
 use std::path::Path;
 
-/// Compares with the text of `tests/snapshots/NAME`; `UPDATE_SNAPSHOTS=1` writes the file again, for review.
+/// Asserts that a text is equal to `tests/snapshots/NAME`. With `UPDATE_SNAPSHOTS=1` the file is written instead, for
+/// review.
 #[track_caller]
 pub fn assert_snapshot(name: &str, found: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name);

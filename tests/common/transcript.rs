@@ -1,7 +1,8 @@
-//! Messages of the runs in a test, compared with reviewed transcripts.
+//! Compares the messages of all runs in a test with a reviewed transcript.
 //!
-//! [`Transcript::begin`] starts it for the test of this thread, [`record`] adds a run, and dropping the last one compares with the
-//! section of the test in `tests/messages/tests/MODULE.txt`. `UPDATE_SNAPSHOTS=1` writes that section.
+//! [`Transcript::begin`] starts the transcript of the test in this thread, and [`record`] adds a run to it. When the
+//! last [`Transcript`] of the test is dropped, the text is compared with the section of the test in
+//! `tests/messages/tests/MODULE.txt`. With `UPDATE_SNAPSHOTS=1`, the section is written instead.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -14,12 +15,12 @@ use std::thread;
 
 use regex::Regex;
 
-/// The number of lines of one run that are compared; tests of long lists check the rest.
+/// The maximum number of lines of one run in a transcript. Tests of long lists check the other lines.
 const MAX_LINES: usize = 40;
 
 #[derive(Default)]
 struct State {
-    /// Folders of the test, with names that differ between runs.
+    /// The folders of the test. Their names differ between runs, so the transcript does not contain them.
     folders: Vec<PathBuf>,
     open: usize,
     compared: usize,
@@ -30,7 +31,7 @@ thread_local! {
     static STATE: RefCell<State> = RefCell::default();
 }
 
-/// Records runs until it is dropped.
+/// A guard: runs are recorded until it is dropped.
 pub struct Transcript(());
 
 impl Transcript {
@@ -59,12 +60,12 @@ impl Drop for Transcript {
     }
 }
 
-/// Discards the runs so far, for a test that skips a case on this machine.
+/// Removes all recorded runs. A test calls this function if it skips a case on this machine.
 pub fn discard() {
     STATE.with_borrow_mut(|state| *state = State { open: state.open, ..State::default() });
 }
 
-/// Adds a run to the transcript of this test, if there is one.
+/// Adds a run to the transcript of the test in this thread, if the test has begun one.
 pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err: &str) {
     STATE.with_borrow_mut(|state| {
         if state.open == 0 {
@@ -77,7 +78,8 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err
             writeln!(text, "? {}", code.map_or("signal".into(), |code| code.to_string())).unwrap();
         }
         err.lines().take(MAX_LINES).for_each(|line| writeln!(text, "{}", line.trim_end()).unwrap());
-        // Tests check the data of a successful run, and a document repeats the message.
+        // The output of a successful run is not recorded, because tests check it. A JSON document is not recorded,
+        // because it repeats the message.
         if code != Some(0) && !out.starts_with('{') {
             out.lines().take(MAX_LINES).for_each(|line| writeln!(text, "> {}", line.trim_end()).unwrap());
         }
@@ -87,7 +89,8 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err
 
 fn quoted(word: &str, folders: &[PathBuf]) -> String {
     let is_plain = !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=,:+@%".contains(c));
-    // A long word is cut after its folders are replaced, because the length of their names differs.
+    // A long word is truncated after the names of folders in it are replaced, because these names have different
+    // lengths.
     let word = if word.len() > 200 {
         format!("{:.200}...", portable(&word.escape_debug().to_string(), folders))
     } else {
@@ -96,7 +99,7 @@ fn quoted(word: &str, folders: &[PathBuf]) -> String {
     if is_plain { word } else { format!("'{word}'") }
 }
 
-/// What differs between machines and runs in messages, and its replacement.
+/// Patterns of the parts of messages that differ between machines and between runs, each with its replacement.
 static VARYING: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     let patterns = [
         (r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?", " in [TIME]"),
@@ -110,7 +113,7 @@ static VARYING: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"\bwork-[0-9a-f]{12}", "work-[RANDOM]"),
         (r"only [\d.]+ [kMGT]?B are free", "only [SIZE] are free"),
         (r"[\d.]+ [kMGT]?B free", "[SIZE] free"),
-        // Files are allocated by several threads.
+        // Several threads allocate files, so the number of the file in this message varies.
         (r"(space for \S*/model-)\d{5}", "${1}[NUMBER]"),
         (r"/[\w/.-]*/\.tmp\w{6}", "[TMP]"),
         (r#""(seconds|bytes_per_second)": [\d.]+"#, r#""$1": [NUMBER]"#),
@@ -118,7 +121,7 @@ static VARYING: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     patterns.map(|(pattern, with)| (Regex::new(pattern).unwrap(), with)).into()
 });
 
-/// Replaces what differs between machines and runs.
+/// Replaces the parts of a text that differ between machines and between runs, such as times and paths.
 pub fn portable(text: &str, folders: &[PathBuf]) -> String {
     let repository = env!("CARGO_MANIFEST_DIR");
     let mut text = text.to_owned();
@@ -132,7 +135,7 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
     VARYING.iter().fold(text, |text, (pattern, with)| pattern.replace_all(&text, *with).into_owned())
 }
 
-/// Returns the lines that differ.
+/// Returns a diff of two texts.
 pub fn difference(expected: &str, found: &str) -> String {
     let (old, new): (Vec<_>, Vec<_>) = (expected.trim_end().lines().collect(), found.trim_end().lines().collect());
     let same = old.iter().zip(&new).take_while(|(a, b)| a == b).count();
@@ -145,7 +148,8 @@ pub fn difference(expected: &str, found: &str) -> String {
     text
 }
 
-/// Compares with the section of this thread's test. A test may end several transcripts, one after the other.
+/// Compares a transcript with the section of the test in this thread. `number` counts the transcripts of the test,
+/// which may have several, one after the other.
 fn compare(text: &str, number: usize) {
     let test = thread::current().name().unwrap_or_default().to_owned();
     let (module, name) = test.rsplit_once("::").expect("a test in a module, in a thread that has its name");
@@ -154,7 +158,7 @@ fn compare(text: &str, number: usize) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(&file);
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        // Tests of one module end at the same time.
+        // Tests of one module may write the file at the same time.
         let lock = File::create(Path::new(env!("CARGO_TARGET_TMPDIR")).join("messages.lock")).unwrap();
         lock.lock().unwrap();
         let mut sections = sections(&fs::read_to_string(&path).unwrap_or_default());

@@ -1,4 +1,4 @@
-//! Files and names that a run leaves.
+//! The files and names that a run leaves in a folder.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::outcome::files_of;
 
-/// Every file below a path, with its content.
+/// Every file below a path, by its relative path, with its content.
 pub type Tree = BTreeMap<PathBuf, Vec<u8>>;
 
 pub fn tree(path: &Path) -> Tree {
@@ -17,7 +17,7 @@ pub fn tree(path: &Path) -> Tree {
     files.map(|file| (file.strip_prefix(path).unwrap().to_path_buf(), fs::read(&file).unwrap())).collect()
 }
 
-/// Returns the names in a folder, hidden ones too, sorted.
+/// Returns the names in a folder, sorted. Hidden names are included.
 pub fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

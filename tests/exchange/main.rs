@@ -1,4 +1,5 @@
-//! Conversions by several processes: sources that each process sees in part, GPUs, and memory use.
+//! Tests of conversions by several processes: with a source of which each process sees only some files, on GPUs, and
+//! their use of memory.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 

@@ -1,5 +1,5 @@
-//! The work folder in which the processes of `--source per-rank` meet: what they leave there, and what they do not
-//! change.
+//! Tests of the work folder in which the processes of `--source per-rank` find each other: the files that they leave in
+//! it, and the files that they do not change.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +15,7 @@ fn nodes() -> Nodes {
     Nodes::new("fsdp4/ranks", 2, Spread::One)
 }
 
-/// Two runs of different jobs at one DST: one is refused, and both remove their files.
+/// Two jobs with the same DST run at the same time. One job is refused, and both jobs remove their files.
 #[test]
 fn second_run_at_one_destination_is_refused_and_both_clean_up() {
     let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
@@ -72,7 +72,8 @@ fn dry_run_leaves_no_folders() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// Rank 0 dies after the rename: DST exists, the other process succeeds, and removes the rest.
+/// Rank 0 is killed after it has renamed the output to DST. The other process succeeds, and removes the remaining
+/// files.
 #[test]
 fn processes_succeed_after_the_first_dies_past_publishing() {
     for point in ["commit-renamed", "commit-synced-parent", "commit-removed-old", "commit-left"] {
@@ -90,7 +91,7 @@ fn processes_succeed_after_the_first_dies_past_publishing() {
     }
 }
 
-/// Two nodes have local folders of one name.
+/// DST is a node-local folder that has the same name on both nodes, so the processes do not find each other.
 #[test]
 fn unshared_destination_is_refused() {
     let nodes = nodes();
@@ -109,7 +110,7 @@ fn unshared_destination_is_refused() {
     }
 }
 
-/// All waiting processes print it, unless `--quiet` is given.
+/// A waiting process prints the process that it waits for, unless `--quiet` is given.
 #[test]
 fn waiting_processes_print_whom_they_wait_for() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
@@ -137,7 +138,7 @@ fn part_that_is_given_twice_is_an_error() {
     }
 }
 
-/// The next run has another number of parts, or is one process.
+/// After the first process of a run was killed, the next run has another number of parts, or is a single process.
 #[test]
 fn work_folder_of_a_killed_first_process_does_not_block_other_runs() {
     for is_alone in [false, true] {
@@ -162,7 +163,7 @@ fn work_folder_of_a_killed_first_process_does_not_block_other_runs() {
     }
 }
 
-/// Whether the file is mapped depends on the file system of the current folder.
+/// The path of SRC is only a file name. The file system of the current folder decides whether the file is mapped.
 #[test]
 fn source_without_a_folder_in_its_path_is_read() {
     let nodes = Nodes::new("safetensors/sharded", 2, Spread::One);

@@ -1,8 +1,8 @@
-//! A run never exceeds the memory that `--dry-run` reports.
+//! Tests that a run never uses more memory than `--dry-run` reports.
 //!
-//! Two measures of a run: the anonymous pages that the kernel counts, polled repeatedly, and a limit on all private
-//! memory, used or not (RLIMIT_DATA), that the run must fit in. The limit also counts capacity that lists reserve and
-//! the full stacks of threads, which are added to it.
+//! There are two measures. The first is the number of anonymous pages that the kernel counts, polled repeatedly. The
+//! second is a limit on all private memory (RLIMIT_DATA), within which the run must succeed. The limit also counts
+//! unused memory: the reserved capacity of lists and the full stacks of threads. Both are added to the limit.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -24,7 +24,7 @@ use serde_json::Value as Json;
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
 const STACK_BYTES: u64 = 2 << 20;
 
-/// Writes a safetensors file of many small tensors and three of 4 MiB, all zeros.
+/// Writes a safetensors file with `small` small tensors and three tensors of 4 MiB, all of which are zero.
 fn model(path: &Path, small: usize) {
     let mut header = String::from("{");
     let mut end = 0;
@@ -47,14 +47,14 @@ fn model(path: &Path, small: usize) {
     file.set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// Returns the peak memory that a dry run reports.
+/// Returns the peak memory in bytes that a dry run reports.
 fn planned_memory(arguments: &[&str]) -> u64 {
     let run = Command::new(BINARY).args(arguments).args(["--dry-run", "--json"]).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     serde_json::from_slice::<Json>(&run.stdout).unwrap()["peak_bytes"].as_u64().unwrap()
 }
 
-/// Returns the peak anonymous memory of a run, in bytes. The run may use `limit` bytes of private memory.
+/// Returns the peak of a run's anonymous memory in bytes. The run gets a limit of `limit` bytes of private memory.
 fn used_memory(arguments: &[&str], limit: u64) -> u64 {
     let limited = r#"ulimit -d "$0"; exec "$@""#;
     let mut run = Command::new("sh")
@@ -78,12 +78,13 @@ fn used_memory(arguments: &[&str], limit: u64) -> u64 {
     most
 }
 
-/// Returns at least the number of threads of a run without `--threads`.
+/// Returns an upper bound for the number of threads of a run without `--threads`.
 fn default_threads() -> u64 {
     std::thread::available_parallelism().map_or(4, |cores| cores.get().max(4) as u64)
 }
 
-/// Asserts that a run stays within the planned memory. `{}` in the line is the folder.
+/// Asserts that a run without sync uses at most the memory that its dry run reports. In `line`, `{}` stands for the
+/// folder.
 fn assert_within_plan(folder: &Path, line: &str) {
     assert_synced_run_within_plan(folder, &format!("{line} --no-sync"));
 }
@@ -120,10 +121,10 @@ fn run_stays_within_the_memory_that_dry_run_reports() {
     }
 }
 
-/// Synced output is written by more threads, and partial blocks of neighbouring write blocks wait in memory.
+/// If output is synced, more threads write, and partial blocks between neighboring write blocks wait in memory.
 #[test]
 fn synced_run_stays_within_the_memory_that_dry_run_reports() {
-    // The working folder is on a disk; /tmp may be in memory.
+    // The folder must be on a disk, and `/tmp` may be in memory, so the folder of the crate is used.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 2_000);
@@ -145,7 +146,7 @@ fn memory_does_not_depend_on_tensor_sizes() {
     let folder = folder.path();
     model(&folder.join("model.safetensors"), 10);
     for threads in [1, 2, 8] {
-        // The documented minimum for these threads.
+        // The minimum memory for this number of threads, as documented.
         let floor = (32 << 20) + threads * ((64 << 10) + (3584 << 10)) + (1 << 20);
         let options = format!("--threads {threads} --max-memory {floor}");
         assert_within_plan(folder, &format!("unshard {{}}/model.safetensors {{}}/{threads}.pt {options}"));
@@ -156,7 +157,7 @@ fn memory_does_not_depend_on_tensor_sizes() {
     }
 }
 
-/// The error states a sufficient minimum, also if headers take most of it.
+/// The error for too little memory states a minimum that is sufficient, even if headers need most of it.
 #[test]
 fn run_succeeds_with_the_minimum_memory_of_the_error() {
     let folder = tempfile::tempdir().unwrap();
@@ -176,8 +177,8 @@ fn run_succeeds_with_the_minimum_memory_of_the_error() {
     assert!(fits, "{error}");
 }
 
-/// Two processes each see a half of SRC and exchange data; the memory for headers and rounds is divided again if both
-/// have less than they need.
+/// Each of two processes sees half of SRC, and they exchange data. If both the headers and the rounds have less memory
+/// than they need, the memory is divided between them again.
 #[test]
 fn exchanging_processes_stay_within_the_memory_that_dry_run_reports() {
     let folder = tempfile::tempdir().unwrap();
@@ -223,7 +224,8 @@ fn exchanging_processes_stay_within_the_memory_that_dry_run_reports() {
     }
 }
 
-/// The layout of a matrix of 64 rows and columns, or of as many as there are pieces, if those are more.
+/// The layout of a square matrix in a number of pieces. The matrix has 64 rows and columns, or as many as there are
+/// pieces if there are more than 64 pieces.
 #[derive(Clone, Copy, Debug)]
 enum Cut {
     Rows(u64),
@@ -248,7 +250,8 @@ impl Cut {
     }
 }
 
-/// Returns the memory of the transfer plans for so many tensors between two layouts, with a file for each piece.
+/// Returns the memory in bytes that transfer plans take, for `tensors` tensors that are converted from one layout to
+/// another. Each piece of a layout has a file of its own.
 fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
     let size = from.pieces().max(to.pieces()).max(64);
     let files =
@@ -281,7 +284,7 @@ fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
         reducing: ReductionMethod::InRankOrder,
     };
     let before = memory::anonymous_memory().unwrap().now;
-    // Three plans exist at once: staged, moved and written, while the next one is computed.
+    // While the next plan is computed, three plans exist: for the rounds that are being read, sent and written.
     let mut under_way = VecDeque::new();
     for round in Rounds::new(&catalog, &reserved, &owners, &parties, 64_000_000).take(5) {
         under_way.push_back(Moves::new(&round.unwrap(), 0));
@@ -293,14 +296,14 @@ fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
 }
 
 const PLANNED: [(u32, u32, Cut, Cut); 8] = [
-    // Small tensors of one piece each.
+    // Small tensors with one piece each.
     (21_000, 1, Cut::Rows(1), Cut::Rows(1)),
     (13_000, 128, Cut::Rows(1), Cut::Rows(1)),
-    // Plans that are sent to all processes, and data that goes to most.
+    // Plans for data that goes to all processes, or to most of them.
     (8_000, 64, Cut::Rows(1), Cut::Replicas(64)),
     (2_500, 256, Cut::Rows(1), Cut::Replicas(256)),
     (2_500, 256, Cut::Rows(1), Cut::Replicas(200)),
-    // Tensors of many pieces each.
+    // Tensors with many pieces each.
     (300, 8, Cut::Rows(1024), Cut::Rows(1)),
     (60, 64, Cut::Rows(64), Cut::Columns(64)),
     (300, 256, Cut::Rows(256), Cut::Rows(192)),
@@ -310,11 +313,11 @@ const PLANNED: [(u32, u32, Cut, Cut); 8] = [
 #[ignore = "a process of a test"]
 fn memory_of_transfer_plans() {
     let (tensors, ranks, from, to) = PLANNED[std::env::var("CASE").map_or(0, |case| case.parse().unwrap())];
-    // The test harness may have begun a line.
+    // The output starts on a new line, because the test harness may have written a part of a line.
     writeln!(std::io::stdout(), "\n{}", memory_of_plans(tensors, ranks, from, to)).unwrap();
 }
 
-/// The limit holds for any number of ranks and pieces.
+/// The memory that dtshard reserves for transfer plans is enough for any number of ranks and pieces.
 #[test]
 fn transfer_plans_take_at_most_the_accounted_memory() {
     let run = |case: usize| {
@@ -328,10 +331,10 @@ fn transfer_plans_take_at_most_the_accounted_memory() {
     assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
 }
 
-/// Anonymous memory, in bytes, that a run may use besides the bytes it reads.
+/// The anonymous memory that a run may use in addition to the memory for the bytes that it reads, in bytes.
 const PROGRAM_BYTES: u64 = 12 << 20;
 
-/// Returns the peak anonymous memory of a run, whether it succeeds or not, and its exit code.
+/// Returns the peak of a run's anonymous memory in bytes, and its exit code. The run may fail.
 fn peak_memory(arguments: &[&str]) -> (u64, Option<i32>) {
     let mut run = Command::new(BINARY).args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let status = format!("/proc/{}/status", run.id());
@@ -387,7 +390,7 @@ fn header_of_long_lists_is_refused_in_little_memory() {
     }
 }
 
-/// 2 * 10^7 ints may take 700 MB; this test has an eighth of them.
+/// A list of 2 * 10^7 ints may take 700 MB. This test has a list of an eighth of this length.
 #[test]
 fn list_of_ints_takes_35_bytes_an_int() {
     const INTS: u32 = 2_500_000;

@@ -1,4 +1,4 @@
-//! Nodes with parts of a checkpoint: each node is a folder, which one process gets as SRC.
+//! Simulates nodes that each have some files of a checkpoint: each node is a folder, which is the SRC of one process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,14 +9,14 @@ use tempfile::TempDir;
 use crate::outcome::{Outcome, command, files_of, fixture};
 pub use crate::tree::{Tree, names, tree};
 
-/// The number of nodes that have each file.
+/// The number of nodes on which each file exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spread {
     One,
     Two,
 }
 
-/// Nodes, and a folder for the output.
+/// Folders for several nodes, and a folder for the output.
 pub struct Nodes {
     folder: TempDir,
     pub of: u32,
@@ -25,13 +25,13 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Divides the files of a fixture among the nodes, in the order of their names.
+    /// Divides the files of a fixture among `of` nodes, in the order of the names of the files.
     pub fn new(source: &'static str, of: u32, spread: Spread) -> Self {
         Self::divided(source, of, spread)
     }
 
     fn divided(source: &'static str, of: u32, spread: Spread) -> Self {
-        // Runs of several processes sync; in memory that takes no time.
+        // Runs of several processes sync their output. In memory, syncing takes no time.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let name = source.rsplit('/').next().unwrap();
         let nodes = Self { folder, of, whole: fixture(source), name };
@@ -47,13 +47,13 @@ impl Nodes {
         nodes
     }
 
-    /// Puts a file of the whole checkpoint on a node.
+    /// Copies a file of the fixture to a node.
     pub fn copy(&self, file: &Path, node: u32) {
         let below = file.strip_prefix(&self.whole).unwrap();
         let to = if below.as_os_str().is_empty() { self.source(node) } else { self.source(node).join(below) };
         fs::create_dir_all(to.parent().unwrap()).unwrap();
         fs::copy(file, &to).unwrap();
-        // The copy keeps the modification time, because a resumed run may see another copy.
+        // The copy gets the modification time of the file, because a resumed run may see another copy of the file.
         let copied = fs::File::options().write(true).open(&to).unwrap();
         copied.set_modified(file.metadata().unwrap().modified().unwrap()).unwrap();
     }
@@ -62,22 +62,22 @@ impl Nodes {
         self.folder.path().join(format!("node{node}"))
     }
 
-    /// Returns SRC of the process on a node.
+    /// Returns the path that the process on a node gets as SRC.
     pub fn source(&self, node: u32) -> PathBuf {
         self.node(node).join(self.name)
     }
 
-    /// Returns every copy of a file.
+    /// Returns the paths of a file on all nodes that have it.
     pub fn copies(&self, name: &str) -> Vec<PathBuf> {
         (0..self.of).map(|node| self.source(node).join(name)).filter(|path| path.exists()).collect()
     }
 
-    /// Returns the node that has a file.
+    /// Returns the first node that has a file.
     pub fn node_of(&self, name: &str) -> u32 {
         (0..self.of).find(|node| self.source(*node).join(name).exists()).expect("some node has it")
     }
 
-    /// Returns the folder that contains the destination only.
+    /// Returns the folder for the output, which contains only DST and the work files beside it.
     pub fn dst_folder(&self) -> PathBuf {
         self.folder.path().join("results")
     }
@@ -87,7 +87,7 @@ impl Nodes {
         fs::create_dir(self.dst_folder()).unwrap();
     }
 
-    /// Returns the command of one process. `words` are the verb, DST's name and options.
+    /// Returns the command of one process. `words` has the verb, the name of DST and options.
     pub fn command(&self, rank: u32, words: &str) -> Command {
         self.command_of(rank, self.of, words)
     }
@@ -99,7 +99,7 @@ impl Nodes {
         command
     }
 
-    /// Returns the command of one process that sees all files, for the same destination.
+    /// Returns the command of a single process that sees all files, with a DST in the same folder.
     pub fn command_alone(&self, words: &str) -> Command {
         let mut command = run(&self.whole, &self.dst_folder(), &format!("{words} --parts 1"));
         command.env("DTSHARD_FAULT", "none");
@@ -110,17 +110,17 @@ impl Nodes {
         self.command(rank, words).spawn().unwrap()
     }
 
-    /// Runs all processes with the same words, and waits for them.
+    /// Runs all processes with the same `words`, and waits for them.
     pub fn run_together(&self, words: &str) -> Vec<Outcome> {
         self.run_each(|_| words.to_owned())
     }
 
-    /// Runs all processes, each with its own words, and waits for them.
+    /// Runs all processes, each with the words that `words` returns for its rank, and waits for them.
     pub fn run_each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
         wait_all((0..self.of).map(|rank| self.start(rank, &words(rank))))
     }
 
-    /// Runs one process that sees all files, and returns its output files and its outcome.
+    /// Runs a single process that sees all files. Returns its output files and its outcome.
     pub fn run_alone(&self, words: &str) -> (Tree, Outcome) {
         let folder = tempfile::tempdir_in(self.folder.path()).unwrap();
         let outcome: Outcome =
@@ -129,7 +129,7 @@ impl Nodes {
         (made.first().map_or_else(Tree::new, |name| tree(&folder.path().join(name))), outcome)
     }
 
-    /// Asserts that all processes together give the output of one process, and leave nothing else.
+    /// Asserts that all processes together write the output that a single process writes, and leave no other files.
     #[track_caller]
     pub fn assert_equals_one_process(&self, words: &str, more: &str) {
         let (expected, outcome) = self.run_alone(words);
@@ -151,7 +151,7 @@ impl Nodes {
     }
 }
 
-/// Returns a command. `words` are the verb, the name of DST, and options, in which `@` stands for the folder of
+/// Returns a command. `words` has the verb, the name of DST and options. In options, `@` stands for the folder of the
 /// fixtures.
 fn run(source: &Path, folder: &Path, words: &str) -> Command {
     let mut words = words.split_whitespace();

@@ -1,7 +1,7 @@
-//! Two processes on two mounts of one folder, each of which caches names like a network file system: neither process
-//! relies on cached names, also where one process is killed.
+//! Tests of two processes on two mounts of one folder. Each mount caches names, as a network file system does. Neither
+//! process relies on cached names, even if one of them is killed.
 //!
-//! `DTSHARD_TEST_CACHED_RUNS=50` repeats each case 50 times, with other moments of the kill.
+//! With `DTSHARD_TEST_CACHED_RUNS=50`, each case runs 50 times, and the process is killed at other moments.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,17 +15,18 @@ use crate::job::{FILE, FOLDER, Job, Kind, RANKS, names, skip};
 use crate::outcome::Outcome;
 use crate::tree::tree;
 
-/// How long mounts cache names: longer than a hurried process waits before it considers another one dead.
+/// The options with which a mount caches names for 4 seconds. This is longer than the time after which these processes
+/// consider another process dead.
 const CACHES: &str = "entry_timeout=4,attr_timeout=4,negative_timeout=4";
 
-/// Mounts of one folder, unmounted when dropped.
+/// Two mounts of one folder. They are unmounted when the value is dropped.
 struct Mounts {
     root: TempDir,
     servers: Vec<Child>,
 }
 
 impl Mounts {
-    /// `None` where there is no FUSE.
+    /// Mounts the folder. Returns `None` if this machine has no FUSE.
     fn new(options: &str) -> Option<Self> {
         let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let mut mounts = Self { root, servers: Vec::new() };
@@ -48,7 +49,7 @@ impl Mounts {
         Some(mounts)
     }
 
-    /// The mounted folder, as the server sees it.
+    /// Returns the path of the folder itself, without a mount.
     fn folder(&self) -> PathBuf {
         self.root.path().join("folder")
     }
@@ -76,7 +77,7 @@ fn is_mounted(at: &Path) -> bool {
     mounts.lines().any(|line| line.split(' ').nth(1).is_some_and(|mounted| Path::new(mounted) == at))
 }
 
-/// One conversion by two processes, each with its own mount.
+/// One conversion by two processes, each of which uses its own mount.
 struct Pair {
     job: Job,
     mounts: Mounts,
@@ -103,7 +104,7 @@ impl Pair {
         assert!(tree(&folder.join(self.job.kind.target())) == self.job.expected, "{at}: other bytes");
     }
 
-    /// Removes the result on another node; the two mounts still cache its name.
+    /// Removes the result directly in the folder, as another node would. Both mounts still cache its name.
     fn remove_result(&self) {
         for name in names(&self.mounts.folder()) {
             let path = self.mounts.folder().join(name);
@@ -145,7 +146,7 @@ fn result_is_found_with_auto_cache_although_cached_as_missing() {
     });
 }
 
-/// The mount of the second process caches the name of the removed result.
+/// The result was removed, but the mount of the second process still caches its name.
 #[test]
 fn removed_result_is_written_again() {
     with_pair(FILE, "", |pair, run| {
@@ -161,14 +162,15 @@ fn removed_result_is_written_again() {
 fn killed_process_on_a_caching_mount_resumes() {
     for options in ["", ",auto_cache"] {
         with_pair(FOLDER, options, |pair, run| {
-            // The moments differ each time, from before the first file to after the last one.
+            // The process is killed at different moments, from before the first file to after the last file.
             for moment in [0, 40, 80, 160] {
                 let (at, dying) = (format!("run {run}, killed after {moment} ms"), run % 2);
                 let [mut first, mut second] = pair.start_both("--resume");
                 sleep(Duration::from_millis(moment + u64::from(run / 2) % 40));
                 let (killed, left) = if dying == 0 { (&mut first, &mut second) } else { (&mut second, &mut first) };
                 killed.kill().unwrap();
-                // The process may wait for a part that had not begun, until a launcher ends it.
+                // The other process may wait for a part that has not started. It would wait until a launcher ends it,
+                // so the test kills it.
                 let begun = Instant::now();
                 while left.try_wait().unwrap().is_none() && begun.elapsed() < Duration::from_secs(3) {
                     sleep(Duration::from_millis(20));

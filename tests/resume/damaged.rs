@@ -1,4 +1,5 @@
-//! Damaged and forged journals and leases: a run refuses them or resumes correctly, and never publishes wrong bytes.
+//! Tests of damaged and forged journals and leases: a run refuses them or resumes correctly, and never publishes wrong
+//! bytes.
 
 use std::fs;
 
@@ -8,7 +9,7 @@ use serde_json::Value as Json;
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, Kind};
 
-/// Resumes, asserts that the run is refused or writes the expected bytes, and returns whether it succeeded.
+/// Resumes the run, and returns whether it succeeded. Asserts that it writes the expected bytes or is refused.
 #[track_caller]
 fn resumes_correctly(job: &Job, at: &str) -> bool {
     let ended = job.run("--resume", Some("none"));
@@ -20,7 +21,7 @@ fn resumes_correctly(job: &Job, at: &str) -> bool {
     ended.code == Some(0)
 }
 
-/// A partial folder with two recorded windows, which tests damage and restore.
+/// The partial folder of an interrupted run that has recorded two windows. Tests damage the folder and restore it.
 struct InterruptedRun {
     job: Job,
     kept: std::path::PathBuf,
@@ -71,7 +72,7 @@ fn journals_with_flipped_bits_or_truncated_ends_are_refused_or_resumed() {
     }
 }
 
-/// Returns a line as a journal has it, with its checksum.
+/// Returns a line of a journal: a JSON text with its checksum.
 fn line(json: &str) -> Vec<u8> {
     format!("{json} {:08x}\n", crc32fast::hash(json.as_bytes())).into_bytes()
 }
@@ -102,13 +103,13 @@ fn journals_with_impossible_records_are_refused_or_ignored() {
         fs::write(interrupted.job.work().join("part-9-of-9.0.journal"), &content).unwrap();
         assert!(resumes_correctly(&interrupted.job, &nth.to_string()), "{nth}");
     }
-    // A folder in place of a journal is not read.
+    // If the path of a journal is a folder, the run is refused.
     interrupted.restore();
     fs::create_dir(interrupted.job.work().join("part-9-of-9.0.journal")).unwrap();
     assert!(!resumes_correctly(&interrupted.job, "a folder"));
 }
 
-/// The counts of overflowed values are larger than any run can produce.
+/// The journal has counts of overflowed values that are larger than any run can produce.
 #[test]
 fn overflow_counts_of_journals_saturate() {
     let interrupted = InterruptedRun::new(CAST);
@@ -132,14 +133,14 @@ fn malformed_leases_do_not_block_resume() {
             fs::write(interrupted.job.partial().join(name), content).unwrap();
             assert!(resumes_correctly(&interrupted.job, &format!("{name} {nth}")));
         }
-        // A lease with the highest number is ignored, because it could have no successor.
+        // A lease with the highest possible number is ignored, because no later lease could have a higher number.
         interrupted.restore();
         fs::write(interrupted.job.partial().join("part-0-of-1.4294967295.lease"), content).unwrap();
         assert!(resumes_correctly(&interrupted.job, "the last generation"));
     }
 }
 
-/// Returns the entries in the journals of a partial folder: file, start and end of each.
+/// Returns the recorded ranges in the journals of a partial folder: for each range the file, the start and the end.
 fn entries(job: &Job) -> Vec<(usize, u64, u64)> {
     let text: String = job.files_in_partial(".journal").iter().map(|path| fs::read_to_string(path).unwrap()).collect();
     let records = text.lines().map(|line| serde_json::from_str(&line[..line.len() - 9]).unwrap());
@@ -148,7 +149,7 @@ fn entries(job: &Job) -> Vec<(usize, u64, u64)> {
     entries.map(|entry| (usize::try_from(number(&entry, 0)).unwrap(), number(&entry, 1), number(&entry, 2))).collect()
 }
 
-/// Returns an output file of a partial folder, and the middle of its longest recorded range.
+/// Returns the output file with the longest recorded range, and the offset in the middle of this range.
 fn recorded(job: &Job) -> (PathBuf, u64) {
     let (file, start, end) = entries(job).into_iter().max_by_key(|(_, start, end)| end - start).unwrap();
     let name = job.document["files"][file]["path"].as_str().unwrap();
@@ -161,7 +162,7 @@ fn flip(file: &Path, at: u64) {
     fs::write(file, content).unwrap();
 }
 
-/// With `--verify` the range of the changed byte is written again, and little else.
+/// With `--verify`, the recorded range that has the changed byte is written again, and almost nothing else.
 #[test]
 fn flipped_byte_of_recorded_output_is_written_again_with_verify() {
     for kind in KINDS {
@@ -191,7 +192,7 @@ fn flipped_byte_of_recorded_output_is_written_again_with_verify() {
         );
         assert_eq!(cast, interrupted.job.document["cast"], "{kind}");
         interrupted.job.assert_done(&kind.to_string());
-        // Each of several parts checks its own ranges.
+        // If there are several parts, each part checks its own ranges.
         interrupted.restore();
         let file = interrupted.job.work().join("data").join(file.file_name().unwrap());
         flip(&file, at);
@@ -200,7 +201,7 @@ fn flipped_byte_of_recorded_output_is_written_again_with_verify() {
     }
 }
 
-/// An invalidation is permanent: a later run without `--verify` does not use the ranges either.
+/// Invalidated ranges stay invalidated: a later run without `--verify` writes them again as well.
 #[test]
 fn invalidated_output_stays_invalidated_after_a_kill() {
     let interrupted = InterruptedRun::new(FOLDER);
@@ -211,17 +212,17 @@ fn invalidated_output_stays_invalidated_after_a_kill() {
     interrupted.job.assert_done("without a look");
 }
 
-/// The mismatch is reported once, and the next run succeeds.
+/// A flipped byte is found after all output was written. The run that finds it is refused, and the next run succeeds.
 #[test]
 fn flipped_byte_found_before_publishing_is_refused_and_written_again() {
     for kind in [FILE, FOLDER, DCP] {
         let job = Job::new(kind);
-        // All output is written, and nothing is published.
+        // All output was written, and nothing was published, because the run was killed between these two steps.
         assert_eq!(job.run("--resume --verify", Some("seal-summed")).signal, Some(9));
         let (file, at) = recorded(&job);
         let name = file.file_name().unwrap().to_owned();
         flip(&file, at);
-        // One of 64 parts has no work and verifies nothing, and then seals the output.
+        // Part 0 of 64 parts has no work, so it verifies no ranges, and then seals the output.
         let ended = job.run("--resume --verify --parts 64 --part 0 --no-wait", Some("none"));
         ended.assert_refused(&[
             "memory or disk is faulty; nothing was published",
@@ -233,7 +234,7 @@ fn flipped_byte_found_before_publishing_is_refused_and_written_again() {
     }
 }
 
-/// Two wrong tensors are reported and written again together.
+/// Two tensors have a flipped byte. One run reports both, and the next run writes both again.
 #[test]
 fn two_flipped_bytes_are_reported_and_written_again() {
     let job = Job::new(FOLDER);
@@ -247,14 +248,15 @@ fn two_flipped_bytes_are_reported_and_written_again() {
     job.assert_done("both");
 }
 
-/// The stored checksum was changed after it was written.
+/// A checksum in the output was changed after it was written.
 #[test]
 fn wrong_checksum_in_the_output_is_refused_and_written_again() {
     let job = Job::new(DCP);
     assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
     let (file, _) = recorded(&job);
     let content = fs::read(&file).unwrap();
-    // Zip descriptors contain CRC-32 and length; this finds the first one of tensor data.
+    // A zip descriptor contains the CRC-32 and the length of the data. This expression finds the first descriptor of
+    // tensor data.
     let number = |at: usize| u32::from_le_bytes(content[at..at + 4].try_into().unwrap());
     let is_of_data = |at: &usize| content[*at..].starts_with(b"PK\x07\x08") && number(at + 8) > 10_000;
     let at = (0..content.len() - 12).find(is_of_data).unwrap() + 4;
@@ -266,7 +268,7 @@ fn wrong_checksum_in_the_output_is_refused_and_written_again() {
     job.assert_done("again");
 }
 
-/// A copied file was changed afterwards.
+/// A sidecar file was changed after it was copied.
 #[test]
 fn changed_sidecar_file_is_copied_again() {
     let job = Job::new(FOLDER);
@@ -281,7 +283,7 @@ fn changed_sidecar_file_is_copied_again() {
     job.assert_done("copied again");
 }
 
-/// No recorded range of a file with a wrong length counts; all other ranges do.
+/// If an output file has a wrong length, its recorded ranges do not count. The ranges of all other files count.
 #[test]
 fn output_file_of_another_length_is_written_again() {
     let set_len = |file: &Path, len: u64| fs::File::options().write(true).open(file).unwrap().set_len(len).unwrap();
@@ -309,7 +311,7 @@ fn output_file_of_another_length_is_written_again() {
     }
 }
 
-/// Two processes recorded the same ranges, because one was considered dead, and the bytes are damaged.
+/// Two journals record the same ranges, because one process was considered dead. The bytes in these ranges are damaged.
 #[test]
 fn damaged_bytes_recorded_by_two_processes_are_written_again() {
     let interrupted = InterruptedRun::new(FOLDER);

@@ -1,5 +1,5 @@
-//! Full file systems: the error names the file, nothing is published, and `--resume` completes after space is freed.
-//! The tests mount file systems, so they are skipped unless they run as root.
+//! Tests of full file systems: the error names the file, nothing is published, and `--resume` completes the run when
+//! there is space again. The tests mount file systems, so they run only as root and are skipped otherwise.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use dtshard::storage::filesystem::write_back;
 
 use crate::job::{FILE, FOLDER, Job, Kind, names, skip};
 
-/// A file system mounted on a folder, unmounted when dropped.
+/// A file system that is mounted on a folder. It is unmounted when the value is dropped.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -30,7 +30,7 @@ fn succeeds(command: &mut Command) -> bool {
     quiet.status().is_ok_and(|status| status.success())
 }
 
-/// Fills the file system.
+/// Fills the file system of a folder, and returns the path of the file that fills it.
 fn fill(folder: &Path) -> PathBuf {
     let path = folder.join("filler");
     let mut file = fs::File::create(&path).unwrap();
@@ -60,12 +60,13 @@ fn too_small_file_system_is_refused_before_writing() {
             "hint: free space there, or choose",
         ]);
         assert!(!job.target().exists());
-        // Nothing is recorded, so nothing can be resumed.
+        // No work was recorded, so no files remain for a later run.
         assert_eq!(names(&dst_folder), [""; 0], "{more}");
     }
 }
 
-/// ext2 cannot reserve space, so the run finds the full file system only while it writes.
+/// Asserts that a run on a full file system fails and can be resumed. The file system is ext2, which cannot reserve
+/// space, so the run finds that it is full only when it writes.
 fn assert_resumes_after_full(kind: Kind) {
     let job = Job::new(kind);
     let dst_folder = job.dst_folder();
@@ -103,7 +104,7 @@ fn file_system_full_during_a_folder_is_resumed() {
     assert_resumes_after_full(FOLDER);
 }
 
-/// A disk error behind the page cache is reported once, to the first fsync; later calls succeed.
+/// The kernel reports a disk error behind the page cache only to the first fsync. Later calls of fsync succeed.
 #[test]
 fn failed_write_back_is_an_error_of_the_run() {
     let folder = tempfile::tempdir().unwrap();

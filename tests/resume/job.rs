@@ -1,4 +1,4 @@
-//! Conversions that tests interrupt, with the files of an undisturbed run.
+//! Conversions that tests interrupt, and the files that an uninterrupted run writes.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -12,18 +12,19 @@ use tempfile::TempDir;
 use crate::outcome::{Outcome, command};
 pub use crate::tree::{Tree, names, tree};
 
-/// Tensors are so large that a hurried run fills several windows, and a part ends within one.
+/// The number of rows of each tensor. The tensors are so large that a run in test mode fills several windows, and that
+/// a part ends within a window.
 const ROWS: u64 = 96;
 const COLUMNS: u64 = 160;
 const TENSORS: usize = 24;
 
-/// Returns values of which some do not fit f16.
+/// Returns the value of an element of a test tensor. Some values do not fit f16.
 fn value(tensor: usize, at: u64) -> f32 {
     let mixed = (tensor as u64 * 7919 + at).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
     f32::from(u16::try_from(mixed & 0xffff).unwrap()) * 2.0 - 60_000.0
 }
 
-/// Writes a safetensors checkpoint of one file, and sidecar files.
+/// Writes a checkpoint with one safetensors file and two sidecar files.
 fn write_source(folder: &Path) {
     let len = ROWS * COLUMNS * 4;
     let mut header = serde_json::Map::new();
@@ -49,12 +50,12 @@ pub fn skip(why: &str) {
     eprintln!("skipped: {why}");
 }
 
-/// A kind of conversion.
+/// A kind of conversion that tests interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     verb: &'static str,
-    /// Options of the conversion that makes the source from the safetensors checkpoint; `None` where that is the source
-    /// itself.
+    /// The options of the conversion that makes the source from the safetensors checkpoint; `None` if the safetensors
+    /// checkpoint is the source.
     source: Option<&'static str>,
     target: &'static str,
     options: &'static str,
@@ -67,16 +68,16 @@ impl fmt::Display for Kind {
 }
 
 impl Kind {
-    /// The name of the destination.
+    /// Returns the name of the destination.
     pub fn target(&self) -> &'static str {
         self.target
     }
 }
 
-/// One file with checksums, from files with checksums.
+/// A conversion from files with checksums to one file with checksums.
 pub const FILE: Kind =
     Kind { verb: "unshard", source: Some("--to torch-ranks --mesh fsdp=3"), target: "out.pt", options: "" };
-/// A folder with sidecar files.
+/// A conversion to a folder with sidecar files.
 pub const FOLDER: Kind =
     Kind { verb: "consolidate", source: Some("--to dcp --mesh fsdp=4"), target: "out", options: "" };
 pub const RANKS: Kind = Kind {
@@ -94,20 +95,20 @@ pub const DCP: Kind = Kind {
 pub const CAST: Kind = Kind { verb: "consolidate", source: None, target: "out", options: "--dtype f16" };
 pub const KINDS: [Kind; 5] = [FILE, FOLDER, RANKS, DCP, CAST];
 
-/// A conversion, and its output without interruption.
+/// A conversion, and the output that it has without interruption.
 pub struct Job {
     pub kind: Kind,
     folder: TempDir,
     source: PathBuf,
     before: Tree,
     pub expected: Tree,
-    /// The JSON document of that run.
+    /// The JSON document of the run that was not interrupted.
     pub document: Json,
 }
 
 impl Job {
     pub fn new(kind: Kind) -> Self {
-        // Thousands of runs sync; in memory that takes no time.
+        // The tests have thousands of runs that sync their output. In memory, syncing takes no time.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let mut source = folder.path().join("source");
         write_source(&source);
@@ -127,7 +128,7 @@ impl Job {
         job
     }
 
-    /// Returns the folder that contains the destination only.
+    /// Returns the folder that contains only the destination and the work files beside it.
     pub fn dst_folder(&self) -> PathBuf {
         self.folder.path().join("results")
     }
@@ -144,13 +145,13 @@ impl Job {
         self.dst_folder().join(format!(".{}.dtshard-partial", self.kind.target))
     }
 
-    /// Returns the work folder in the partial folder, with output files and journals.
+    /// Returns the folder inside the partial folder that contains the output files and journals.
     pub fn work(&self) -> PathBuf {
         let found = names(&self.partial()).into_iter().find(|name| name.starts_with("work-"));
         self.partial().join(found.expect("a partial folder has one"))
     }
 
-    /// Returns the leases or journals of the partial folder, by their suffix.
+    /// Returns the paths of the leases or journals of a run. `suffix` is `.lease` or `.journal`.
     pub fn files_in_partial(&self, suffix: &str) -> Vec<PathBuf> {
         let folder = if suffix == ".journal" { self.work() } else { self.partial() };
         names(&folder).iter().filter(|name| name.ends_with(suffix)).map(|name| folder.join(name)).collect()
@@ -165,18 +166,19 @@ impl Job {
         self.command_at(&self.target(), more, fault)
     }
 
-    /// Returns the command of this job with another destination.
+    /// Returns the command of this job for another destination.
     pub fn command_at(&self, target: &Path, more: &str, fault: Option<&str>) -> Command {
         let options: Vec<&str> = self.kind.options.split_whitespace().chain(more.split_whitespace()).collect();
         dtshard(&[self.kind.verb.as_ref(), self.source.as_os_str(), target.as_os_str()], &options, fault)
     }
 
-    /// Runs the job with further options. `fault` is the point where it is killed; at `none` it records every step.
+    /// Runs the job with the additional options `more`. `fault` is the fault point at which the run is killed; with
+    /// `none`, the run is not killed but records every step.
     pub fn run(&self, more: &str, fault: Option<&str>) -> Outcome {
         self.command(more, fault).output().unwrap().into()
     }
 
-    /// Runs each of several parts, none of which waits.
+    /// Runs `of` parts one after the other. No part waits for the others.
     pub fn run_parts(&self, of: u32, more: &str, fault: Option<&str>) {
         for index in 0..of {
             let parts = if of == 1 { String::new() } else { format!("--parts {of} --part {index} --no-wait") };
@@ -184,13 +186,14 @@ impl Job {
         }
     }
 
-    /// Asserts that the source is unchanged.
+    /// Asserts that the files of the source are unchanged.
     #[track_caller]
     pub fn assert_source_unchanged(&self, at: &str) {
         assert!(tree(&self.source) == self.before, "{at}: the source has changed");
     }
 
-    /// Asserts that the destination has the files of an undisturbed run, and nothing else is left.
+    /// Asserts that the destination has the files of an uninterrupted run, that no other files remain, and that the
+    /// source is unchanged.
     #[track_caller]
     pub fn assert_done(&self, at: &str) {
         assert_eq!(names(&self.dst_folder()), [self.kind.target], "{at}");

@@ -1,4 +1,5 @@
-//! Runs killed at every fault point, alone and as one of three parts, with an empty and with an existing destination.
+//! Tests of runs that are killed at every fault point: as the only process and as one of three parts, with and without
+//! an existing destination.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,14 +8,14 @@ use dtshard::fault::POINTS;
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, Kind, RANKS, names, tree};
 
-/// The process that is killed.
+/// The process of a run that is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
-    /// The only process.
+    /// The only process of the run.
     Alone,
-    /// The first of three parts: no other part has run.
+    /// The first of three parts. No other part has run before.
     First,
-    /// The last of three parts, which seals the output.
+    /// The last of three parts, which seals the output. The other parts have run before.
     Last,
 }
 
@@ -32,7 +33,7 @@ impl Victim {
     }
 }
 
-/// Writes an old checkpoint at DST, with the same files and other sizes.
+/// Writes an old checkpoint to DST. It has the same file names as the output, but other sizes.
 fn put_old(job: &Job) {
     let old = job.target();
     if job.kind == FILE {
@@ -47,7 +48,8 @@ fn fixture_file() -> std::path::PathBuf {
     crate::outcome::fixture("safetensors/single/model.safetensors")
 }
 
-/// Kills `victim` at every point, checks the files, and resumes. Returns the points that were reached.
+/// Kills `victim` at each fault point, checks the files that remain, and resumes the run. Returns the fault points that
+/// were reached.
 fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'static str> {
     let overwrite = if overwrites { "--overwrite" } else { "" };
     let mut hit = BTreeSet::new();
@@ -70,7 +72,7 @@ fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'st
             ended.assert_succeeded();
         }
 
-        // DST holds the old checkpoint, nothing, or the new one.
+        // DST must have the complete old checkpoint or the complete new checkpoint, or must not exist.
         if job.target().exists() {
             let found = tree(&job.target());
             assert!(Some(&found) == old.as_ref() || found == job.expected, "{at}: {:?}", names(&job.dst_folder()));
@@ -87,7 +89,7 @@ fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'st
     hit
 }
 
-/// Returns the points that no process reached.
+/// Returns the fault points that are not in `hit`.
 fn points_not_reached(hit: &BTreeSet<&str>) -> Vec<&'static str> {
     POINTS.into_iter().filter(|point| !hit.contains(point)).collect()
 }
@@ -105,7 +107,7 @@ fn assert_resumes_after_kills(kind: Kind, ways: &[(Victim, bool)]) {
             point if OF_RESTARTS.contains(&point) => true,
             point if OF_SWAPS.contains(&point) => !overwrites || victim == Victim::First,
             "carried" => !carries || victim == Victim::Last,
-            // A process alone has nothing left to do there.
+            // A single process has nothing to do at this fault point.
             "seal-summed" => victim != Victim::Last,
             point if point.starts_with("begin-") => victim == Victim::Last,
             point => (point.starts_with("commit-") || point.starts_with("seal-")) && victim == Victim::First,
@@ -151,7 +153,7 @@ fn cast_killed_at_every_point_is_resumed() {
     assert_resumes_after_kills(CAST, &SOME);
 }
 
-/// `--restart` discards the earlier work, even if it is killed while it does so.
+/// `--restart` discards the work of an earlier run, even if the run with `--restart` is killed while it does so.
 #[test]
 fn restart_killed_at_every_point_discards_the_work() {
     for kind in [FILE, FOLDER] {
@@ -169,8 +171,8 @@ fn restart_killed_at_every_point_discards_the_work() {
     }
 }
 
-/// A process was killed after it created its temporary folder, while others worked or had published: the folder is
-/// removed.
+/// A process was killed after it had created its temporary folder, while other processes worked or after they had
+/// published. The next run removes the folder.
 #[test]
 fn leftover_temporary_folder_is_removed() {
     let job = Job::new(FOLDER);

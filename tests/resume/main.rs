@@ -1,5 +1,5 @@
-//! Runs that are killed at every step, and the runs after them: the destination is never incomplete, the source never
-//! changes, and `--resume` gives the bytes of an undisturbed run.
+//! Tests of runs that are killed at any step, and of the runs after them: the destination is never incomplete, the
+//! source never changes, and `--resume` gives the bytes of an uninterrupted run.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 

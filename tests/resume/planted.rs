@@ -1,7 +1,8 @@
-//! Tests of files that another user plants beside a destination, or in a work folder that a group may write to. dtshard
-//! leaves files behind links, pipes and second names as they are, and neither uses nor deletes files of that user.
+//! Tests of files that another user plants beside a destination, or in a work folder that a group can write to. Planted
+//! links, pipes and hard links are not followed, and the files of the other user are not used and not deleted.
 //!
-//! The tests run as root, with real users, and are skipped elsewhere, except for links of the same user.
+//! The tests run as root and start processes of other users. Otherwise they are skipped, except for a test of links of
+//! the same user.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,15 +13,16 @@ use std::process::{Command, Stdio};
 use crate::job::{FILE, FOLDER, Job, Kind, RANKS, Tree, names, skip, tree};
 use crate::outcome::Outcome;
 
-/// The user who plants things, by a name that every system has for this id.
+/// The id of the user who plants files. Every system has a name for this id.
 const ATTACKER: u32 = 65534;
 const USER: u32 = 21002;
 const GROUP: u32 = 21000;
 
-/// Options of runs that find planted files.
+/// The options of the runs that are started after files were planted.
 const RUNS: [&str; 5] = ["", "--overwrite", "--resume", "--restart", "--parts 2 --part 0 --no-wait"];
 
-/// A conversion whose destination is in a folder that two users can write to.
+/// A conversion whose destination is in a folder that two users can write to. `victim` is a folder whose files must not
+/// change.
 struct Shared {
     job: Job,
     victim: PathBuf,
@@ -29,7 +31,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Returns `None`, and prints why, where the test cannot run as other users.
+    /// Creates the folders. Prints the reason and returns `None` if the test cannot start processes of other users.
     fn new(kind: Kind, mode: u32) -> Option<Self> {
         let job = Job::new(kind);
         let root = job.dst_folder().parent().unwrap().to_path_buf();
@@ -73,7 +75,7 @@ impl Shared {
         self.command(user, more, "none").output().unwrap().into()
     }
 
-    /// Runs as a user, killed after the first record.
+    /// Starts a run of a user that is killed after its first record.
     fn interrupt(&self, user: u32) {
         self.clear();
         let killed: Outcome = self.command(user, "", "record-after").output().unwrap().into();
@@ -84,7 +86,7 @@ impl Shared {
         self.job.dst_folder().join(format!(".{}.dtshard-{what}", self.job.target().file_name().unwrap().display()))
     }
 
-    /// Asserts that a run is refused or writes the expected bytes, and leaves this user's files unchanged.
+    /// Asserts that a run writes the expected bytes or is refused, and that the files in `victim` are unchanged.
     #[track_caller]
     fn assert_victim_unchanged(&self, more: &str, what: &str) -> Outcome {
         let outcome = self.run(USER, more);
@@ -105,7 +107,7 @@ impl Shared {
     }
 }
 
-/// Gives a path to the user, and opens it to the group.
+/// Makes `USER` the owner of a path and of everything below it, and makes it writable for the group.
 fn give(path: &Path) {
     let metadata = path.symlink_metadata().unwrap();
     chown(path, Some(USER), Some(GROUP)).unwrap();
@@ -116,7 +118,8 @@ fn give(path: &Path) {
     }
 }
 
-/// Returns a command of a user whose files are open to the group. A command that waits for a pipe is killed.
+/// Returns a command that runs as a user. Files that it creates are writable for the group. It is killed after 100
+/// seconds, because it might wait for a pipe.
 fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
     let mut command = Command::new("setpriv");
     command.args([format!("--reuid={user}"), format!("--regid={GROUP}"), "--clear-groups".into()]);
@@ -126,7 +129,7 @@ fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
     command
 }
 
-/// Asserts that the attacker has the rights of another user, and no more.
+/// Runs a command as the attacker, and asserts that it succeeds, so that the attack needs no further rights.
 fn attack(program: &str, args: &[&dyn AsRef<OsStr>]) {
     let args: Vec<&OsStr> = args.iter().map(|arg| (*arg).as_ref()).collect();
     let done = as_user(ATTACKER, program.as_ref(), &args).output().unwrap();
@@ -137,7 +140,8 @@ fn link(target: &Path, at: &Path) {
     attack("ln", &[&"-s", &target, &at]);
 }
 
-/// Plants something at the path in the first argument, from a user's file or folder in the second.
+/// A function that plants something at the path in the first argument, made from the victim's file or folder in the
+/// second.
 type Plant = fn(&Path, &Path);
 
 const PLANTS: [(&str, Plant); 4] = [
@@ -193,7 +197,7 @@ fn links_of_another_user_beside_the_destination_are_not_followed() {
     }
 }
 
-/// The destination exists, so the swap has to handle the planted links.
+/// The destination exists, so that `--overwrite` must replace it while there are planted links.
 #[test]
 fn links_of_another_user_are_not_followed_by_overwrite() {
     let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
@@ -233,7 +237,7 @@ fn planted_files_in_the_rendezvous_folder_are_refused() {
         }
         assert!(names(&place).is_empty());
     }
-    // The folder belongs to the user, and is writable for the group.
+    // Here the work folder belongs to the user, and the group can write to it.
     shared.clear();
     fs::create_dir(&place).unwrap();
     give(&place);
@@ -244,7 +248,7 @@ fn planted_files_in_the_rendezvous_folder_are_refused() {
         outcome.assert_succeeded();
     }
     assert!(shared.has_expected_result() && place.join("0123456789abcdef").is_symlink());
-    // The planted files have names that a run uses.
+    // The links have names that the run itself uses in the work folder.
     let run = format!("run-{}", &blake3::hash(b"2 ").to_hex()[..16]);
     for name in ["copy", run.as_str()] {
         shared.clear();
@@ -297,7 +301,8 @@ fn planted_files_in_a_work_folder_are_refused() {
     }
 }
 
-/// Files of another user and hard links are not published, neither with the result nor in place of one of its files.
+/// Files of another user and hard links are not published: neither as additional files nor in place of a file of the
+/// result.
 #[test]
 fn planted_files_in_a_result_are_not_published() {
     for (kind, finished) in [(FOLDER, true), (FOLDER, false), (FILE, true)] {
@@ -306,7 +311,8 @@ fn planted_files_in_a_result_are_not_published() {
             for run in ["--resume", "--resume --verify"] {
                 shared.interrupt(USER);
                 let data = shared.job.work().join("data");
-                // The name is unknown to the result, or belongs to a file that is recorded as done.
+                // The planted file has a name that the result does not have, or the name of a file that is recorded as
+                // done.
                 let at = if finished { data.join("planted") } else { files_in(&data).remove(0) };
                 attack("rm", &[&"-f", &at]);
                 plant(&at, &shared.victim.join("thesis.tex"));
@@ -325,7 +331,7 @@ fn files_in(folder: &Path) -> Vec<PathBuf> {
     tree(folder).into_keys().map(|name| folder.join(name)).collect()
 }
 
-/// A run neither resumes, discards nor waits for work of another user; the error names the owner.
+/// A run does not resume or discard work of another user, and does not wait for it. The error names the owner.
 #[test]
 fn interrupted_work_of_another_user_is_refused() {
     for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
@@ -340,7 +346,7 @@ fn interrupted_work_of_another_user_is_refused() {
         }
         shared.run(ATTACKER, "--resume").assert_succeeded();
         assert!(shared.has_expected_result());
-        // The lease is in this user's own folder.
+        // The partial folder belongs to this user, but a lease in it belongs to another user.
         shared.interrupt(USER);
         let lease = shared.job.partial().join("part-0-of-1.1.lease");
         fs::copy(&shared.job.files_in_partial(".lease")[0], &lease).unwrap();
@@ -354,7 +360,7 @@ fn interrupted_work_of_another_user_is_refused() {
 #[test]
 fn active_work_of_another_user_is_refused() {
     let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
-    // It waits for part 1, which has not started.
+    // The run waits for part 1, which has not started.
     let live = shared.command(ATTACKER, "--parts 2 --part 0", "none").spawn().unwrap();
     while !shared.job.partial().exists() || shared.job.files_in_partial(".lease").is_empty() {
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -369,7 +375,7 @@ fn active_work_of_another_user_is_refused() {
     assert!(shared.has_expected_result());
 }
 
-/// On a mount that shows one owner for all files, that owner is not this process's user, and the run still resumes its
+/// A mount shows the same owner for all files, and this owner is not the user of the process. The run still resumes its
 /// own work.
 #[test]
 fn mount_that_maps_owners_resumes_own_work() {
@@ -416,7 +422,8 @@ fn mount_that_maps_owners_resumes_own_work() {
         let at = files_in(&shared.job.work().join("data")).remove(0);
         let behind = back.join(at.strip_prefix(shared.job.dst_folder()).unwrap());
         fs::remove_file(&behind).unwrap();
-        // All files have one owner here, so a copy equals the original.
+        // On this mount all files have the same owner, so a copy that another user made cannot be distinguished from
+        // the original.
         if what != "a file of another user" {
             plant(&behind, &shared.victim.join("thesis.tex"));
         }

@@ -1,4 +1,4 @@
-//! `--dry-run` warns of the state of DST that a run would find, and changes nothing.
+//! Tests that `--dry-run` warns of the state of DST that a run would find, and changes no files.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,8 @@ use serde_json::Value as Json;
 
 use crate::job::{FILE, FOLDER, Job, names, skip, tree};
 
-/// Asserts the warnings of a dry run, as text and in its document.
+/// Asserts that a dry run prints a warning with all of `words`, that its JSON document has the warning, and that no
+/// files change.
 #[track_caller]
 fn assert_warns(job: &Job, more: &str, words: &[&str]) {
     let before = (names(&job.dst_folder()), tree(&job.dst_folder()));
@@ -47,7 +48,7 @@ fn dry_run_warns_of_an_existing_destination() {
             let target = job.target();
             let is_there = [target.to_str().unwrap(), "is there already, from the same source"];
             assert_warns(&job, "--resume", &is_there);
-            // A process that was killed when it had published leaves the partial folder.
+            // A process that is killed just after it has published leaves the partial folder.
             job.clear();
             assert_eq!(job.run("--resume", Some("commit-renamed")).signal, Some(9));
             assert!(job.partial().exists());
@@ -75,7 +76,8 @@ fn dry_run_warns_of_an_interrupted_run() {
         assert_warns(&job, "--resume --dtype bf16", &[REFUSED, "--dtype was not given, now bf16"]);
         assert_warns(&job, "--resume", &["a run would continue the unfinished work on "]);
         assert_warns(&job, "--restart", &[]);
-        // A part of the same run joins; with another number of parts only `--resume` continues.
+        // Another part of the same run joins the work. With another number of parts, only `--resume` continues the
+        // work.
         let sibling = if left == "--resume" { REFUSED } else { "a run would continue the unfinished work on " };
         assert_warns(&job, "--parts 3 --part 0", &[sibling]);
     }
@@ -110,7 +112,7 @@ fn dry_run_warns_of_an_active_run() {
     job.assert_done("undisturbed");
 }
 
-/// Whether a process on another node is alive cannot be seen at once.
+/// A dry run cannot find out immediately whether a process on another node is alive.
 #[test]
 fn dry_run_warns_of_a_run_on_another_node() {
     let job = Job::new(FILE);
@@ -137,7 +139,7 @@ fn dry_run_warns_of_a_run_on_another_node() {
 fn dry_run_warns_of_a_folder_without_permission() {
     const NOBODY: u32 = 65534;
     let job = Job::new(FILE);
-    // Missing parent folders are checked at their first existing parent.
+    // If parent folders of DST are missing, the nearest existing parent folder is checked.
     let (source, file) = (job.source(), job.dst_folder().join("file"));
     let dry = |target: &Path| {
         let args: [&dyn AsRef<std::ffi::OsStr>; 4] = [&"unshard", &source, &target, &"--dry-run"];

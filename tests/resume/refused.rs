@@ -1,4 +1,4 @@
-//! Work that cannot be resumed: each case is refused with the reason and a hint, and nothing is lost.
+//! Tests of work that cannot be resumed: each case is refused with the reason and a hint, and no work is lost.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,13 +13,13 @@ use crate::outcome::Outcome;
 
 type Change = fn(&Path);
 
-/// Leaves the files of a run that was killed after its first record.
+/// Starts a run that is killed after its first record, so that its files remain.
 fn interrupt(job: &Job, more: &str) {
     job.clear();
     assert_eq!(job.run(more, Some("record-after")).signal, Some(9));
 }
 
-/// Asserts that a run is refused with this message, and changes nothing.
+/// Asserts that a run is refused with an error that contains all of `words`, and that no files change.
 #[track_caller]
 fn assert_refused(job: &Job, more: &str, words: &[&str]) {
     let before = names(&job.dst_folder());
@@ -65,7 +65,7 @@ fn resume_with_another_source_or_options_is_refused() {
     let placements = "--placements was R,S(1), now R,S(1) layers.03.weight=S(0),S(1)";
     assert_resume_refused(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", placements);
 
-    // With the original source the run resumes; with a renamed one it does not.
+    // The run is refused if a file of the source has changed, and is resumed if the file is the original one again.
     let file = job.source().join("__1_0.distcp");
     let modified = fs::metadata(&file).unwrap().modified().unwrap();
     fs::File::open(&file).unwrap().set_modified(modified + Duration::from_secs(1)).unwrap();
@@ -102,7 +102,7 @@ fn resume_of_another_version_is_refused() {
     job.assert_done("the same version");
 }
 
-/// Anything in place of the partial folder is removed by `--restart` only.
+/// If a file or folder of another origin is at the path of the partial folder, only `--restart` removes it.
 #[test]
 fn foreign_partial_folder_is_refused_without_restart() {
     let job = Job::new(FILE);
@@ -132,14 +132,14 @@ fn foreign_partial_folder_is_refused_without_restart() {
         job.run("--restart", None).assert_succeeded();
         job.assert_done(what);
     }
-    // An empty folder is not the work of a run.
+    // An empty folder does not count as the work of a run, so it needs no `--restart`.
     job.clear();
     fs::create_dir(job.partial()).unwrap();
     job.run("", None).assert_succeeded();
     job.assert_done("an empty folder");
 }
 
-/// Starts a run, and waits until it holds its lease.
+/// Starts a run, and waits until its lease exists.
 fn start(job: &Job, more: &str) -> Child {
     let mut command = job.command(more, Some("none"));
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -153,7 +153,7 @@ fn start(job: &Job, more: &str) -> Child {
 #[test]
 fn active_run_is_refused() {
     let job = Job::new(DCP);
-    // It waits for part 1, which has not started.
+    // The first run waits for part 1, which has not started.
     let mut first = start(&job, "--parts 2 --part 0");
     sleep(Duration::from_millis(200));
     let who = format!(", pid {}, part 0 of 2)", first.id());
@@ -165,7 +165,7 @@ fn active_run_is_refused() {
         assert_refused(&job, &format!("--parts 2 --part 1 --dtype bf16 {resume}"), &words);
     }
     assert_refused(&job, "--restart", &words);
-    // The refused runs did not disturb it.
+    // The first run was not disturbed by the runs that were refused.
     job.run("--parts 2 --part 1", None).assert_succeeded();
     assert!(first.wait().unwrap().success());
     job.assert_done("two parts");
@@ -179,7 +179,7 @@ fn restart_of_parts_is_refused() {
     assert_refused(&job, "--parts 2 --part 0 --no-wait --restart", &words);
 }
 
-/// The mark records the source and options of the destination.
+/// A mark at the destination records its source and options. Here the mark is missing.
 #[test]
 fn destination_without_a_plan_mark_is_refused() {
     let job = Job::new(FILE);
@@ -196,7 +196,7 @@ fn destination_without_a_plan_mark_is_refused() {
     job.run("--resume --overwrite", None).assert_succeeded();
     job.assert_done("again");
     job.run("--resume", None).assert_succeeded().assert_mentions(&["is there already"]);
-    // The output of another plan is refused as well.
+    // A destination whose mark records other options is refused as well.
     job.run("--overwrite --exclude layers.01.weight", None).assert_succeeded();
     let words =
         ["out.pt exists and is complete, but was made from another source or with other options", "--overwrite"];
@@ -211,7 +211,7 @@ fn folder_without_permission_is_refused() {
     let set_mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     set_mode(dst_folder.parent().unwrap(), 0o755);
     set_mode(&dst_folder, 0o555);
-    // Permissions do not restrict root.
+    // Root can write despite permissions, so the test runs the program as another user.
     let is_root = rustix::process::getuid().is_root();
     for more in ["", "--resume", "--parts 2 --part 1"] {
         let mut command = job.command(more, Some("none"));
@@ -228,7 +228,7 @@ fn folder_without_permission_is_refused() {
     set_mode(&dst_folder, 0o755);
 }
 
-/// Output from a source that changed during the run is not resumed, even if the change is undone.
+/// If the source changes during a run, the output of that run is not resumed, even if the change is undone.
 #[test]
 fn work_from_a_source_that_changes_is_not_resumed() {
     let job = Job::new(CAST);

@@ -1,4 +1,4 @@
-//! Resuming: recorded work is not repeated, in whichever process it was done.
+//! Tests that resumed runs do not repeat recorded work, in whichever process the work was done.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -7,8 +7,8 @@ use serde_json::{Value as Json, json};
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, RANKS};
 
-/// Runs the job, killed after the first record of each run, until a run completes. Returns the document of that run and
-/// the number of killed runs.
+/// Runs the job again and again, and kills each run after its first record, until a run completes. Returns the JSON
+/// document of the last run, and the number of killed runs.
 fn kill_until_done(job: &Job, more: impl Fn(usize) -> String) -> (Json, usize) {
     for round in 0..100 {
         let more = more(round);
@@ -25,14 +25,14 @@ fn bytes_read(document: &Json) -> u64 {
     document["bytes_read"].as_u64().unwrap()
 }
 
-/// Each run does one window, and the last run only completes the output.
+/// Each killed run completes one window. The last run only completes the output.
 #[test]
 fn run_killed_after_every_window_reads_each_window_once() {
     for kind in KINDS {
         let job = Job::new(kind);
         let (last, killed) = kill_until_done(&job, |_| String::new());
         assert!(killed >= 3, "{kind}: {killed}");
-        // The last run reads little more than the last window.
+        // The last run reads little more than one window.
         assert!(
             bytes_read(&last) < bytes_read(&job.document) / 3,
             "{kind}: {} of {}",
@@ -44,7 +44,7 @@ fn run_killed_after_every_window_reads_each_window_once() {
     }
 }
 
-/// The windows of the killed run and of the next run make up the whole, with little overlap.
+/// The killed run and the resumed run together read all windows, and few bytes are read twice.
 #[test]
 fn resumed_run_reads_the_remaining_windows_only() {
     let job = Job::new(FOLDER);
@@ -56,7 +56,7 @@ fn resumed_run_reads_the_remaining_windows_only() {
     job.assert_done("one window");
 }
 
-/// Work that may be in the memory of a node only does not count for a synced result.
+/// Unsynced work may exist only in the memory of a node. A run with sync does not use such work.
 #[test]
 fn unsynced_work_is_repeated_by_a_synced_run() {
     let job = Job::new(FOLDER);
@@ -69,7 +69,8 @@ fn unsynced_work_is_repeated_by_a_synced_run() {
     job.assert_done("synced");
 }
 
-/// The number of parts, of threads, the size of write blocks and the way of reading change; recorded work stays valid.
+/// The resumed runs have other numbers of parts and threads, other write blocks, and another way of reading. Recorded
+/// work stays valid.
 #[test]
 fn resume_with_other_parts_threads_and_memory_keeps_the_work() {
     let ways = [
@@ -85,7 +86,7 @@ fn resume_with_other_parts_threads_and_memory_keeps_the_work() {
         let job = Job::new(kind);
         for way in ways {
             let ended = job.run(&format!("{way} --resume"), Some("record-after"));
-            // A part whose work is done is not killed.
+            // If a part has no work left, it is not killed, because it records nothing.
             assert!(ended.signal == Some(9) || ended.code == Some(0), "{kind} {way}: {ended:?}");
             assert!(!job.target().exists());
         }
@@ -97,7 +98,7 @@ fn resume_with_other_parts_threads_and_memory_keeps_the_work() {
     }
 }
 
-/// Three parts, then two, then one; all but the last are killed.
+/// The run has three parts, then two parts, then one process. All runs except the last are killed.
 #[test]
 fn resume_with_fewer_parts_writes_identical_bytes() {
     for kind in [FILE, DCP, CAST] {
@@ -114,7 +115,7 @@ fn resume_with_fewer_parts_writes_identical_bytes() {
     }
 }
 
-/// Cast counts equal those of an undisturbed run.
+/// The counts of casts after several killed runs equal those of an uninterrupted run.
 #[test]
 fn cast_counts_of_killed_runs_are_kept() {
     let job = Job::new(CAST);
@@ -130,13 +131,13 @@ fn cast_counts_of_killed_runs_are_kept() {
     }
     assert_eq!(published["cast"], job.document["cast"]);
     job.assert_done("three parts");
-    // The ranges end between elements, so each element is counted once.
+    // Recorded ranges end between elements, so each element is counted exactly once.
     job.clear();
     job.run_parts(16, "", None);
     job.assert_done("16 parts");
 }
 
-/// Parts run in any order, one after the other, and one of them twice.
+/// The parts run one after the other, in any order. One of them runs twice.
 #[test]
 fn parts_without_waiting_publish_in_any_order() {
     for kind in [FILE, FOLDER] {
@@ -161,7 +162,7 @@ fn parts_without_waiting_publish_in_any_order() {
     }
 }
 
-/// All parts run at the same time, and each waits for the others.
+/// All parts run at the same time, and each part waits for the others.
 #[test]
 fn parts_that_wait_publish_together() {
     for kind in [FILE, DCP] {
@@ -179,7 +180,7 @@ fn parts_that_wait_publish_together() {
     }
 }
 
-/// All parts are started and killed together, and then started again.
+/// All parts are started together, killed, and started again.
 #[test]
 fn killed_parts_that_wait_are_resumed() {
     let job = Job::new(FILE);
@@ -190,7 +191,7 @@ fn killed_parts_that_wait_are_resumed() {
     };
     assert!(run_all("", "record-after").iter().all(|ended| ended.signal == Some(9)));
     assert!(!job.target().exists());
-    // The part that seals is killed: the others notice it, and one of them seals.
+    // The part that seals the output is killed. The other parts notice this, and another part begins to seal.
     for ended in run_all("--resume", "seal-summed") {
         assert!(ended.signal == Some(9) || ended.code == Some(2), "{ended:?}");
     }
@@ -201,7 +202,7 @@ fn killed_parts_that_wait_are_resumed() {
     job.assert_done("together");
 }
 
-/// Nothing is written again, and nothing is left behind.
+/// If the destination is complete, `--resume` writes no bytes, and no other files remain.
 #[test]
 fn resume_of_a_complete_destination_writes_nothing() {
     let job = Job::new(FOLDER);
@@ -219,7 +220,7 @@ fn resume_of_a_complete_destination_writes_nothing() {
     job.assert_done("replaced");
 }
 
-/// The work of another part of this run does not count as resumed; the work of an earlier run does.
+/// The bytes that another part of the same run has written do not count as resumed. The bytes of an earlier run do.
 #[test]
 fn resumed_bytes_exclude_work_of_this_run() {
     let job = Job::new(FILE);
@@ -230,7 +231,7 @@ fn resumed_bytes_exclude_work_of_this_run() {
         }
         let number = if is_resumed { 2 } else { 1 };
         let start = |index| job.command(&format!("--parts 2 --part {index} --resume"), None).spawn().unwrap();
-        // It has written its half, and waits for the other part.
+        // Part 1 writes its half, and then waits for part 0.
         let early = start(1);
         let begun = Instant::now();
         while !job.partial().exists() || job.files_in_partial(".journal").len() < number {
@@ -243,13 +244,13 @@ fn resumed_bytes_exclude_work_of_this_run() {
         let line = late.assert_succeeded().err.lines().find(|line| line.contains("wrote ")).unwrap().to_owned();
         let before = line.split_once(" kB of it before").map(|(text, _)| text.rsplit_once(", ").unwrap().1);
         assert_eq!(before.is_some(), is_resumed, "{line}");
-        // One window is resumed, not half of all bytes.
+        // The resumed bytes are those of one window, not half of all bytes.
         assert!(before.is_none_or(|much| much.parse::<f64>().unwrap() < 600.0), "{line}");
         job.assert_done(&line);
     }
 }
 
-/// One part alone reports that it published.
+/// Exactly one of the parts of a run reports that it published the output.
 #[test]
 fn exactly_one_part_reports_that_it_published() {
     let job = Job::new(FILE);
@@ -270,11 +271,11 @@ fn exactly_one_part_reports_that_it_published() {
     }
 }
 
-/// A stopped run reports how much of its work is kept.
+/// A run that is stopped by TERM reports how many bytes of its work are kept.
 #[test]
 fn stopped_run_reports_how_much_is_kept() {
     let job = Job::new(FILE);
-    // It has written its half, and waits for the other part.
+    // Part 0 writes its half, and then waits for part 1.
     let child = job.command("--parts 2 --part 0", None).spawn().unwrap();
     let begun = Instant::now();
     while !job.partial().exists() || job.files_in_partial(".journal").is_empty() {

@@ -1,5 +1,5 @@
-//! Parts that do not start, are killed or fail: the waiting parts end with an error that names the missing part and
-//! keep the finished work, or complete without it where all its work is recorded.
+//! Tests of parts that do not start, are killed or fail. The waiting parts end with an error that names the missing
+//! part and keep the finished work, or they complete without the part if all its work is recorded.
 
 use std::fs;
 use std::process::Child;
@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use crate::job::{DCP, FILE, FOLDER, Job, Kind, names};
 use crate::outcome::Outcome;
 
-/// Starts task `index` of `of` as srun does.
+/// Starts a process with the environment variables of srun for task `index` of `of`.
 fn task(job: &Job, index: u32, of: u32, more: &str, fault: &str) -> Child {
     let mut command = job.command(more, Some(fault));
     command.env("SLURM_JOB_ID", "7").env("SLURM_STEP_ID", "0").env("SLURM_STEP_NUM_TASKS", of.to_string());
@@ -29,7 +29,7 @@ fn assert_all_succeed(tasks: impl IntoIterator<Item = Child>) {
     }
 }
 
-/// Runs all tasks, and asserts that they succeed.
+/// Runs `of` tasks at the same time, and asserts that they succeed.
 fn assert_all_tasks_succeed(job: &Job, of: u32, more: &str) {
     let tasks: Vec<Child> = (0..of).map(|index| task(job, index, of, more, "none")).collect();
     assert_all_succeed(tasks);
@@ -41,7 +41,7 @@ fn bytes_recorded_before(job: &Job, more: &str) -> u64 {
     job.document["bytes_read"].as_u64().unwrap() - document["bytes_read"].as_u64().unwrap()
 }
 
-/// Starts two of three tasks, and asserts that they end with an error.
+/// Runs two of three tasks, and asserts that both end with an error about the third task.
 fn run_without_the_third(kind: Kind) -> Job {
     let job = Job::new(kind);
     let begun = Instant::now();
@@ -58,7 +58,7 @@ fn run_without_the_third(kind: Kind) -> Job {
             "the same command with --resume to continue",
             "use --part 0 --parts 1 to do all of the work in one",
         ]);
-        // One task prints which part it waits for.
+        // Only one of the tasks prints which part it waits for.
         let line = "[0/3] note: waiting for part 2 (not started); the run has 3 parts according to srun";
         assert_eq!(ended.err.contains("waiting for"), index == 0, "{ended:?}");
         assert_eq!(ended.err.contains(line), index == 0, "{ended:?}");
@@ -76,7 +76,7 @@ fn missing_part_ends_the_others_and_resume_completes() {
     job.assert_done("three tasks again");
 }
 
-/// The late part does not wait: all work of the others is recorded.
+/// The late part need not wait, because all work of the other parts is recorded.
 #[test]
 fn late_part_completes_alone_after_the_others_ended() {
     let job = run_without_the_third(DCP);
@@ -98,7 +98,8 @@ fn late_part_is_waited_for() {
     job.assert_done("late");
 }
 
-/// The others wait for the part, which may start and have nothing to do, and then complete without it.
+/// The work of the missing part is recorded. The other parts wait for it for a while, because it may still start, and
+/// then complete without it.
 #[test]
 fn missing_part_with_recorded_work_is_not_needed() {
     let job = Job::new(FOLDER);
@@ -108,7 +109,7 @@ fn missing_part_with_recorded_work_is_not_needed() {
     job.assert_done("two of three");
 }
 
-/// Part 0 would discard the earlier work; it does not start, so nothing is discarded.
+/// Part 0 would discard the work of an earlier run. It does not start, so nothing is discarded.
 #[test]
 fn restart_without_the_first_part_is_refused() {
     let job = Job::new(FILE);
@@ -129,7 +130,7 @@ fn killed_part_ends_the_others_and_resume_completes() {
     let tasks = [(0, "none"), (1, "record-before")].map(|(index, fault)| task(&job, index, 2, "", fault));
     let [waiting, dying] = tasks.map(wait);
     assert_eq!(dying.signal, Some(9));
-    // A part that was killed before the other started has not started, as far as the other can see.
+    // If the part was killed before the other part started, the other part only sees that it has not started.
     let has_seen_it = !waiting.err.contains("has not started to write");
     let died =
         ["[0/2] error: part 1 of 2 stopped: its process is gone", "out.pt is not complete", "hint: the completed work"];
@@ -140,7 +141,7 @@ fn killed_part_ends_the_others_and_resume_completes() {
     job.assert_done("both again");
 }
 
-/// The only window of the part is recorded, but the part could not report that it is done.
+/// The part is killed after its only window was recorded, but before it could report that it is done.
 #[test]
 fn part_killed_after_its_work_is_recorded_is_not_needed() {
     const OF: u32 = 12;
@@ -154,14 +155,15 @@ fn part_killed_after_its_work_is_recorded_is_not_needed() {
     job.assert_done("eleven of twelve");
 }
 
-/// Runs one of two tasks, which finds a wrong byte before the other starts.
+/// Runs one of two tasks before the other task starts. It finds a wrong byte in the source and fails.
 fn run_failing_task(job: &Job, start: impl Fn() -> Child) {
     let path = job.source().join("model_world_size_3_rank_0.pt");
     let modified = path.metadata().unwrap().modified().unwrap();
     let right = fs::read(&path).unwrap();
     let mut wrong = right.clone();
     wrong[right.len() * 3 / 4] ^= 1;
-    // The byte differs as on a node with faulty memory; size and time of the file stay.
+    // The byte is different as on a node with faulty memory, so the size and modification time of the file stay the
+    // same.
     let write = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
         fs::File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
@@ -171,7 +173,7 @@ fn run_failing_task(job: &Job, start: impl Fn() -> Child) {
     write(&right);
 }
 
-/// Within one launch nobody starts the part again, so the other part ends with its error.
+/// Within one launch, no launcher starts a failed part again. So the other part ends with the error of the failed part.
 #[test]
 fn failed_part_ends_a_later_part_with_its_error() {
     let job = Job::new(FILE);
@@ -180,7 +182,7 @@ fn failed_part_ends_a_later_part_with_its_error() {
     let other = wait(task(&job, 0, 2, "--check-crc --resume", "none"));
     other.assert_refused(&words);
     assert!(!other.err.contains("waiting for"), "{other:?}");
-    // Slurm starts the tasks again, as another launch.
+    // Slurm requeues the job and starts the tasks again, which is another launch.
     let again = |index| {
         let mut command = job.command("--resume", Some("none"));
         command.envs([("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NUM_TASKS", "2")]);
@@ -192,7 +194,8 @@ fn failed_part_ends_a_later_part_with_its_error() {
     job.assert_done("queued again");
 }
 
-/// Parts that are started by hand may be started again: the other part waits, and prints why the part is missing.
+/// If parts are started by hand, the user may start a failed part again. So the other part waits for it, and prints why
+/// the part is missing.
 #[test]
 fn failed_part_that_starts_again_is_waited_for() {
     let job = Job::new(FILE);

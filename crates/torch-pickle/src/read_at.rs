@@ -9,18 +9,18 @@ pub trait ReadAt {
     /// Returns the length of the source in bytes.
     fn len_bytes(&self) -> u64;
 
-    /// Fills `buffer` with the bytes from `offset` on.
+    /// Reads the bytes from `offset` on into `buffer`, and fills it completely.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 
     /// Calls `read` with the bytes `[offset, offset + len)` if the source has these bytes in memory. Otherwise returns
-    /// `None`, and the caller uses [`read_exact_at`](Self::read_exact_at). `read` looks at each byte once, so a mapped
-    /// file may change meanwhile.
+    /// `None`, and the caller uses [`read_exact_at`](Self::read_exact_at). `read` must look at each byte only once,
+    /// because another process may change a mapped file.
     fn mapped<T>(&self, _offset: u64, _len: u64, _read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {
         Ok(None)
     }
 }
 
-/// Returns `len` bytes from `offset` on.
+/// Returns the `len` bytes from `offset` on; an error if there are fewer.
 fn part(bytes: &[u8], offset: u64, len: u64) -> io::Result<&[u8]> {
     let range = usize::try_from(offset).ok().zip(offset.checked_add(len).and_then(|end| usize::try_from(end).ok()));
     range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
@@ -51,7 +51,7 @@ pub struct FileSource {
 
 #[cfg(unix)]
 impl FileSource {
-    /// Creates a source from an open file, which is read by `pread`.
+    /// Creates a source from an open file. The file is read with `pread`.
     pub fn new(file: std::fs::File) -> io::Result<Self> {
         Ok(Self { len: file.metadata()?.len(), file })
     }

@@ -4,7 +4,8 @@ use std::fmt::{self, Write};
 
 use crate::value::{DictEntry, DictKind, Extension, Object, Value};
 
-/// Prints one line like Python's `repr`, truncated to 120 characters or to the precision: `{:.40}`.
+/// Prints a value in one line like Python's `repr`. The line has at most 120 characters, or as many as the precision:
+/// `{:.40}`.
 impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let left = f.precision().unwrap_or(120);
@@ -16,8 +17,8 @@ impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
     }
 }
 
-/// Output that fails when it is full. Each level of nesting writes at least one character first, so the limit also
-/// bounds the depth of the recursion.
+/// A line of output with a limited number of characters. Writing fails when the line is full. Each level of nesting
+/// writes at least one character first, so the limit also bounds the depth of the recursion.
 struct Line<'a, 'f> {
     out: &'a mut fmt::Formatter<'f>,
     left: usize,
@@ -113,8 +114,8 @@ impl Line<'_, '_> {
         self.write_str(close)
     }
 
-    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state, with names if the state
-    /// has names.
+    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state. If the state has names,
+    /// they are printed as well.
     fn object<T: fmt::Display, X: Extension<T>>(&mut self, object: &Object<T, X>) -> fmt::Result {
         self.value(&object.class)?;
         self.list("(", &object.args, "")?;
@@ -166,7 +167,7 @@ impl Line<'_, '_> {
         if value.is_nan() { self.write_str("nan") } else { write!(self, "{value:?}") }
     }
 
-    /// Prints an int as decimal up to 512 bits, and only the length of longer ints.
+    /// Prints an int. An int of more than 512 bits is not printed in decimal; only its length is.
     fn big_int(&mut self, bytes: &[u8]) -> fmt::Result {
         if bytes.len() > 64 {
             return write!(self, "<int of {} bytes>", bytes.len());

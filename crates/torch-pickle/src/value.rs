@@ -9,36 +9,36 @@ use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
-/// A Python value. Objects that Python shared are repeated.
+/// A Python value as a tree. An object that Python shared occurs in it several times.
 ///
 /// `T` represents a tensor: it is the type that the function that recognises tensors returns. `X` is a variant of the
 /// caller's own, which no pickle contains.
 #[derive(Clone, Debug)]
 pub enum Value<T, X = Infallible> {
-    /// `None`
+    /// The value `None`.
     None,
-    /// `True` or `False`
+    /// The value `True` or `False`.
     Bool(bool),
     /// An int that fits 64 bits.
     Int(i64),
-    /// An int beyond 64 bits, as minimal little-endian two's complement.
+    /// An int beyond 64 bits, as little-endian two's complement without redundant sign bytes.
     BigInt(Box<[u8]>),
     /// A float.
     Float(f64),
-    /// A text. Texts are shared, because the names of tensors occur many times.
+    /// A text. Equal texts may share memory, because the names of tensors occur many times.
     Str(Arc<str>),
     /// A text with lone surrogates, in Python's `surrogatepass` encoding, which is not UTF-8.
     SurrogateStr(Box<[u8]>),
-    /// `bytes`
+    /// A `bytes` object.
     Bytes(Vec<u8>),
-    /// `bytearray`
+    /// A `bytearray` object.
     ByteArray(Vec<u8>),
-    /// A complex number: real and imaginary part.
+    /// A complex number: its real part and its imaginary part.
     Complex(f64, f64),
     /// A list.
     List(Vec<Self>),
-    /// A list of a million ints or more, such as a sampler's order, which would take many times the memory as single
-    /// values. Shorter lists are a `List`.
+    /// A list of a million ints or more, such as the order of a sampler. As single values, the ints would take many
+    /// times the memory. A shorter list of ints is a `List`.
     Ints(Arc<[i64]>),
     /// A tuple.
     Tuple(Vec<Self>),
@@ -48,7 +48,7 @@ pub enum Value<T, X = Infallible> {
     FrozenSet(Vec<Self>),
     /// A dict or an `OrderedDict`.
     Dict(Dict<T, X>),
-    /// A Python name that is itself a value: a type, a dtype.
+    /// A Python name that is not called: a type or a dtype.
     Symbol(Symbol),
     /// An object, represented by the call that creates it.
     Object(Box<Object<T, X>>),
@@ -61,7 +61,7 @@ pub enum Value<T, X = Infallible> {
 /// A key of a dict and its value.
 pub type DictEntry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
 
-/// The operations of the caller's own values.
+/// The operations that a caller implements for its own kind of values.
 pub trait Extension<T>: Sized {
     /// Returns the values inside this value.
     fn values(&self) -> Vec<&Value<T, Self>>;
@@ -69,7 +69,7 @@ pub trait Extension<T>: Sized {
     /// Returns the values inside this value for modification.
     fn values_mut(&mut self) -> Vec<&mut Value<T, Self>>;
 
-    /// Returns the name of the kind, for [`Value::type_name`].
+    /// Returns the name of this kind of value, for [`Value::type_name`].
     fn type_name(&self) -> &'static str;
 
     /// Prints the value in one line. Nested values are printed with `{:.65535}`, so that the length limit applies to
@@ -109,10 +109,10 @@ pub struct Dict<T, X = Infallible> {
 /// The class of a dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DictKind {
-    /// `dict`
+    /// The class `dict`.
     #[default]
     Plain,
-    /// `collections.OrderedDict`
+    /// The class `collections.OrderedDict`.
     Ordered,
 }
 
@@ -128,9 +128,9 @@ pub struct Symbol {
 /// An object, represented by the call that creates it.
 #[derive(Clone, Debug)]
 pub struct Object<T, X = Infallible> {
-    /// The way in which the object is made.
+    /// Whether the object is made by a call or by `__new__`.
     pub how: Construct,
-    /// The class: a [`Symbol`], or the object that returns the class.
+    /// The class of the object, or the function that makes it: a [`Symbol`], or an object that returns the class.
     pub class: Value<T, X>,
     /// The positional arguments.
     pub args: Vec<Value<T, X>>,
@@ -140,16 +140,16 @@ pub struct Object<T, X = Infallible> {
     pub items: Vec<Value<T, X>>,
     /// The entries that are set on the new object.
     pub entries: Vec<DictEntry<T, X>>,
-    /// The argument of `__setstate__`, or the attributes.
+    /// The argument of `__setstate__`, or the attributes of the object.
     pub state: Option<Value<T, X>>,
 }
 
-/// The way in which an object is made.
+/// The Python expression that makes an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Construct {
-    /// `class(*args)`
+    /// The call `class(*args)`.
     Call,
-    /// `class.__new__(class, *args)`
+    /// The call `class.__new__(class, *args)`.
     New,
 }
 
@@ -183,7 +183,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         })
     }
 
-    /// Replaces every tensor by its new number.
+    /// Replaces every tensor in the value by the result of `renumber`.
     pub fn map_tensors(&mut self, renumber: &mut dyn FnMut(T) -> T)
     where
         T: Copy,
@@ -213,7 +213,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         }
     }
 
-    /// Returns the tensors of a value, in the order of [`Value::map_tensors`].
+    /// Returns the tensors in a value, in the order in which [`Value::map_tensors`] visits them.
     pub fn tensor_ids(&self) -> Vec<T>
     where
         T: Copy,
@@ -266,7 +266,7 @@ impl<T, X: Extension<T>> Value<T, X> {
 }
 
 impl<T, X> Value<T, X> {
-    /// Returns the text, if this is a text.
+    /// Returns the text, if the value is a text.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::Str(text) => Some(text),
@@ -274,7 +274,7 @@ impl<T, X> Value<T, X> {
         }
     }
 
-    /// Returns the int, if this is an int that fits 64 bits.
+    /// Returns the int, if the value is an int that fits 64 bits.
     pub fn as_i64(&self) -> Option<i64> {
         match self {
             Self::Int(value) => Some(*value),
@@ -282,7 +282,7 @@ impl<T, X> Value<T, X> {
         }
     }
 
-    /// Returns the dict, if this is a dict.
+    /// Returns the dict, if the value is a dict.
     pub fn as_dict(&self) -> Option<&Dict<T, X>> {
         match self {
             Self::Dict(dict) => Some(dict),
@@ -295,7 +295,7 @@ impl<T, X> From<u64> for Value<T, X> {
     fn from(value: u64) -> Self {
         match i64::try_from(value) {
             Ok(value) => Self::Int(value),
-            // The upper half of `u64` needs a ninth byte for the sign.
+            // An int in the upper half of `u64` needs a ninth byte for the sign.
             Err(_) => Self::BigInt(u128::from(value).to_le_bytes()[..9].into()),
         }
     }
@@ -308,14 +308,14 @@ impl<T, X> Default for Dict<T, X> {
 }
 
 impl<T, X> Dict<T, X> {
-    /// Returns the value of a text key.
+    /// Returns the value of a key that is a text.
     pub fn get(&self, key: &str) -> Option<&Value<T, X>> {
         self.entries.iter().find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
     }
 }
 
 impl<T, X> Object<T, X> {
-    /// Returns an object of `class` without arguments.
+    /// Returns an object of `class` that has no arguments yet.
     pub fn new(how: Construct, class: Symbol) -> Self {
         Self {
             how,
@@ -342,8 +342,9 @@ impl fmt::Display for Symbol {
     }
 }
 
-/// Compares data, unlike Python's `==`: floats by their bits (a NaN equals itself, 0.0 differs from -0.0), types by
-/// variant (1 differs from 1.0), containers in order.
+/// Compares values as data, unlike Python's `==`. Floats are compared by their bits: a NaN equals itself, and 0.0
+/// differs from -0.0. Values of different types differ: 1 differs from 1.0. Containers are equal only if their items
+/// are in the same order.
 impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T, X> {
     fn eq(&self, other: &Self) -> bool {
         let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();
@@ -362,7 +363,8 @@ impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T
                 items.len() == ints.len()
                     && items.iter().zip(ints.iter()).all(|(item, int)| item.as_i64() == Some(*int))
             }
-            // Python writes a set in hash order, which may differ between processes.
+            // Python writes a set in the order of hashes, which may differ between processes, so sets are compared
+            // without order.
             (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
                 a == b || a.len() == b.len() && sorted(a) == sorted(b)
             }
@@ -402,7 +404,7 @@ impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Object<
 
 impl<T: Eq + fmt::Debug, X: Eq + fmt::Debug> Eq for Object<T, X> {}
 
-/// Returns the items of a set in an order that does not depend on how they were written.
+/// Returns the items of a set as texts, in an order that does not depend on the order in which they were written.
 fn sorted<V: fmt::Debug>(items: &[V]) -> Vec<String> {
     let mut texts: Vec<String> = items.iter().map(|item| format!("{item:?}")).collect();
     texts.sort_unstable();

@@ -1,4 +1,5 @@
-//! Mutated pickles and archives are read or refused, and nothing panics. What is read of a pickle is written and read back.
+//! Mutated pickles and archives are read or refused, and nothing panics. If a pickle can be read, its value is also
+//! written and read back.
 
 #[macro_use]
 mod mutations;

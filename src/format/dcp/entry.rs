@@ -15,7 +15,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Object, Objects, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::storage::{FileId, Files};
 
-/// The row of DCP directories in the table of formats.
+/// The row for DCP directories in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp",
     about: "PyTorch Distributed Checkpoint directory",

@@ -13,7 +13,7 @@ use torch_pickle::pickle::WriteError;
 /// A byte range of a data file, like `_StorageInfo` in PyTorch.
 #[derive(Clone, Copy)]
 pub struct StorageInfo {
-    /// Index into the files of the reservation.
+    /// The index of the data file in the files of the reservation.
     pub file: u32,
     /// The offset in the file, in bytes.
     pub offset: u64,
@@ -21,23 +21,23 @@ pub struct StorageInfo {
     pub len: u64,
 }
 
-/// The data files, and the content of `.metadata`.
+/// The layout of a DCP directory: its data files, and the byte ranges to record in `.metadata`.
 pub struct FileLayout<'a> {
-    /// The catalog of the tensors.
+    /// The source catalog, which has the dtypes and shapes of `tensors`.
     pub source: &'a Catalog,
     /// The tensors to write, in the order of the state dict.
     pub tensors: &'a [(Fqn, TensorId)],
-    /// The files laid out so far.
+    /// The output files that are already laid out.
     pub reservation: Reservation,
     pub chunks: Vec<ChunkTable>,
-    /// The locations of the chunks of each tensor.
+    /// For each tensor, the byte range in which each chunk is stored.
     pub stored: Vec<Vec<StorageInfo>>,
     pub objects: BTreeMap<Fqn, StorageInfo>,
     archives: TensorArchives,
 }
 
 impl<'a> FileLayout<'a> {
-    /// Returns a layout without files.
+    /// Returns a layout that has no files yet.
     pub fn new(source: &'a Catalog, tensors: &'a [(Fqn, TensorId)]) -> Self {
         Self {
             source,
@@ -50,7 +50,7 @@ impl<'a> FileLayout<'a> {
         }
     }
 
-    /// Adds the file of one rank. Objects come first, as in PyTorch.
+    /// Lays out the data file of one rank. As in PyTorch, objects come before tensors in the file.
     pub fn file(
         &mut self,
         rank: Rank,

@@ -20,14 +20,14 @@ use torch_pickle::zip::Frame;
 const FRAMES: usize = 32;
 
 struct KnownRecords {
-    /// The tensor in the archive.
+    /// The location of the tensor in the archive.
     view: View,
     frame: Frame,
 }
 
 #[derive(Default)]
 struct Frames {
-    /// The most recent frame first.
+    /// The cached frames, the most recently added first.
     known: VecDeque<KnownRecords>,
     buffer: Vec<u8>,
 }
@@ -36,7 +36,7 @@ thread_local! {
     static FRAMES_MET: RefCell<Frames> = RefCell::default();
 }
 
-/// Returns the location of the tensor of an item, if the item has a cached frame.
+/// Returns the location of the tensor in an item, if the frame of the item is in the cache.
 ///
 /// # Errors
 /// `Io`.
@@ -84,7 +84,7 @@ mod tests {
     use crate::storage::IoMode;
     use torch_pickle::pickle::Unknown;
 
-    /// Returns two items with the same frame, each with its tensor and chunk.
+    /// Returns two items with the same frame: for each item the tensor, the index of the chunk, and the byte range.
     fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, FileRange); 2] {
         let mut met = HashMap::new();
         for entry in tensors {

@@ -31,12 +31,12 @@ pub struct DcpMetadata<'a> {
     columns: Columns,
 }
 
-/// The metadata of one name.
+/// The metadata of one FQN: a tensor or an object.
 #[derive(Debug)]
 pub struct MetadataEntry {
-    /// The name.
+    /// The name of the tensor or object.
     pub fqn: Fqn,
-    /// The path in the state dict.
+    /// The path of the tensor or object in the state dict.
     pub path: StatePath,
     /// The content: a tensor or an object.
     pub kind: EntryKind,
@@ -58,14 +58,14 @@ pub struct StoredChunk {
     pub offsets: Dims,
     /// The sizes of the chunk, in elements.
     pub sizes: Dims,
-    /// `None` if the metadata has no location.
+    /// The location of the chunk's data; `None` if the metadata has no location.
     pub stored: Option<StoredItem>,
 }
 
 /// A byte range of a data file.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredItem {
-    /// Index into [`Metadata::files`].
+    /// The index of the data file in [`DcpMetadata::files`].
     pub path: u32,
     /// The offset in the file, in bytes.
     pub offset: u64,
@@ -73,7 +73,7 @@ pub struct StoredItem {
     pub len: u64,
 }
 
-/// The tables of rows.
+/// The number of the table with the `ChunkStorageMetadata` rows. The constants below number the other tables.
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
@@ -82,24 +82,24 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// The dims of all rows in sequence. Equal dims of consecutive rows are stored once.
+    /// The dims that the rows of all tables refer to. Equal dims of consecutive rows are stored once.
     dims: Vec<u64>,
-    /// The position of the offsets of each chunk. As many sizes follow the offsets.
+    /// For each chunk, the position of its offsets in `dims`. The sizes of the chunk follow its offsets there.
     chunks: Vec<DimsAt>,
-    /// The name and the offset of each index key.
+    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`.
     indexes: Vec<(u32, Option<DimsAt>)>,
     infos: Vec<StoredItem>,
-    /// The dtype of each `TensorProperties` row.
+    /// For each `TensorProperties` row, the index of the dtype in `dtypes`.
     properties: Vec<u32>,
     tensors: Vec<TensorRow>,
-    /// The chunks of all tensors, as row numbers.
+    /// The chunk lists of all tensors in sequence, as row numbers of `chunks`.
     tensor_chunks: Vec<u32>,
     names: Interned,
     paths: Interned,
     dtypes: Interned,
 }
 
-/// The position of dims in the dims of all rows.
+/// The position of one row's dims in [`Columns::dims`].
 #[derive(Clone, Copy)]
 struct DimsAt {
     start: u64,
@@ -107,7 +107,7 @@ struct DimsAt {
 }
 
 impl DimsAt {
-    /// Returns the position of the next dims, which are as many as these dims.
+    /// Returns the position of the dims that follow these dims and have the same number of values.
     fn behind(self) -> Self {
         Self { start: self.start + u64::from(self.ndim), ..self }
     }
@@ -157,7 +157,7 @@ impl Columns {
         &self.dims[start..start + usize::from(at.ndim)]
     }
 
-    /// Stores dims, or reuses the dims of the previous row if they are equal, as they often are.
+    /// Stores dims, or returns the position `before` of the previous row's dims if both are equal, as they often are.
     fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
         before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
     }
@@ -202,7 +202,8 @@ impl Columns {
         Ok(Some(row(self.infos.len())))
     }
 
-    /// Adds a `TensorProperties`: a tuple whose first item is the dtype. Instances of old versions have a dict.
+    /// Adds a row for a `TensorProperties`. Its state is a tuple whose first item is the dtype; in old versions of
+    /// PyTorch the state is a dict.
     fn properties(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
         self.properties.push(self.dtypes.id(dtype));
@@ -228,13 +229,13 @@ impl Columns {
         (self.dims(offsets), self.dims(offsets.behind()))
     }
 
-    /// Returns the offset of an index key.
+    /// Returns the chunk offsets in a `MetadataIndex` row; `None` for an object.
     fn offset_at(&self, row: u32) -> Option<&[u64]> {
         self.indexes[row as usize].1.map(|at| self.dims(at))
     }
 }
 
-/// Returns the row of a node that the visitor turned into a row of this kind.
+/// Returns the row number of a node if the visitor replaced the node by a row of the table `kind`.
 fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
     node.row().filter(|row| row.kind == kind).map(|row| row.index)
 }
@@ -258,7 +259,7 @@ impl Visitor for Columns {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
             "_StorageInfo" => (INFO, self.info(state)?),
-            // An error in these objects is reported later together with their name, which depends on their position.
+            // An error in a TensorProperties or TensorStorageMetadata is reported later, when its FQN is known.
             "TensorProperties" => return Ok(self.properties(state).map(|row| Row { kind: PROPERTIES, index: row })),
             "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Row { kind: TENSOR, index: row })),
             _ => return Ok(None),
@@ -287,7 +288,7 @@ impl<'a> DcpMetadata<'a> {
     }
 
     /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order of
-    /// the metadata. Worker threads make the next results while `take` gets the previous results.
+    /// the metadata. While `take` gets a group of results, worker threads make the next group.
     ///
     /// # Errors
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
@@ -329,7 +330,7 @@ impl<'a> DcpMetadata<'a> {
         if let [only] = parts[..] {
             return take_all(vec![of_part(only)]);
         }
-        // One thread takes results while the other threads make the next results.
+        // While this thread passes on a group of results, the other threads make the next group.
         let mut made = Vec::new();
         for parts in parts.chunks(2 * rayon::current_num_threads()) {
             let make = || parts.par_iter().copied().map(of_part).collect();
@@ -341,18 +342,18 @@ impl<'a> DcpMetadata<'a> {
     }
 }
 
-/// The locations of items, looked up by name and offset.
+/// The byte ranges of all items in `storage_data`, found by FQN and chunk offsets.
 struct ItemPositions<'a> {
     columns: &'a Columns,
     /// Pairs of (index row, info row), grouped by name. The items of a name are sorted by offset.
     rows: Vec<(u32, u32)>,
-    /// The start of the rows of each name, and the end of the last name.
+    /// The start in `rows` of each name's items, followed by the end of the last name's items.
     starts: Vec<usize>,
 }
 
-/// The items of one name.
+/// The items of one FQN.
 struct Items<'a> {
-    /// `None` if no item has the name.
+    /// The FQN; `None` if no item has it.
     name: Option<&'a Arc<str>>,
     rows: &'a [(u32, u32)],
 }
@@ -367,7 +368,7 @@ impl<'a> ItemPositions<'a> {
             };
             given.push((index, info));
         }
-        // Items come rank by rank. After grouping by name, most are already sorted.
+        // The metadata lists items rank by rank, so the items of each name are mostly sorted already.
         let name = |row: &(u32, u32)| columns.indexes[row.0 as usize].0 as usize;
         let mut starts = vec![0; columns.names.texts.len() + 1];
         given.iter().for_each(|row| starts[name(row) + 1] += 1);
@@ -382,14 +383,13 @@ impl<'a> ItemPositions<'a> {
             *place += 1;
         }
         for range in starts.windows(2) {
-            // The sort is stable: of equal keys the last one wins, as in a dict.
+            // The sort is stable, and lookups take the last of several equal keys, as a Python dict does.
             rows[range[0]..range[1]].sort_by_key(|row| columns.offset_at(row.0));
         }
         Ok(Self { columns, rows, starts })
     }
 
-    /// Returns the items of a name. The name is most likely the `nth` name of the items; the caller passes the number
-    /// for a fast lookup.
+    /// Returns the items of an FQN. `nth` is the expected index of the FQN, which makes the lookup fast if it is right.
     fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
         let names = &self.columns.names.texts;
         let is_likely = |name: &&Arc<str>| ***name == *fqn;
@@ -399,7 +399,7 @@ impl<'a> ItemPositions<'a> {
         Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
     }
 
-    /// Returns the location of an item of a name. The item is most likely the `nth` item of that name.
+    /// Returns the byte range of the item with this chunk offset. `nth` is the expected index of the item in `items`.
     fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
         let rows = items.rows;
         let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
@@ -413,17 +413,17 @@ impl<'a> ItemPositions<'a> {
     }
 }
 
-/// The number of names that a thread converts at a time.
+/// The number of names that a thread converts in one step.
 const PART_NAMES: usize = 1 << 10;
 
 /// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
 const MAX_PATH: usize = 128;
 
-/// The path of each name, as the planner recorded it. Other planners record other data instead of paths; names are then
-/// used as keys.
+/// The path of each FQN in the state dict, as the planner recorded it. Planners other than PyTorch's default record
+/// other data; the whole FQN is then the only key of its path.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,
-    /// A lookup table, made only if names are requested in another order.
+    /// The index of each FQN in `paths`. It is built only if FQNs are requested in an order other than that of `paths`.
     by_name: OnceLock<HashMap<&'a str, usize, RandomState>>,
 }
 
@@ -432,7 +432,7 @@ impl<'a> Steps<'a> {
         Self { paths: planner_data.and_then(Ref::as_dict), by_name: OnceLock::new() }
     }
 
-    /// Returns the path of a name. The name is most likely the `nth` name.
+    /// Returns the path of an FQN. `nth` is the expected index of the FQN in `paths`.
     fn of(&self, name: &str, nth: &mut usize) -> Option<Ref<'a>> {
         let paths = self.paths?;
         let by_name = || (0..).zip(paths).filter_map(|(nth, (key, _))| Some((key.as_str()?, nth))).collect();
@@ -443,7 +443,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Returns a path. Its keys share memory with the keys of other paths, and with the FQN if the path has one key.
+/// Converts a recorded path. Its keys share memory with equal keys of other paths, and with the FQN if the path has
+/// only one key.
 fn state_path<'a>(
     path: &Path,
     fqn: &Fqn,
@@ -452,7 +453,7 @@ fn state_path<'a>(
 ) -> Result<StatePath> {
     let mut name = |step: Ref<'a>, text: &'a str| match step.is_shared() {
         _ if text == fqn.as_str() => fqn.into(),
-        // A planner stores equal keys as one object.
+        // The planner pickles equal keys as one object, so a key that is not shared occurs once.
         false => text.into(),
         true => Arc::clone(keys.entry(text).or_insert_with(|| text.into())),
     };
@@ -504,7 +505,7 @@ fn entry_kind(
     Ok(EntryKind::Tensor { dtype, shape, chunks })
 }
 
-/// Returns the error of a `TensorStorageMetadata` that could not be turned into a row.
+/// Returns the error for a `TensorStorageMetadata` that could not become a row, because one of its fields is wrong.
 fn unfit(path: &Path, fqn: &str, state: Option<Ref<'_>>) -> Error {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     let field = |name: &str| state.and_then(|state| state.get(name));

@@ -15,5 +15,5 @@ pub use objects::{look_at, objects};
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};
 
-/// The module that most classes of `.metadata` are in.
+/// The Python module that defines most classes in `.metadata`.
 const METADATA: &str = "torch.distributed.checkpoint.metadata";

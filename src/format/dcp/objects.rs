@@ -14,7 +14,7 @@ use crate::format::torch::reader;
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 
-/// The class of the metadata of an object. A pickle with objects contains this name in full.
+/// The Python class that describes an object in `.metadata`. If a pickle has an object, its bytes contain this name.
 const OBJECT_CLASS: &str = "BytesStorageMetadata";
 
 /// Returns the objects that the metadata files of a folder list. Does not read data files.
@@ -42,7 +42,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Reads objects in the same way as the reader of the directory. Ignores damage, which that reader reports.
+/// Reads objects from a data file, as the reader of the DCP directory does, so that the byte ranges are recorded.
+/// Damage is ignored, because the reader of the directory reports it.
 pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
     let whole = files.len_bytes(file);
     for Object { fqn, offset, len } in objects {

@@ -20,8 +20,8 @@ use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, DecodeError, Unknown};
 
-/// Returns the metadata files of a directory: `.metadata`, or the `__R.metadata` of each rank of a save without
-/// collectives. The rank of `.metadata` is 0, the rank that writes it.
+/// Returns the metadata files of a directory: `.metadata`, or the `__R.metadata` of each rank R of a save without
+/// collectives. `.metadata` belongs to rank 0, which writes it.
 ///
 /// # Errors
 /// `Io` if the directory cannot be listed.
@@ -54,10 +54,10 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
     Err(Error::malformed(path, "content", expected, format!("{len} bytes")))
 }
 
-/// The content of one name, merged from all metadata files.
+/// The content of one FQN, merged from all metadata files.
 enum NamedSlot {
     Tensor(TensorId),
-    /// One location, or one per rank of a save without collectives.
+    /// An object, with its byte range. A save without collectives has one byte range for each rank.
     Object(Vec<(Rank, FileRange)>),
 }
 
@@ -68,7 +68,7 @@ enum NamedSlot {
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut slots: Vec<(Fqn, StatePath, NamedSlot)> = Vec::new();
-    // The names of the previous metadata files.
+    // The index in `slots` of each FQN in the metadata files that were already read.
     let mut known: HashMap<Fqn, usize, RandomState> = HashMap::default();
     let mut before = 0;
     for (rank, path) in metadata_files(folder)? {
@@ -93,7 +93,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
                 slots.push((fqn, state_path, slot));
                 return Ok(());
             };
-            // The part of another rank, of a save without collectives.
+            // Another rank of a save without collectives has stored a part under the same FQN.
             match (&mut slots[*at].2, content) {
                 (NamedSlot::Tensor(id), NameContent::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
@@ -126,7 +126,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     Ok(catalog)
 }
 
-/// The entry of a name in one metadata file.
+/// The content of one FQN in one metadata file.
 enum NameContent {
     Tensor(TensorEntry),
     Object(FileRange),
@@ -183,7 +183,7 @@ impl MetadataFile<'_> {
         Ok(())
     }
 
-    /// Returns the location of an item and checks that it is inside its file.
+    /// Returns the byte range of an item, and checks that the range is inside the data file.
     fn stretch(&self, files: &Files, fqn: &Fqn, stored: StoredItem) -> Result<FileRange> {
         let file = self.data_files[stored.path as usize];
         let len = files.len_bytes(file);
@@ -206,7 +206,7 @@ fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetada
     paths.into_iter().map(|path| files.add(path)).collect()
 }
 
-/// Adds the chunks of another rank to a tensor.
+/// Adds to a tensor the chunks that another rank's metadata file lists for it.
 fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> {
     if (known.dtype, &known.shape) != (more.dtype, &more.shape) {
         let expected = format!("{} {:?} as in other ranks' metadata", known.dtype, known.shape.as_slice());

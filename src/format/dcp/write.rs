@@ -1,9 +1,11 @@
 //! Lays out a DCP directory for a target mesh: one `__R_0.distcp` per rank, and `.metadata` for all of them.
 //!
-//! A tile that several ranks have is written once, by the rank with the fewest bytes so far, or by the lowest of
-//! several such ranks. A tile of more than one box is written as separate boxes, since the format has only boxes.
+//! A tile that several ranks have is written by one of them: the rank with the fewest bytes assigned to it, or the
+//! lowest of several such ranks. A tile of more than one box is written as separate boxes, since the format has only
+//! boxes.
 //!
-//! There may be millions of boxes. Until all boxes are assigned, each box takes only its bounds and two numbers.
+//! There may be millions of boxes. Until all boxes are assigned to ranks, only the bounds and two numbers of each box
+//! are in memory.
 
 use std::collections::BTreeMap;
 
@@ -18,10 +20,10 @@ use crate::format::distinct_names;
 use crate::layout::shards::HeldTile;
 use crate::layout::{Rank, Region, Tile};
 
-/// The distinct tiles of a tensor in the target layout.
+/// The distinct tiles of one tensor in the target layout, each with the ranks that have it.
 pub type Shards = Vec<HeldTile>;
 
-/// Lays out `state` on the ranks that `shards` returns for each tensor.
+/// Lays out the state dict `state`. For each tensor, `shards` returns the tiles of the ranks.
 ///
 /// # Errors
 /// `Unsupported` if two paths have the same dotted name or an object cannot be pickled.
@@ -84,7 +86,7 @@ const OBJECTS_OF: Rank = Rank(0);
 /// The assignment of boxes to ranks.
 #[derive(Default)]
 struct Assignment {
-    /// All boxes of each tensor. Their locations are not known yet.
+    /// For each tensor, the bounds of its boxes. The file locations of the boxes are not known yet.
     boxes: Vec<ChunkTable>,
     of_rank: BTreeMap<Rank, RankLoad>,
 }
@@ -93,7 +95,7 @@ struct Assignment {
 #[derive(Default)]
 struct RankLoad {
     bytes: u64,
-    /// Pairs of a tensor and the number of a box in the table of that tensor.
+    /// Pairs of a tensor index and the index of a box in that tensor's table.
     boxes: Vec<(u32, u32)>,
 }
 
@@ -106,7 +108,7 @@ impl Assignment {
         *ranks.iter().min_by_key(|rank| (load(rank), **rank)).expect("every tile is on a rank")
     }
 
-    /// Assigns a box of the last tensor to a rank.
+    /// Assigns to a rank a box of the tensor that was added last.
     fn push(&mut self, rank: Rank, bytes: u64, region: &Region) {
         let number = |len: usize| u32::try_from(len).expect("fewer than 2^32 tensors, and chunks of each");
         let tensor = number(self.boxes.len() - 1);
@@ -118,7 +120,7 @@ impl Assignment {
     }
 }
 
-/// Adds `.metadata` to the files and returns all of them.
+/// Adds the file `.metadata`, and returns the complete layout of the directory.
 fn finish(mut layout: FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Reservation {
     let mut file = OutputFile::new(".metadata");
     file.push_header(write_metadata::pickle(&layout, leaves));

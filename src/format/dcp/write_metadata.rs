@@ -74,7 +74,7 @@ pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<
 #[derive(Default)]
 struct MetadataPickle {
     writer: Writer,
-    /// The memo entries by value.
+    /// The memo index of each text that is in the memo.
     texts: HashMap<String, u32>,
     classes: HashMap<(&'static str, &'static str), u32>,
     last_sizes: Option<(Dims, u32)>,
@@ -83,7 +83,7 @@ struct MetadataPickle {
 }
 
 impl MetadataPickle {
-    /// Stores the value on top of the stack in the memo.
+    /// Stores the value on top of the stack in the memo, and returns its memo index.
     fn put(&mut self) -> u32 {
         let number = self.next;
         self.writer.put(number);
@@ -111,7 +111,7 @@ impl MetadataPickle {
         self.classes.insert((module, name), number);
     }
 
-    /// `cls.__new__(cls)`
+    /// Writes an instance of a class of the metadata module, made by `cls.__new__(cls)`.
     fn instance(&mut self, name: &'static str) {
         self.class(METADATA, name);
         self.writer.empty_tuple().newobj();
@@ -165,8 +165,8 @@ impl MetadataPickle {
         self.writer.setitems().build();
     }
 
-    /// Writes the tuple of five items that readers of every version accept. The sixth item of 2.15 breaks older
-    /// readers.
+    /// Writes a `TensorProperties` with a state of five items, which every version of PyTorch reads. Version 2.15
+    /// writes a sixth item, which earlier versions reject.
     fn properties(&mut self, dtype: Dtype) {
         self.instance("TensorProperties");
         let writer = self.writer.mark().global("torch", dtype.torch_name());
@@ -176,7 +176,7 @@ impl MetadataPickle {
         writer.boolean(false).tuple(5).build();
     }
 
-    /// Writes a key of `storage_data`: the index and the offsets of a chunk. The key of an object has neither.
+    /// Writes a key of `storage_data`: for a chunk, the FQN, the index and the offsets; for an object, only the FQN.
     fn index(&mut self, fqn: &Fqn, chunk: Option<(usize, &Dims)>) {
         self.instance("MetadataIndex");
         self.writer.empty_dict().mark();

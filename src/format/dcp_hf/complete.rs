@@ -1,5 +1,5 @@
-//! Checks that a set of shards is complete: every rank that has a part of a file of the whole checkpoint has a shard
-//! of it.
+//! Checks that a folder of DCP's Hugging Face storage is complete: every file of the consolidated checkpoint is divided
+//! among the ranks, and the shard of each rank must exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,15 +12,16 @@ use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
-/// The hint for missing shards that may have been empty.
+/// The hint for missing shards, if the existing shards cover every tensor.
 const WITHOUT_THEM: &str = "a rank that had nothing to write has no file, and the existing shards have every \
                             element of their tensors; to continue without the missing shards, use options::allow_missing";
 
-/// The hint for files of which no rank has a shard.
+/// The hint for files of the consolidated checkpoint that have no shard on any rank.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \
                              continue without them, use options::allow_missing";
 
-/// Returns the missing ranks and files, as shown by the names of the shards in a folder.
+/// Finds gaps in the shard and file numbers of the file names in a folder, and returns the missing files; `None` if
+/// there are no gaps.
 ///
 /// # Errors
 /// `Conflict` if files belong to different saves, `Malformed` if a number exceeds the total.
@@ -90,7 +91,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))
 }
 
-/// Returns the shortfall for a single shard that is given as SRC.
+/// Returns the shortfall if the user gives a single shard as SRC: all other shards of its folder are missing.
 ///
 /// # Errors
 /// `Io` if the folder of the shard cannot be listed.

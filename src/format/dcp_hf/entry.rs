@@ -15,7 +15,7 @@ use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, safetensors, sets};
 use crate::storage::IoMode;
 
-/// The row of Hugging Face shards in the table of formats.
+/// The row for DCP's Hugging Face shards in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "dcp-hf",
     about: "shards of DCP's Hugging Face storage",
@@ -24,7 +24,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The entry of safetensors lists the known files.
+    // The table row of safetensors lists the known files of both formats.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Boxes,
@@ -38,7 +38,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// The reader of shards.
+/// The reader of DCP's Hugging Face shards.
 struct Reader;
 
 impl Read for Reader {
@@ -65,7 +65,7 @@ impl Read for Reader {
     }
 }
 
-/// The writer of shards.
+/// The writer of DCP's Hugging Face shards.
 struct Writer;
 
 impl WriteShards for Writer {

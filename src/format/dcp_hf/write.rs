@@ -1,9 +1,9 @@
 //! Lays out Hugging Face shards for a target mesh: one safetensors file per rank that owns data.
 //!
-//! The writer of a part that several ranks have is chosen as in PyTorch (`dedup_save_plans`): parts are processed in
-//! the order of the first rank that has them, and each goes to the rank with the fewest bytes so far, or to the lowest
-//! of several such ranks. Of the empty parts, which uneven splits leave to the last ranks, one is recorded, as in
-//! PyTorch. Within a file, data is in the order of the reference writer of safetensors.
+//! A part that several ranks have is written by one of them, chosen as in PyTorch (`dedup_save_plans`). Parts are
+//! assigned in the order of the first rank that has them. Each part goes to the rank with the fewest bytes assigned to
+//! it, or to the lowest of several such ranks. If an uneven split leaves several ranks with an empty part, one empty
+//! part is written, as in PyTorch. Within a file, data is in the order of the reference writer of safetensors.
 //!
 //! A gap in the shard numbers means a lost file. So ranks without data, which have no file, get no number.
 
@@ -25,7 +25,7 @@ use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, WrittenTensor, wri
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 
-/// The version that PyTorch writes and does not check.
+/// The value of `DCP_VERSION` in the files. PyTorch writes this version, and does not check it when reading.
 const DCP_VERSION: &str = "1.0";
 
 /// The dtype tags of safetensors, in the order in which the reference writer sorts tensors.
@@ -51,14 +51,14 @@ const TAGS: [&str; 19] = [
     "F4",
 ];
 
-/// A part of a tensor, and the ranks that have it.
+/// A box of a tensor, and the ranks that have it.
 struct ShardPart {
     tensor: usize,
     region: Region,
     ranks: SmallVec<[Rank; 4]>,
 }
 
-/// Lays out the tensors of `state` on the ranks that `layouts` returns for each. Objects are left out.
+/// Lays out the tensors of `state`. For each tensor, `layouts` returns the tiles of the ranks. Objects are left out.
 ///
 /// # Errors
 /// `Unsupported` if two paths have the same dotted name, a rank has more than one box of a tensor, or the format has
@@ -104,7 +104,7 @@ fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     })
 }
 
-/// Divides parts among the ranks that have them. The parts of a rank are in the order of the state dict.
+/// Chooses the rank that writes each part. The parts of a rank are in the order of the state dict.
 fn by_writer(mut parts: Vec<ShardPart>, tensors: &[Reserved]) -> BTreeMap<Rank, Vec<ShardPart>> {
     parts.sort_by_key(|part| (part.ranks.first().copied(), part.tensor));
     let mut bytes: BTreeMap<Rank, u64> = BTreeMap::new();
@@ -170,7 +170,7 @@ fn order_of(dtype: Dtype) -> usize {
     TAGS.iter().position(|known| Some(*known) == tag).unwrap_or(TAGS.len())
 }
 
-/// Returns the offsets of the parts of a file, formatted like `json.dumps`.
+/// Returns the value of `DCP_SHARDING_INFO`: the offsets of the parts of a file, formatted like `json.dumps`.
 fn sharding_info(parts: &[ShardPart], tensors: &[Reserved]) -> String {
     let mut text = String::from("{");
     for (index, part) in parts.iter().enumerate() {
@@ -194,7 +194,7 @@ mod tests {
     use crate::layout::{DeviceMesh, Placement, TensorDim};
     use crate::storage::{Files, IoMode};
 
-    /// The layout of the fixture `dcp_hf`.
+    /// The layout of the tensors in the fixture `dcp_hf`.
     struct OfFixture(DeviceMesh);
 
     impl Layouts for OfFixture {

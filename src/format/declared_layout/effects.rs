@@ -7,14 +7,14 @@ use crate::error::{Error, Result};
 use crate::layout::comma_list;
 use crate::quantity::count;
 
-/// The number of tensors that each declaration applied to.
+/// For each declaration of the user, the number of tensors that it applied to.
 #[derive(Debug, Default)]
 pub struct DeclarationEffects {
     pub by_plan: usize,
-    /// Tensors that got the placements for all tensors without a rule; 0-d tensors are not counted, because they have
-    /// only one layout.
+    /// The number of tensors that got the fallback placements, because no rule names them. 0-d tensors are not counted,
+    /// because they have only one layout.
     pub by_fallback: usize,
-    /// Tensors that are sharded.
+    /// The number of tensors that are sharded.
     pub sharded: usize,
 }
 

@@ -11,7 +11,7 @@ use crate::layout::{DeviceMesh, Split, comma_list};
 /// A tensor whose local shapes do not match its declared layout.
 pub struct LayoutMisfit<'a> {
     pub entry: &'a TensorEntry,
-    /// The name to use in a rule.
+    /// The name by which a rule can match the tensor.
     pub name: &'a str,
     pub shared: &'a SharedTensor,
     /// The option or rule that declared the layout.
@@ -95,12 +95,12 @@ impl LayoutMisfit<'_> {
     }
 }
 
-/// Returns the error for a shape that no machine could hold.
+/// Returns the error for a tensor whose shape is too large for any machine.
 pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
 }
 
-/// Returns the error for optimizer state without a declaration whose parameter is known only by a number.
+/// Returns the error for undeclared optimizer state that identifies its parameter only by a number.
 pub fn unknown_number_error(fqn: &Fqn) -> Error {
     Error::unsupported(
         format!("{fqn}: the optimizer numbers its parameters, and the parameter of this number is unknown"),

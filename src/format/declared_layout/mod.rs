@@ -2,10 +2,10 @@
 //!
 //! Jobs without DTensors (tensor parallelism with plain tensors, exported local tensors, gradients of each rank) save
 //! on every rank only the rank's part, and the files do not distinguish a part from a copy. With a declared mesh and
-//! declared placements the parts become one tensor with a [`Sharding`](crate::catalog::Sharding). Its shape follows
-//! from the local shapes of all ranks ([`crate::layout::whole`]), and the placements must give each rank the local
-//! shape that it has. Unit of shapes: elements. Invariant: a tensor that is declared whole on several ranks is compared
-//! before it is used, like all plain tensors.
+//! declared placements the parts become one tensor with a [`Sharding`](crate::catalog::Sharding). The shape of this
+//! tensor follows from the local shapes of all ranks ([`crate::layout::whole`]), and the placements must give each rank
+//! the local shape that it has. Unit of shapes: elements. Invariant: if a tensor is declared as replicated, the copies
+//! on all ranks are compared before the tensor is used, like all plain tensors.
 //!
 //! DTensors and ShardedTensors in the same files record their own layout and keep it. Random state differs between
 //! ranks and keeps its value on each rank.
@@ -31,28 +31,28 @@ use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use reduce::ReduceRules;
 use resolver::{LayoutResolver, ResolvedLayouts};
 
-/// The layout of plain tensors on the ranks that saved them, as the user declares it.
+/// The layout of plain tensors on the ranks that saved them, declared by the user.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredLayout {
-    /// The mesh; `None` for the mesh of the DTensors in the same files.
+    /// The mesh of the ranks; `None` if the DTensors in the same files provide it.
     pub mesh: Option<DeviceMesh>,
     pub rules: Vec<Rule>,
-    /// Placements of tensors without a rule, and the option that declared these placements. If it is `None`, tensors
-    /// without a rule are whole on every rank.
+    /// Placements of tensors without a rule, and the option that declared these placements; `None` if tensors without a
+    /// rule are replicated on all ranks.
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
-    /// The rule for splitting dims, unless a tensor has its own.
+    /// The split rule for dims that do not divide evenly, for tensors without a split rule of their own.
     pub split: Option<Split>,
-    /// The plan that gives placements to parameters without a rule.
+    /// The tensor-parallel plan, which gives placements to parameters without a rule.
     pub plan: Option<UnboundPlan>,
     /// A layout file. The mesh and rules of the other fields have priority over its mesh and rules.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold partial values.
     pub reduce: Vec<ReduceRule>,
-    /// Whether patterns match names exactly, with the prefixes of wrappers.
+    /// Whether patterns match the names in the files exactly, including the prefixes that module wrappers add.
     pub keep_names: bool,
 }
 
-/// Joins the parts of all ranks in a catalog.
+/// Joins the parts of each plain tensor in a catalog to one tensor.
 ///
 /// # Errors
 /// `Usage` if there are no rank files, if the mesh does not match their ranks, or if a declaration has no effect;

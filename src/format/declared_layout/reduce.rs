@@ -1,9 +1,9 @@
 //! Mesh dims along which ranks hold partial values of plain tensors (`options::reduce`).
 //!
 //! The gradients of a rank, as backward leaves them before any reduction, are partial values along the data-parallel
-//! dims of the job. The option applies to the tensors in the subtree of gradients if there is one. Otherwise it applies
-//! to all floating-point tensors that are not optimizer state, random state or trainer state next to a model. Integers
-//! are never reduced, because they are counters with the same value on all ranks, and are compared.
+//! dims of the job. If the state dict has a subtree of gradients, the option applies to the tensors in it. Otherwise it
+//! applies to all floating-point tensors that are not optimizer state, random state or trainer state next to a model.
+//! Integers are never reduced: they are counters with the same value on all ranks, and are compared instead.
 
 use crate::catalog::model::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
@@ -22,10 +22,10 @@ pub struct ReduceRule {
     pub op: ReduceOp,
 }
 
-/// The reductions of all mesh dims, and counts of the tensors they applied to.
+/// The reductions of all mesh dims, and the numbers of tensors that were reduced.
 #[derive(Debug)]
 pub struct ReduceRules {
-    /// The operation of each mesh dim.
+    /// For each mesh dim, the reduce operation along it; `None` if values are not reduced along the dim.
     ops: Vec<Option<ReduceOp>>,
     /// The reductions as text, such as `sum over dp; avg over cp`.
     description: String,
@@ -35,12 +35,13 @@ pub struct ReduceRules {
     sharded_on_reduced_dim: usize,
 }
 
-/// The tensors that are reduced.
+/// The tensors that `options::reduce` applies to.
 #[derive(Debug)]
 enum ReducedTensors {
     Gradients(Path),
-    /// The depth of the model's siblings in the state dict, and the names of those siblings; empty if the model is at
-    /// the top.
+    /// All float tensors except the state next to the model. `siblings` is the depth of the model's key in the state
+    /// dict. `beside` has the keys of the other state next to the model, and is empty if the model is the top of the
+    /// state dict.
     Floats {
         siblings: usize,
         beside: Vec<Key>,
@@ -78,7 +79,7 @@ impl ReduceRules {
         Ok(Self { ops, description: described.join("; "), scope, reduced: 0, sharded_on_reduced_dim: 0 })
     }
 
-    /// Replaces Replicate by Partial in the placements of a tensor that is reduced.
+    /// Replaces Replicate by Partial on the reduced mesh dims, in the placements of one tensor.
     pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
         if !dtype.is_float() || !self.scope.contains(path) {
             return;
@@ -99,7 +100,7 @@ impl ReduceRules {
         self.sharded_on_reduced_dim += usize::from(sharded);
     }
 
-    /// Returns a note about the reduced tensors.
+    /// Returns a note about the tensors that were reduced, or `None` without reductions.
     ///
     /// # Errors
     /// `Usage` if no tensor was reduced.
@@ -155,7 +156,7 @@ impl ReducedTensors {
     }
 }
 
-/// Returns whether a key is a name of gradients.
+/// Returns whether a key is one of the names under which jobs save gradients.
 fn is_gradients(key: &Key) -> bool {
     matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
 }

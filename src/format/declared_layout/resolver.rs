@@ -1,8 +1,8 @@
-//! Gives each plain tensor its declared sharding.
+//! Determines the sharding of each plain tensor from the user's declarations.
 //!
-//! Rules match a tensor by the same names as rules for a target. State and gradients follow their parameter if every
-//! rank has the same local shape of both. State of another shape (a step, a factored moment) does not follow its
-//! parameter: it is whole on every rank unless a rule names the state itself. Unit of shapes: elements.
+//! Rules match a tensor by the same names as rules for a target. State and gradients get the layout of their parameter
+//! if both have the same local shape on every rank. State of another shape (a step, a factored moment) is replicated
+//! unless a rule names the state itself. Unit of shapes: elements.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
@@ -30,13 +30,13 @@ use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
 
-/// Origin of the layout of a tensor without a declaration, for messages.
+/// The text for messages that says where the layout of a tensor without a declaration comes from.
 const UNDECLARED: &str = "the default for undeclared tensors (whole on every rank)";
-/// Origin of the layout of a model tensor without a rule and without optimizer state, if other tensors have such state,
-/// for messages.
+/// The text for messages that says where the layout of a presumed buffer comes from: a model tensor without a rule and
+/// without optimizer state, in a model whose other tensors have optimizer state.
 const UNTRAINED: &str = "the default for tensors without a rule and optimizer state (buffers, whole on every rank)";
 
-/// Resolves the layout of every plain tensor of a catalog.
+/// Determines the layout of every plain tensor of a catalog.
 pub struct LayoutResolver<'a> {
     declared: &'a DeclaredLayout,
     layout: &'a MeshLayout,
@@ -47,7 +47,8 @@ pub struct LayoutResolver<'a> {
     owners: Owners<'a>,
     /// Tensors of the model.
     parameters: HashSet<TensorId>,
-    /// The paths of each tensor; empty for a tensor that only occurs in values that differ between ranks.
+    /// For each tensor, its paths in the state dict; empty for a tensor that only occurs in values that differ between
+    /// ranks.
     paths: Vec<Vec<Path>>,
     reductions: ReduceRules,
     /// Parameters for which an optimizer has state of the same local shapes.
@@ -55,13 +56,13 @@ pub struct LayoutResolver<'a> {
     /// The number of tensors that are treated as buffers.
     buffers: usize,
     effects: DeclarationEffects,
-    /// The parameters as a plan lays them out.
+    /// The placements of the parameters under the declared plan, and the name of each parameter; `None` without a plan.
     planned: Option<(PlannedModel, HashMap<TensorId, Fqn>)>,
 }
 
-/// The resolved tensors.
+/// The result of [`LayoutResolver::resolve`].
 pub struct ResolvedLayouts {
-    /// The new entries of the tensors.
+    /// The plain tensors, each with an entry that has its sharding and its full shape.
     pub entries: Vec<(TensorId, TensorEntry)>,
     /// Notes for the user.
     pub notes: Vec<String>,
@@ -70,19 +71,19 @@ pub struct ResolvedLayouts {
 /// The names by which a rule may match a tensor.
 struct TensorNames {
     names: Vec<String>,
-    /// The names of the tensor's parameter, if the parameter has other local shapes.
+    /// The names of the parameter that the tensor is state of, if the parameter has other local shapes.
     other_shaped_parameter: Option<Vec<String>>,
-    /// Whether the tensor belongs to a parameter that does not exist.
+    /// Whether the tensor is state of a parameter that is not in the checkpoint.
     is_without_parameter: bool,
     is_unnamed_number: bool,
     is_in_model: bool,
-    /// The parameter whose shape the tensor has.
+    /// The parameter that the tensor is state of, if both have the same local shapes.
     parameter_id: Option<TensorId>,
 }
 
 impl TensorNames {
     fn is_covered_by(&self, rule: &Rule) -> bool {
-        // A rule for a parameter does not apply to its state of another shape.
+        // A rule for a parameter does not apply to state of another shape.
         let is_of_parameter = || self.other_shaped_parameter.as_ref().is_some_and(|parameter| rule.covers(parameter));
         rule.covers(&self.names) && !is_of_parameter()
     }
@@ -161,7 +162,7 @@ impl<'a> LayoutResolver<'a> {
         Ok(ResolvedLayouts { entries, notes })
     }
 
-    /// Binds the plan to the parameters of the model.
+    /// Gives the parameters of the model the placements of the declared plan. Returns `None` if no plan is declared.
     fn plan(&self, order: ParameterOrder) -> Result<Option<(PlannedModel, HashMap<TensorId, Fqn>)>> {
         let Some(plan) = &self.layout.plan else { return Ok(None) };
         let model = model::parameters(&self.catalog.state);
@@ -186,7 +187,7 @@ impl<'a> LayoutResolver<'a> {
         Ok(Some((planned, model.into_iter().rev().map(|(fqn, id)| (id, fqn)).collect())))
     }
 
-    /// Returns the layout that the plan gives the tensor or the parameter that it follows.
+    /// Returns the layout that the plan gives the tensor, or gives the parameter that the tensor is state of.
     fn planned_layout(&self, id: TensorId, tensor_names: &TensorNames) -> Option<(SharedTensor, PlacementSource)> {
         let (planned, names) = self.planned.as_ref()?;
         let planned = planned.placement(names.get(&tensor_names.parameter_id.unwrap_or(id))?)?;
@@ -344,7 +345,7 @@ impl<'a> LayoutResolver<'a> {
         left == right
     }
 
-    /// Returns the file of a rank that has a chunk of the tensor.
+    /// Returns the path of the file in which a rank stores a chunk of the tensor.
     fn file_of_rank(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
         let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
         let file = own.find_map(|chunk| chunk.location.file());

@@ -30,10 +30,10 @@ use crate::layout::file::LayoutFile;
 /// The name of the document that is written next to the rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
 
-/// Upper limit for the size of a document. The document of a model with a million parameters takes a third of it.
+/// The maximum size of a document in bytes. The document of a model with a million parameters has a third of this size.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// Upper limit for the dims of a parameter; real tensors have fewer.
+/// The maximum number of dims of a parameter. Real tensors have fewer.
 const MAX_DIMS: usize = 64;
 
 const VERSION: u64 = 1;
@@ -73,7 +73,7 @@ struct ParamJson {
     shared_with: Option<String>,
 }
 
-/// Recognizes a layout file, which contains a flat layout under `flat`.
+/// Matches a layout file, which contains a flat layout under the key `flat`.
 #[derive(Deserialize)]
 struct EnclosingLayoutFile {
     #[serde(rename = "flat")]
@@ -83,7 +83,7 @@ struct EnclosingLayoutFile {
 /// Reads a flat layout from its own document or from a layout file.
 ///
 /// # Errors
-/// `Malformed` naming the place in the file, `Unsupported` for a later version, `Io`.
+/// `Malformed` naming the position in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
     let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));

@@ -17,7 +17,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, TensorStorage};
 use crate::format::torch::entry::RankReader;
 
-/// The row of flat rank files in the table of formats.
+/// The row for rank files with flat parameters in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "fsdp-flat",
     about: "one `torch.save` file per rank, with FSDP1's flat parameters",
@@ -39,8 +39,8 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// The reader of flat rank files. They are detected as torch.save rank files, and flat parameters are found when the
-/// files are read.
+/// The reader of rank files with flat parameters. Such files are detected as torch.save rank files, and their flat
+/// parameters are found when they are read.
 struct Reader;
 
 impl Read for Reader {

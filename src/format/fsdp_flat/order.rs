@@ -17,13 +17,13 @@ use crate::layout::flat::StorageOrder;
 pub enum ElementOrder {
     RowMajor,
     Strides(Dims),
-    /// The format keeps only values, and `channels_last` would be a different order.
+    /// The order is not recorded, and the module may have used `channels_last` instead of row-major order.
     Unknown,
 }
 
 impl ElementOrder {
-    /// Returns the element order of a tensor. A tensor that a torch file stores whole has the element order of the
-    /// module.
+    /// Returns the element order of a tensor. If a torch file stores the full tensor as one chunk, its strides give the
+    /// element order of the module.
     #[must_use]
     pub fn from_entry(entry: &TensorEntry, format: Format) -> Self {
         if format.keeps_order() {

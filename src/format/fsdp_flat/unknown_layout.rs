@@ -7,7 +7,7 @@ const HINT: &str = "give options::flat_layout FILE, which always works; or optio
                     same model has shapes and the order of parameters, other formats have only shapes, and values are not \
                     used\n    docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model";
 
-/// Returns the error for a flat layout that is unknown, with the hint how to provide one.
+/// Returns the error for an unknown flat layout, with a hint about the options that provide one.
 #[must_use]
 pub fn unknown_layout_error(what: impl Into<String>) -> Error {
     Error::unsupported(what, HINT)

@@ -1,8 +1,8 @@
-//! Decodes the state dict in a `layout.json`, which may be written by anyone and is not trusted.
+//! Decodes the state dict in a `layout.json`. The file is not trusted, because anyone may have written it.
 //!
-//! Invariants: tensors occur only where their name leads to them; values of ranks occur only at leaves; only classes in
-//! `torch_pickle::pickle::symbols` are named. A value is nested no deeper than its JSON, and the JSON reader limits
-//! that depth.
+//! Invariants: tensors do not occur in dict keys and attributes. Values that differ between ranks occur only inside
+//! dicts and lists. Only classes in `torch_pickle::pickle::symbols` are named. A value is nested no deeper than its
+//! JSON, and the JSON reader limits that depth.
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,7 +17,7 @@ use torch_pickle::pickle::symbols::{self, Use};
 /// Decodes the state dict of a document. `names` maps names to tensors; ranks must be below `world_size`.
 ///
 /// # Errors
-/// `Wrong` for an invalid value, or for a valid one in a position where it has no meaning.
+/// `Wrong` for an invalid value, or for a value that is not allowed at its position.
 pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> Result<Value, Wrong> {
     let mut decoder = Decoder { names, world_size, path: Path::default() };
     match decoder.value(tree, Position::Leaf)? {
@@ -26,14 +26,14 @@ pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> 
     }
 }
 
-/// The position of a value, which limits the values that may occur.
+/// The kind of position at which a value is, which limits the values that are allowed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Position {
-    /// Inside dicts and lists only: the value may differ between ranks.
+    /// A position inside dicts and lists only. The value may differ between ranks.
     Leaf,
-    /// Inside a value whose content has no names.
+    /// A position inside a tuple, a set, an object or the value of one rank. The value must not differ between ranks.
     Within,
-    /// A key or an attribute, which must not contain tensors.
+    /// The position of a dict key or of an attribute. The value must not contain tensors.
     KeyOrAttribute,
 }
 
@@ -142,7 +142,7 @@ impl Decoder<'_> {
         entries.iter().map(entry).collect()
     }
 
-    /// Decodes pairs of a key of any kind and its value.
+    /// Decodes the entries of a dict whose keys may be of any type, stored as a list of pairs `[key, value]`.
     fn pairs(&mut self, tree: &Tree, position: Position) -> Decode<Vec<(Value, Value)>> {
         let mut seen = HashSet::new();
         let mut entries = Vec::new();

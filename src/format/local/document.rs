@@ -37,42 +37,43 @@ use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, pa
 /// The name of the document next to the rank files.
 pub const FILE_NAME: &str = "layout.json";
 
-/// Upper limit for the size of a document. The document of a million tensors takes about 300 MB.
+/// The maximum size of a document in bytes. The document of a million tensors takes about 300 MB.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Upper limit for the dims of a tensor; real tensors have fewer.
+/// The maximum number of dims of a tensor. Real tensors have fewer.
 const MAX_DIMS: usize = 64;
 
-/// Upper limit for the cells of all meshes together. A short text can describe many cells, and each takes memory.
+/// The maximum number of ranks in all meshes of a document together. A short text can describe meshes of many ranks,
+/// and each rank takes memory.
 const MAX_CELLS: u64 = 1 << 24;
 
 const VERSION: u64 = 1;
 
-/// A document that has been checked.
+/// The content of a `layout.json`, which has been checked for consistency.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalDocument {
     pub world_size: u32,
     pub meshes: Vec<DeviceMesh>,
     pub tensors: Vec<DescribedTensor>,
-    /// The state dict; its tensors are indices of `tensors`.
+    /// The state dict. Its tensor ids are indices of `tensors`.
     pub state: Value,
 }
 
 /// The description of one tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DescribedTensor {
-    /// The tensor's own name, then the names tied to it. All of them are keys in the files.
+    /// The first name of the tensor, and the names that are tied to it. Each name is a key in the rank files.
     pub names: Vec<Fqn>,
     pub dtype: Dtype,
     pub shape: Dims,
     pub class: Class,
-    /// The sharding; its mesh is an index of the document's meshes.
+    /// The sharding of the tensor. The mesh id is an index of the document's `meshes`.
     pub sharding: Option<Sharding>,
-    /// The ranks that have this plain tensor, ascending; `None` for all ranks.
+    /// The ranks that have the tensor if it is plain, in ascending order; `None` if all ranks have it.
     pub ranks: Option<Vec<Rank>>,
 }
 
-/// The classes by the names that `options::tensor_class` uses.
+/// The names of tensor classes in the document and in `options::tensor_class`.
 const CLASSES: [(&str, Class); 3] =
     [("tensor", Class::Tensor), ("dtensor", Class::DTensor), ("sharded-tensor", Class::ShardedTensor)];
 
@@ -118,7 +119,7 @@ struct TensorJson {
 /// Reads and checks a document.
 ///
 /// # Errors
-/// `Malformed` naming the place in the file, `Unsupported` for a later version, `Io`.
+/// `Malformed` naming the position in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &FilePath) -> Result<LocalDocument> {
     parse(path, &json::read_document(path, MAX_BYTES)?)
 }
@@ -231,7 +232,7 @@ fn check_meshes(texts: Vec<MeshJson>, world_size: u32) -> Result<Vec<DeviceMesh>
 }
 
 impl TensorJson {
-    /// Returns whether the tensor has no field but `tied_to`.
+    /// Returns whether `tied_to` is the only field of the tensor.
     fn is_tie(&self) -> bool {
         let Self { dtype, shape, class, mesh, placements, splits, slice, ranks, .. } = self;
         let others = [dtype.is_some(), shape.is_some(), class.is_some(), mesh.is_some(), placements.is_some()];

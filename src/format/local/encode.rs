@@ -1,5 +1,5 @@
-//! Encodes a state dict as JSON: values that JSON has are written directly, all others under a key that begins with
-//! `$`.
+//! Encodes a state dict as JSON. Values that have a JSON type are written directly; all other values are written as an
+//! object with a key that begins with `$`.
 //!
 //! ```text
 //! None, True, 1, 0.5, 'a', [1]     null, true, 1, 0.5, "a", [1]
@@ -22,7 +22,8 @@ use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 
-/// Upper limit for the nesting of the JSON. JSON readers stop at 128 levels, and the document takes some of them.
+/// The maximum nesting of the encoded JSON. JSON readers stop at 128 levels, and the enclosing document takes some of
+/// them.
 const MAX_DEPTH: usize = 120;
 
 /// Encodes the value at a path. Tensors get the names that [`crate::catalog::path::tensors`] gives them.
@@ -42,7 +43,7 @@ impl Encoder {
         if self.depth >= MAX_DEPTH {
             return Err(format!("nested deeper than {MAX_DEPTH}"));
         }
-        // A value takes up to two levels: a tag and its list.
+        // An encoded value may take two levels of JSON: an object with a key such as `$tuple`, and a list in it.
         self.depth += 2;
         let tree = self.inner(value, path);
         self.depth -= 2;

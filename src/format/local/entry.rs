@@ -1,6 +1,5 @@
-//! dtshard's own format for programs without DTensors: one safetensors file per rank with the local tensors of that
-//! rank, and `layout.json` with meshes, placements and objects. All files of a folder are read together, as that
-//! document describes them.
+//! dtshard's own format for programs without DTensors. It has one safetensors file per rank with the local tensors of
+//! that rank, and `layout.json` with meshes, placements and objects. The reader takes all files of the folder together.
 
 use std::path::Path as FilePath;
 
@@ -16,7 +15,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::entry::read_parts;
 
-/// The row of local tensors in the table of formats.
+/// The row for the format `local` in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "local",
     about: "one safetensors file per rank, with the rank's shards as plain tensors, and `layout.json`",
@@ -25,7 +24,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The rank files are known as safetensors files.
+    // The table row of safetensors lists the rank files as known files.
     known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,

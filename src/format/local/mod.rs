@@ -1,9 +1,10 @@
-//! The format `local`: one safetensors file per rank with the rank's local part of every tensor, and a document that
-//! describes how the parts form whole tensors.
+//! The format `local`: one safetensors file per rank with the rank's local part of every tensor, and `layout.json`,
+//! which describes how the parts form the tensors.
 //!
 //! Inference engines and custom loaders that run a model in parallel without DTensors need exactly the local part of
-//! each rank. `document.rs` stores the information that safetensors files lack: mesh, placements and class of each
-//! tensor, ties, and the state dict with its objects. So DTensors can be written as local tensors and restored later.
+//! each rank. The document `layout.json` stores the information that safetensors files lack: mesh, placements and class
+//! of each tensor, ties, and the state dict with its objects. So DTensors can be written as local tensors and restored
+//! later.
 //!
 //! ```text
 //! rank-00000.safetensors  rank-00001.safetensors  ...  layout.json
@@ -12,7 +13,8 @@
 //! Offsets are in bytes; shapes count elements. Invariant: the document alone determines the tensors in each file and
 //! their shapes. A file contains every tensor of which its rank has a part, including empty parts.
 //!
-//! Source of the rule: `DTensor.to_local` and `DTensor.from_local` (`torch/distributed/tensor/_api.py`).
+//! The local part of a rank is that of `DTensor.to_local` and `DTensor.from_local`
+//! (`torch/distributed/tensor/_api.py`).
 
 mod decode;
 pub mod document;
@@ -43,7 +45,7 @@ pub fn file_name(rank: Rank) -> String {
     format!("rank-{:05}.safetensors", rank.0)
 }
 
-/// Returns the rank of a file by its name; `None` if the name is not in the form of [`file_name`].
+/// Returns the rank in the file name of a rank file; `None` if [`file_name`] does not make such a name.
 #[must_use]
 pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;
@@ -62,7 +64,7 @@ pub fn matches_listing(listing: &FolderListing<'_>) -> bool {
     }
 }
 
-/// Returns whether a file is one rank's part, with the document next to it.
+/// Returns whether a file is one rank file of this format, with `layout.json` in the same folder.
 ///
 /// # Errors
 /// `Io` if the file system cannot check whether the document exists.
@@ -70,10 +72,11 @@ pub fn is_rank_file(path: &Path) -> Result<bool> {
     Ok(rank_of(path).is_some() && lookup::is_file(path)? && lookup::exists(&path.with_file_name(FILE_NAME))?)
 }
 
-/// Refuses a declared source layout if the folder has a document, which already describes the layout.
+/// Refuses a layout that the user declares for a folder with `layout.json`, because this file already describes the
+/// layout.
 ///
 /// # Errors
-/// `Usage` if the document exists; `Io`.
+/// `Usage` if `layout.json` exists; `Io`.
 pub fn refuse_declared_layout(folder: &Path) -> Result<()> {
     if !lookup::exists(&folder.join(FILE_NAME))? {
         return Ok(());

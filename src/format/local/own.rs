@@ -1,8 +1,8 @@
-//! Assigns values that differ between ranks to the ranks of the target.
+//! Assigns each value that differs between ranks to the ranks of the target.
 //!
-//! Values that differ only in the content of tensors (the state of a random number generator) become one value, with a
-//! tensor that has different content on each rank. Values with other differences are stored separately, each with its
-//! ranks.
+//! If the values of several ranks differ only in the content of tensors (the state of a random number generator), they
+//! become one value: each tensor in it has different content on each rank. Values with other differences are stored
+//! separately, each with its ranks.
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,18 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
-/// Tensors with different content on each rank. Their ids follow the ids of the source's tensors.
+/// The tensors of the target that have different content on each rank. Their ids follow the ids of the source's
+/// tensors.
 #[derive(Debug)]
 pub struct PerRankTensors {
     first: usize,
-    /// For each tensor, the source tensor of every rank.
+    /// For each tensor of the target, the source tensor that gives its content on each rank.
     by_rank: Vec<BTreeMap<Rank, TensorId>>,
 }
 
 impl PerRankTensors {
-    /// Returns the source tensor of each rank; `None` for a tensor of the source.
+    /// Returns, for each rank, the source tensor that gives the content of tensor `id`. Returns `None` if `id` is
+    /// itself a source tensor.
     #[must_use]
     pub fn get(&self, id: TensorId) -> Option<&BTreeMap<Rank, TensorId>> {
         self.by_rank.get((id.0 as usize).checked_sub(self.first)?)
@@ -31,7 +33,7 @@ impl PerRankTensors {
     }
 }
 
-/// Returns the state for `world_size` ranks, and its per-rank tensors.
+/// Returns the state dict for `world_size` ranks, and the tensors in it whose content differs between ranks.
 #[must_use]
 pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();

@@ -1,5 +1,5 @@
-//! Reads a folder of rank files and checks every tensor against the document. Offsets are in bytes; shapes count
-//! elements.
+//! Reads a folder of the format `local`, and checks every tensor in its rank files against `layout.json`. Offsets are
+//! in bytes; shapes count elements.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -16,11 +16,11 @@ use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};
 
-/// Reads a folder; returns its catalog and the number of ranks.
+/// Reads a folder of the format `local`, and returns its catalog and the number of ranks.
 ///
 /// # Errors
-/// `Usage` without a document, `Missing` listing the ranks without a file, `Malformed` if a file does not match the
-/// document, `Io`.
+/// `Usage` if there is no `layout.json`, `Missing` listing the ranks without a file, `Malformed` if a file does not
+/// match `layout.json`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<(Catalog, u32)> {
     let path = folder.join(FILE_NAME);
     if !lookup::exists(&path)? {
@@ -68,11 +68,11 @@ fn missing_document_error(folder: &Path) -> Error {
     )
 }
 
-/// A catalog that is filled rank by rank.
+/// A catalog to which the rank files are added one after the other.
 struct Assembly<'a> {
     document: &'a LocalDocument,
     catalog: Catalog,
-    /// The document's meshes that are in the catalog, by their index in the document.
+    /// The index in the catalog of each mesh of the document that the catalog already has.
     meshes: HashMap<MeshId, MeshId>,
 }
 
@@ -86,12 +86,12 @@ impl<'a> Assembly<'a> {
         own
     }
 
-    /// Returns the entry of a tensor, without chunks.
+    /// Returns the catalog entry of a tensor that has no chunks yet.
     fn entry(&mut self, described: &DescribedTensor) -> TensorEntry {
         let DescribedTensor { names, dtype, shape, class, .. } = described;
         let mut entry = TensorEntry { class: *class, ..TensorEntry::new(names[0].clone(), *dtype, shape.clone()) };
         let (document, catalog) = (self.document, &mut self.catalog);
-        // A ShardedTensor has boxes and no mesh.
+        // The catalog stores a ShardedTensor as boxes, without its mesh.
         if let Some(sharding) = described.sharding.as_ref().filter(|_| *class != Class::ShardedTensor) {
             let intern = || catalog.intern_mesh(mesh_of(document, sharding).clone());
             let mesh = *self.meshes.entry(sharding.mesh).or_insert_with(intern);
@@ -100,7 +100,7 @@ impl<'a> Assembly<'a> {
         entry
     }
 
-    /// Adds the tensors of a rank's file.
+    /// Adds a chunk for each tensor in the file of a rank.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
         let file = files.add(path)?;
         let mut stored: HashMap<Arc<str>, StoredTensor> = read_header(files, file)?.tensors.into_iter().collect();
@@ -155,7 +155,8 @@ fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMe
     &document.meshes[sharding.mesh.0 as usize]
 }
 
-/// Returns a rank's part of a tensor; `None` if the rank has no part, not even an empty one.
+/// Returns a rank's part of a tensor, which may be empty. Returns `None` if the rank's file does not contain the
+/// tensor.
 fn local_tile(document: &LocalDocument, described: &DescribedTensor, rank: Rank) -> Result<Option<Tile>, LayoutError> {
     let DescribedTensor { shape, sharding, ranks, .. } = described;
     let Some(sharding) = sharding else {

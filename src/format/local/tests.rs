@@ -1,4 +1,5 @@
-//! Tests of the document: a rendered document is read back equal, and an invalid one gives an error with its place.
+//! Tests of `layout.json`: a rendered document is read back equal, and an invalid document gives an error with the
+//! position of the fault.
 
 use std::collections::HashMap;
 use std::path::Path as FilePath;
@@ -88,7 +89,7 @@ fn document(meshes: &str, tensors: &str, state: &str) -> String {
 
 const MESH: &str = r#"{"dims": [["dp", 2], ["tp", 2]], "ranks": [0, 2, 1, 3]}, {"dims": [[null, 3]]}"#;
 
-/// Returns a document with one tensor that has these fields.
+/// Returns a document with one tensor, whose fields are `tensor`.
 fn document_with_tensor(tensor: &str) -> String {
     document(MESH, &format!(r#""w": {{{tensor}}}"#), r#""w": {"$tensor": "w"}"#)
 }

@@ -1,4 +1,4 @@
-//! Lays out rank files of plain tensors, and the document next to them.
+//! Lays out rank files of the format `local`, and `layout.json` next to them.
 //!
 //! Tensors with the widest dtypes come first, as in the reference writer of safetensors, so that the data of every
 //! tensor is aligned for its dtype. Tied tensors are stored once per name. A tensor whose content differs between ranks
@@ -27,23 +27,23 @@ use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
-/// The class and placements of a tensor; `None` for a plain tensor on every rank.
+/// The class and placements of a tensor; `None` for a plain tensor that every rank has in full.
 pub type LocalLayout = Option<(Class, SharedTensor)>;
 
-/// Returns the layout of the tensor at a path.
+/// A function that returns the layout of the tensor at a path.
 pub type ChooseLayout<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
 
 /// The input of [`reserve`]: a mesh, and a layout for each tensor.
 pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of files. Ranks outside the mesh hold no part of sharded tensors.
+    /// The number of ranks, each of which gets a file. Files of ranks outside the mesh contain only plain tensors.
     pub world_size: u32,
-    /// Called for each name of each tensor; the first of tied names decides. A tensor whose content differs between
-    /// ranks is always plain.
+    /// A function that is called for each name of each tensor and returns its layout. If names are tied, the layout of
+    /// the first name counts. A tensor whose content differs between ranks is always plain.
     pub layout: &'a mut ChooseLayout<'a>,
 }
 
-/// Lays out a file for each rank, and the document.
+/// Lays out a file for each rank, and `layout.json`.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -87,7 +87,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     Ok(reservation)
 }
 
-/// Removes values that the document cannot express, and lists their paths in `left_out`.
+/// Removes values that `layout.json` cannot express, and adds their paths to `left_out`.
 fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     path::edit_leaves(state, &mut |path, leaf| {
         if encode(leaf, path).is_ok() {
@@ -99,7 +99,8 @@ fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Removes attributes that cannot be encoded or that contain tensors, which have no names inside attributes.
+/// Removes attributes of dicts that cannot be encoded. Attributes with tensors cannot be encoded, because such tensors
+/// have no names.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {
@@ -123,19 +124,19 @@ fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     }
 }
 
-/// The tensors to write.
+/// The names and tensors to write, before they are divided among the files.
 struct LocalPlan {
-    /// Names in the order of the state dict, each with the index of its tensor.
+    /// The names in the order of the state dict, each with its index in `described`.
     names: Vec<(Fqn, usize)>,
     described: Vec<DescribedTensor>,
-    /// The source of each tensor's content.
+    /// For each tensor in `described`, the source of its content.
     contents: Vec<LocalContent>,
-    /// Index of each tensor by its id in the state.
+    /// The index in `described` of each tensor id in the state dict.
     described_ids: HashMap<TensorId, TensorId>,
 }
 
 enum LocalContent {
-    /// One source tensor, of which ranks have parts.
+    /// One source tensor, of which each rank has a part or a copy.
     Shared(TensorId),
     PerRank(BTreeMap<Rank, TensorId>),
 }
@@ -160,7 +161,7 @@ impl LocalPlan {
             let chosen = if by_rank.is_some() { None } else { layout(&path, entry)? };
             let sharding = chosen.filter(|(class, shared)| is_sharded(*class, shared)).map(|(class, shared)| {
                 let SharedTensor { placements, mut splits, slice } = shared;
-                // The split of a mesh dim that shards nothing is meaningless.
+                // A split rule has no effect on a mesh dim that does not shard the tensor.
                 for (split, _) in splits.iter_mut().zip(&placements).filter(|(_, own)| own.sharded_dim().is_none()) {
                     *split = Split::Chunk;
                 }
@@ -194,7 +195,7 @@ impl LocalPlan {
         &self.described[self.names[at].1]
     }
 
-    /// Returns the source tensor and a rank's tile of it; `None` if the rank has no part.
+    /// Returns the source tensor for the name `at`, and the tile of it that a rank has; `None` if the rank has no part.
     fn local_tile(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let DescribedTensor { names, shape, sharding, .. } = self.tensor_at(at);
         let source = match &self.contents[self.names[at].1] {
@@ -222,8 +223,8 @@ impl LocalPlan {
     }
 }
 
-/// Returns whether a tensor is written as sharded. A ShardedTensor that is replicated everywhere is written as a plain
-/// tensor.
+/// Returns whether a tensor is written with placements. A ShardedTensor that is replicated on all mesh dims is written
+/// as a plain tensor.
 fn is_sharded(class: Class, shared: &SharedTensor) -> bool {
     class != Class::ShardedTensor || shared.placements.iter().any(|placement| *placement != Placement::Replicate)
 }
@@ -232,9 +233,9 @@ fn is_sharded(class: Class, shared: &SharedTensor) -> bool {
 struct FileWriter<'a> {
     plan: &'a LocalPlan,
     mesh: &'a DeviceMesh,
-    /// Headers of the files. Most ranks have equal headers, which are kept once.
+    /// The distinct headers of the files. Most ranks have equal headers, which are in memory only once.
     headers: HashSet<Arc<Vec<u8>>>,
-    /// For each name, the chunks written from each source tensor.
+    /// For each name, the written chunks of each source tensor.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
 

@@ -22,7 +22,7 @@ use crate::storage::{FileId, Files, IoMode, lookup};
 /// The suffix of safetensors files.
 const SUFFIX: &str = "safetensors";
 
-/// The row of safetensors in the table of formats.
+/// The row for safetensors in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "safetensors",
     about: "one file, or a folder with its index",
@@ -47,13 +47,13 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: Some(&Writer),
 };
 
-/// The reader of one file, or of the files of a folder.
+/// The reader of one safetensors file, or of the safetensors files of a folder.
 struct Reader;
 
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
-        // Some repositories have another set in the same folder as the set that transformers loads:
-        // `consolidated.safetensors.index.json`.
+        // A folder may have two sets of files with the same tensors. The set that transformers loads is read, and not a
+        // set such as that of `consolidated.safetensors.index.json`.
         if let Some(name) =
             main_index(listing.names.iter().filter(|name| is_index_of(name, Format::Safetensors)), INDEX_NAME)
         {
@@ -114,7 +114,7 @@ impl Read for Reader {
     }
 }
 
-/// Reads files that each contain the shards of one rank. The file names give the ranks.
+/// Reads safetensors files that each contain the shards of one rank. The file names give the ranks.
 ///
 /// # Errors
 /// `Usage` if names do not contain ranks; the errors of reading the files.
@@ -125,12 +125,12 @@ pub fn read_parts(reading: &mut ReadFindings<'_>, path: &Path, paths: &[PathBuf]
     };
     let chosen = reading.choose(set)?;
     let mut loaded = chosen.read_with(reading.options, &mut |of_ranks| ranks::read(&mut reading.files, of_ranks))?;
-    // The names of safetensors series are not usable for torch files.
+    // A target with torch files cannot use the names of safetensors files.
     loaded.parts.iter_mut().for_each(|part| part.name_pattern = None);
     Ok((Format::Safetensors, loaded))
 }
 
-/// The writer of one file, or of a folder of files with an index.
+/// The writer of one safetensors file, or of a folder of safetensors files with an index.
 struct Writer;
 
 impl WriteWhole for Writer {

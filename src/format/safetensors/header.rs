@@ -1,7 +1,7 @@
 //! The header of a safetensors file: JSON with the location of each tensor, checked against the file.
 //!
-//! Unit of offsets: bytes. Invariant of a returned [`Header`]: the tensors tile the data in order, without holes, and
-//! have dtypes that PyTorch has. Source: `safetensors/src/tensor.rs`.
+//! Unit of offsets: bytes. Invariant of a returned [`Header`]: the data of the tensors is in order and without holes,
+//! and PyTorch has their dtypes. Source: `safetensors/src/tensor.rs`.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -26,11 +26,11 @@ pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 const METADATA: &str = "__metadata__";
 
-/// The maximum number of dims, more than real tensors have.
+/// The maximum number of dims of a tensor. Real tensors have fewer.
 const MAX_DIMS: usize = 64;
 
-/// The maximum number of entries of `__metadata__`: names of tied tensors and a few notes of the writer. Every entry
-/// takes memory, even a short one.
+/// The maximum number of entries of `__metadata__`, which has names of tied tensors and a few notes of the writer. The
+/// limit exists because every entry takes memory, even a short one.
 const MAX_NOTES: usize = 1 << 20;
 
 /// Returns whether a file starts with a header length that fits into the file, followed by a JSON object.
@@ -39,7 +39,8 @@ pub fn starts_with_header(head: &[u8], len: u64) -> bool {
     head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
 }
 
-/// Reads the header of a file, and the states of random number generators in the file. Ignores damage.
+/// Reads the header of a file, and the states of random number generators in the file, so that these byte ranges are
+/// recorded. Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(header) = read_header(files, file) else { return };
     for (name, stored) in header.tensors {
@@ -59,14 +60,14 @@ pub struct Header {
     pub tensors: Vec<(Arc<str>, StoredTensor)>,
 }
 
-/// A tensor in a file.
+/// A tensor that is stored in a file.
 #[derive(Clone, Debug)]
 pub struct StoredTensor {
     /// The dtype.
     pub dtype: Dtype,
     /// The shape.
     pub shape: Dims,
-    /// The absolute offset in the file.
+    /// The offset of the tensor's data in the file, in bytes.
     pub offset: u64,
 }
 
@@ -80,7 +81,7 @@ struct RawEntry<'a> {
     data_offsets: (u64, u64),
 }
 
-/// Reads the sizes of a tensor and limits their number, because a text could contain very many.
+/// Reads the sizes of a tensor. Their number is limited, because a damaged file could list very many.
 fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     struct Sizes;
 
@@ -106,29 +107,29 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     deserializer.deserialize_seq(Sizes)
 }
 
-/// The parsed JSON of a header, with entries in file order. Values are decoded as they are parsed, because a tree of
-/// all values takes many times the memory of the text.
+/// The parsed JSON of a header, with entries in file order. Each entry is checked while the text is parsed, because a
+/// tree of all JSON values takes many times the memory of the text.
 #[derive(Default)]
 struct RawHeader {
     metadata: BTreeMap<String, String>,
-    /// The tensors, each with its length in bytes.
+    /// The tensors of the file, each with the length of its data in bytes.
     tensors: Vec<(Arc<str>, StoredTensor, u64)>,
 }
 
-/// Decodes a header into a [`RawHeader`].
+/// A serde visitor that decodes a JSON header to a [`RawHeader`].
 struct RawHeaderVisitor<'a> {
     path: &'a Path,
     data_start: u64,
     fault: &'a mut Fault,
 }
 
-/// The details of an error that serde_json does not report.
+/// The details of a JSON error that an error of serde_json does not contain.
 enum Fault {
-    /// The error is not in an entry.
+    /// The JSON error is not inside an entry of the header.
     None,
-    /// The error is in the entry of this name. The second field is the expected content.
+    /// The JSON error is in the entry with this name. The second field is the expected content of the entry.
     In(String, &'static str),
-    /// The entry was parsed but is not valid.
+    /// The JSON of an entry is valid, but the entry is not.
     Unfit(Box<Error>),
 }
 
@@ -229,7 +230,7 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
     parse_header(path, &text, file_len)
 }
 
-/// Parses the header of a file of this length.
+/// Parses the header of a file whose length is `file_len` bytes.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`.
@@ -270,7 +271,7 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     Ok(Header { metadata, tensors: tensors.into_iter().map(|(name, stored, _)| (name, stored)).collect() })
 }
 
-/// Returns the tensor of an entry and its length in bytes.
+/// Checks an entry of the header, and returns its tensor and the length of the tensor's data in bytes.
 fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(StoredTensor, u64)> {
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
@@ -281,7 +282,7 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     };
     let mut shape = raw.shape.clone();
     if dtype == Dtype::F4E2m1fnX2 {
-        // The file counts F4 values; PyTorch counts bytes, each of which has two values.
+        // The shape in the file counts F4 values. PyTorch counts bytes, each of which holds two F4 values.
         let last = shape.last_mut().filter(|size| **size % 2 == 0);
         let Some(last) = last else {
             return Err(malformed(String::from("an even last dim of F4"), format!("{:?}", raw.shape)));
@@ -299,7 +300,7 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> R
     Ok((StoredTensor { dtype, shape, offset }, len))
 }
 
-/// A tensor to write.
+/// A tensor in the header of a file that will be written.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenTensor<'a> {
     /// The name.
@@ -308,11 +309,11 @@ pub struct WrittenTensor<'a> {
     pub dtype: Dtype,
     /// The shape.
     pub shape: &'a [u64],
-    /// The offset in the data.
+    /// The offset from the start of all tensor data, in bytes.
     pub begin: u64,
 }
 
-/// An entry to write. The fields are in the order of the reference writer.
+/// An entry of the JSON header to write. The fields are in the order of the reference writer.
 #[derive(serde::Serialize)]
 struct WrittenEntry<'a> {
     dtype: &'a str,
@@ -320,21 +321,21 @@ struct WrittenEntry<'a> {
     data_offsets: [u64; 2],
 }
 
-/// The number of bytes of the header length at the start of a file.
+/// The number of bytes at the start of a file that hold the length of the header.
 const LENGTH_BYTES: usize = 8;
 
-/// Returns the first bytes of a file: the length of the header, and the header.
+/// Returns the bytes of a file before its tensor data: the length of the header, and the header.
 ///
 /// # Errors
-/// `Unsupported` if the format has no tag for a dtype, or if the header is too long for readers. `shorter` is the
-/// hint for the second case.
+/// `Unsupported` if the format has no tag for a dtype, or if the header is too long for readers. `shorter` is the hint
+/// if the header is too long.
 pub fn write_header<'a>(
     path: &Path,
     metadata: &Map<String, Json>,
     tensors: impl Iterator<Item = WrittenTensor<'a>>,
     shorter: &str,
 ) -> Result<Vec<u8>> {
-    // The JSON is written in place, because a file may have a million tensors.
+    // The JSON is written directly into the output buffer, because a file may have a million tensors.
     let mut file = vec![0; LENGTH_BYTES];
     file.extend_from_slice(br#"{"__metadata__":"#);
     serde_json::to_writer(&mut file, metadata).expect("strings serialise");

@@ -32,22 +32,22 @@ use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserve
 use crate::error::{CatalogError, Error, Result};
 use crate::storage::{FileId, Files};
 
-/// The key for the framework that wrote a file. Loaders expect the value `pt`.
+/// The key in `__metadata__` for the framework that wrote a file. Loaders expect the value `pt`.
 pub const FORMAT_KEY: &str = "format";
 
-/// The key for the version of DCP's Hugging Face storage.
+/// The key in `__metadata__` for the version of DCP's Hugging Face storage.
 pub const DCP_VERSION_KEY: &str = "DCP_VERSION";
 
-/// Metadata keys that describe the file, and so are not names of tied tensors.
+/// Keys in `__metadata__` that describe the file. Other keys may be names of tied tensors.
 const OWN_KEYS: [&str; 4] = [FORMAT_KEY, SHARDING_INFO, DCP_VERSION_KEY, "total_size"];
 
-/// The name of the index that loaders read.
+/// The name of the index that loaders of safetensors files read.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// Reads one file, or every file of a folder. With an index, also returns the first difference between the index and
-/// the files.
+/// Reads one or more safetensors files into one catalog. If there is an index, also returns the first difference
+/// between the index and the files.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`, `Unsupported`, `Io`.
@@ -105,10 +105,10 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) ->
     Ok((catalog, differing))
 }
 
-/// The tensors by name, each with the file in which it was found first.
+/// The tensor of each name, with the first file that contains it.
 type Names = BTreeMap<Arc<str>, (Arc<Path>, TensorId)>;
 
-/// Builds the state dict from the names. The first name of each tensor becomes the name of its entry.
+/// Builds the state dict from the names of tensors. In natural order, the first name of each tensor becomes its FQN.
 fn put_in_order(catalog: &mut Catalog, names: Names) {
     let mut names: Vec<(Arc<str>, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
@@ -123,7 +123,8 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
 }
 
-/// Returns the error for a tensor in two files, which may be the files of two ranks.
+/// Returns the error for a tensor name that occurs in two files. The hint differs if they may be the files of two
+/// ranks.
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
@@ -142,8 +143,9 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
     })
 }
 
-/// Reads further names of tensors: tied tensors are written once, and `__metadata__` records which name was kept
-/// (`safetensors.torch.save_model`). Other notes in `__metadata__` are shown to the user.
+/// Returns the names of tied tensors that are only in `__metadata__` (`safetensors.torch.save_model`): a tied tensor is
+/// written under one name, and an entry of `__metadata__` gives that name for each further name. All other entries of
+/// `__metadata__` are shown to the user.
 fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
     let mut aliases = Names::new();
     for (path, key, value) in notes {
@@ -169,18 +171,19 @@ fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, 
 
 // ---------------------------------------------------------------------------------------------------- writing
 
-/// The division of tensors among files.
+/// The rule that assigns tensors to output files.
 #[derive(Clone, Debug)]
 pub enum FileDivision {
     /// One file with this name.
     File(PathBuf),
-    /// A folder. Each file has at most this many bytes of tensor data; a larger tensor gets a file of its own.
+    /// A folder. Each file has at most `max_shard_bytes` bytes of tensor data, but a larger tensor gets a file of its
+    /// own.
     Folder { max_shard_bytes: u64 },
-    /// A folder with the same files as another folder.
+    /// A folder with the same files as the source.
     Like(Placing),
 }
 
-/// A file name, and the tensors in the file.
+/// The name of an output file, and the tensors in this file.
 type FileGroup<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
 
 /// The tensors of a catalog, and the output dtype of each.
@@ -202,8 +205,8 @@ impl SelectedTensors<'_> {
     }
 }
 
-/// Lays out the named tensors of `wanted`, in this order. Each tie is a pair of a further name and the name of the
-/// tensor in `tensors` that is written. It is recorded as `{alias: kept}` in the `__metadata__` of the file with that
+/// Lays out safetensors files for `tensors`, in this order. `ties` has pairs of names: a further name of a tied tensor,
+/// and the name under which the tensor is written. Each pair is recorded in the `__metadata__` of the file with the
 /// tensor.
 ///
 /// # Errors
@@ -226,7 +229,7 @@ pub fn reserve(
     };
     let aliases = || ties.iter().map(|(alias, _)| alias.as_str());
     let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());
-    // Both take long for very many tensors, so they run in parallel.
+    // Checking names and laying out files both take long for very many tensors, so they run in parallel.
     let (distinct, reservation) =
         rayon::join(|| distinct_names(names, &["__metadata__", ""]), || reserve_files(wanted, groups, ties));
     distinct?;
@@ -241,7 +244,7 @@ pub fn reserve(
     reservation
 }
 
-/// Lays out the files of the groups, and the index if there are several.
+/// Lays out one file for each group, and the index if there are several groups.
 fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
@@ -267,7 +270,8 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: 
     Ok(reservation)
 }
 
-/// Divides tensors into groups of consecutive tensors, each within the size limit if possible.
+/// Divides tensors into groups of consecutive tensors. Each group has at most `limit` bytes; a larger tensor forms a
+/// group of its own.
 fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<FileGroup<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
@@ -322,9 +326,9 @@ fn reserve_file(
     Ok(())
 }
 
-/// Returns the start of the data of each tensor, and the end of all data. Data is in the given order, unless a tensor
-/// would then be at an address that is not aligned for its dtype, which loaders refuse. In that case wider dtypes come
-/// first.
+/// Returns the offset of each tensor's data, and the end of all data, in bytes. The data is in the order of `tensors`
+/// if that aligns every tensor for its dtype. Loaders refuse tensors that are not aligned, so otherwise tensors with
+/// wider dtypes come first.
 fn data_offsets(wanted: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];

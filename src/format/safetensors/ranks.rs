@@ -1,7 +1,8 @@
 //! Reads one safetensors file per rank: the shards of each rank, under the same tensor names.
 //!
 //! The format cannot record which part of a tensor a file contains, so files are read as shards only if the user
-//! declares the layout ([`crate::format::declared_layout`]). Until then, the tile of each chunk is the whole chunk.
+//! declares the layout ([`crate::format::declared_layout`]). Before the declared layout is applied, every chunk is
+//! treated as a full tensor.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FilePath, PathBuf};

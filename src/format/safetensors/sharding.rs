@@ -27,11 +27,11 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 /// The numbers in the file name of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardName {
-    /// The number of the rank, from 1.
+    /// The number of the rank in the file name, counted from 1.
     pub shard: u32,
-    /// The number of the file, from 1.
+    /// The number of the file of the consolidated checkpoint, counted from 1.
     pub file: u32,
-    /// The total number of files.
+    /// The number of files of the consolidated checkpoint.
     pub files: u32,
 }
 
@@ -92,18 +92,18 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }
 
-/// The part of a tensor in one file.
+/// The box of a tensor that one file contains.
 #[derive(Debug)]
 pub struct TensorShard {
     /// The name of the tensor.
     pub name: Arc<str>,
     /// The path of the file.
     pub path: Arc<Path>,
-    /// The file.
+    /// The id of the file among the opened files.
     pub file: FileId,
-    /// The box that the file stores.
+    /// The location, the dtype and the shape of the box in the file.
     pub stored: StoredTensor,
-    /// The offsets in the whole tensor, if the file records them.
+    /// The offsets of the box in the whole tensor; `None` if the file does not record them.
     pub offsets: Option<Box<Dims>>,
 }
 

@@ -1,4 +1,4 @@
-//! The state of reading one archive: its zip records, and the meshes and limits that all its tensors share. Unit of
+//! The state of reading one torch.save archive: its zip records, the meshes that its tensors share, and limits. Unit of
 //! offsets, sizes and strides: elements.
 
 use std::cell::RefCell;
@@ -13,7 +13,7 @@ use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
 
-/// A part of a storage, as a strided array. Unit of offset, sizes and strides: elements of `dtype`.
+/// A plain tensor: a part of a storage, as a strided array. Unit of offset, sizes and strides: elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
@@ -30,33 +30,34 @@ pub struct View {
 pub struct MeshSpec {
     /// The mesh of this rank, which may be a slice of a larger mesh.
     pub mesh: DeviceMesh,
-    /// The mesh of which `mesh` is a slice.
+    /// The mesh of which `mesh` is a slice; `None` if `mesh` is not a slice.
     pub root: Option<DeviceMesh>,
     /// The rank that saved the file, if the file records it.
     pub rank: Option<Rank>,
-    /// Whether the saving rank is in the mesh; if not, it has no part of the tensors.
+    /// True if the saving rank is in the mesh. If false, the rank has no part of the tensors on the mesh.
     pub is_member: bool,
-    /// The form in which the mesh was written.
+    /// The PyTorch release and the device type with which the mesh was pickled.
     pub style: DTensorStyle,
 }
 
-/// Upper limit for the storage of a mesh's ranks: 16 million ranks of 8 bytes.
+/// The maximum size, in bytes, of the tensor with the ranks of a mesh: 16 million ranks of 8 bytes.
 const MAX_RANKS_BYTES: u64 = 1 << 27;
 
 /// The state of reading one archive's pickle.
 pub struct Reader<'a> {
     pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
-    /// The meshes that were read. A pickle shares mesh objects, and each mesh object is read once.
+    /// The meshes that were already read, by their node. A mesh that several tensors share is one node, and is read
+    /// once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
-    /// The current nesting of tensors and meshes.
+    /// The number of tensors and meshes that contain the tensor or mesh that is being read.
     pub depth: usize,
     /// The number of shards that may still be read. Several tensors may share a list of shards, but a hostile file must
-    /// not repeat it without limit.
+    /// not repeat such a list without limit.
     pub shards_left: usize,
-    /// The reason why a tensor cannot be converted, if it is valid but not supported.
+    /// The reason why a valid tensor is not supported; `None` if there is no such tensor.
     pub unsupported: RefCell<Option<String>>,
-    /// The reason why the file could not be read.
+    /// The error of the file system if the file could not be read.
     pub read_error: RefCell<Option<Error>>,
 }
 
@@ -77,7 +78,8 @@ impl Reader<'_> {
         what
     }
 
-    /// Reads a tensor or mesh inside another one. Real files nest only a few levels.
+    /// Reads a tensor or mesh that is inside another tensor or mesh. The nesting is limited; real files nest only a few
+    /// levels.
     pub fn read_nested<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, DecodeError>) -> Result<T, DecodeError> {
         const MAX_DEPTH: usize = 32;
         if self.depth == MAX_DEPTH {
@@ -89,7 +91,7 @@ impl Reader<'_> {
         read
     }
 
-    /// Counts one shard against the limit of the archive.
+    /// Subtracts one shard from the number of shards that may still be read.
     pub fn count_shard(&mut self) -> Result<(), DecodeError> {
         let left = self.shards_left.checked_sub(1);
         self.shards_left = left.ok_or_else(|| DecodeError::malformed("lists of shards that are repeated too often"))?;

@@ -1,4 +1,5 @@
-//! Joins files that hold different tensors of one flat state dict, as `save_pretrained` splits large models.
+//! Joins several torch.save files into one flat state dict. Each file has different tensors of it, as `save_pretrained`
+//! splits large models.
 //!
 //! Invariant: every name is in exactly one file.
 
@@ -11,10 +12,10 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Fqn, Value, shift_tensors};
 use crate::error::{Error, Result};
 
-/// Returns one catalog of all files.
+/// Returns one catalog with the tensors of all files.
 ///
 /// # Errors
-/// `Conflict` if two files have the same name, `Malformed` if a file holds no dict.
+/// `Conflict` if two files have the same tensor name, `Malformed` if a file does not contain a dict.
 pub fn join_disjoint(files: &[RankFile]) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut entries: Vec<(Value, Value)> = Vec::new();

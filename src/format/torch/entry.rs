@@ -20,7 +20,7 @@ use crate::format::shortfall::Shortfall;
 use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
 use crate::storage::{FileId, Files, IoMode};
 
-/// The row of a file of whole tensors, or of a set that an index names.
+/// The row for torch.save files of whole tensors in the table of formats: one file, or the files that an index names.
 pub static ONE_FILE: FormatEntry = FormatEntry {
     name: "torch",
     about: "one `torch.save` file, or a set with an index",
@@ -45,7 +45,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     write_whole: Some(&Writer),
 };
 
-/// The row of files of ranks.
+/// The row for torch.save files of ranks in the table of formats.
 pub static RANK_FILES: FormatEntry = FormatEntry {
     name: "torch-ranks",
     about: "one `torch.save` file per rank: DTensors, ShardedTensors, plain tensors",
@@ -54,7 +54,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // The entry of torch lists the known files.
+    // The row of the format `torch` lists the known files of both formats.
     known_files: &[],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,
@@ -68,10 +68,11 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// The index that loaders of torch files read.
+/// The name of the index that loaders of torch files read.
 const INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
-/// Returns the torch files of a folder by their names, or `None` if an index names the files to read.
+/// Returns the torch files of a folder, grouped by their names. Returns `None` if the folder has an index, which names
+/// the files to read.
 fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     if listing.names.iter().any(|name| is_index_of(name, Format::Torch)) {
         return Ok(None);
@@ -81,7 +82,7 @@ fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     Ok(Some(grouped))
 }
 
-/// The reader of whole files.
+/// The reader of the format `torch`.
 struct Reader;
 
 impl Read for Reader {
@@ -156,7 +157,7 @@ fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[Path
     index.differing(&|name| holders.get(name).copied(), stored, paths)
 }
 
-/// The reader of rank files. Flat parameters are found only when the files are read.
+/// The reader of the format `torch-ranks`. It finds flat parameters only when it reads the files.
 pub struct RankReader;
 
 impl Read for RankReader {
@@ -177,7 +178,8 @@ impl Read for RankReader {
     ) -> Result<(Format, LoadedFolder)> {
         let chosen = reading.choose(found.series.expect("rank files are in series"))?;
         let (loaded, flat) = chosen.read(&mut reading.files, reading.options)?;
-        // The content of this file is in the catalog and is written again.
+        // A flat layout file is part of the checkpoint: its content is in the catalog, and is written again with the
+        // catalog.
         reading.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
         let is_asked_for = reading.options.from == Some(Format::FsdpFlat);
         if is_asked_for && !flat.has_flat_params && loaded.catalog.flat.is_none() {
@@ -192,7 +194,7 @@ impl Read for RankReader {
     }
 }
 
-/// The writer of rank files.
+/// The writer of the format `torch-ranks`.
 struct RankWriter;
 
 impl WriteShards for RankWriter {
@@ -214,7 +216,7 @@ impl WriteShards for RankWriter {
     }
 }
 
-/// The writer of one file.
+/// The writer of the format `torch`.
 struct Writer;
 
 impl WriteWhole for Writer {
@@ -233,7 +235,7 @@ impl WriteWhole for Writer {
     }
 }
 
-/// Returns the file name of a destination. A plan may have no destination.
+/// Returns the file name of a destination, or `default` if there is no destination.
 fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
     destination.and_then(Path::file_name).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }

@@ -17,7 +17,7 @@ use crate::layout::{Rank, Region};
 use crate::storage::{FileId, Files};
 use torch_pickle::pickle::Unknown;
 
-/// Reads the files of ranks.
+/// Reads the rank files `ranks` in parallel.
 ///
 /// # Errors
 /// The errors of reading one file. If several files have errors, the error of the lowest rank.
@@ -37,7 +37,7 @@ pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown)
     loaded.into_iter().collect()
 }
 
-/// Lists of shards; equal lists are kept once.
+/// The lists of shards that ShardedTensors refer to. Equal lists are in memory only once.
 #[derive(Default)]
 struct SharedShardLists(Mutex<HashSet<Arc<[Region]>>>);
 

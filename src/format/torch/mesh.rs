@@ -14,7 +14,7 @@ use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};
 
-/// Upper limit for the ranks of a mesh. No cluster has so many ranks, so a larger array is damaged.
+/// The maximum number of ranks of a mesh. No cluster has so many ranks, so a larger array is damaged.
 const MAX_RANKS: u64 = 1 << 24;
 
 /// Reads the DeviceMesh at a node, or returns it if it was read before.
@@ -58,7 +58,7 @@ fn is_member(state: Ref<'_>) -> bool {
     state.get("_coordinate_on_dim").is_none_or(|node| !node.is_none())
 }
 
-/// Reads the form of torch 2.2 to 2.9, in which `mesh` is the array of ranks.
+/// Reads a mesh as torch 2.2 to 2.9 pickle it: `mesh` is the array of ranks.
 fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
     let node = state.get("mesh").ok_or_else(|| DecodeError::malformed("a DeviceMesh without ranks"))?;
     let (shape, ranks) = rank_tensor(reader, node)?;
@@ -71,7 +71,7 @@ fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Decod
     Ok(MeshSpec { mesh, root, rank, is_member: is_member(state), style: dtensor_style(Release::V2_5, state) })
 }
 
-/// Reads the form of torch 2.10 and later: a layout over the ranks of the root.
+/// Reads a mesh as torch 2.10 and later pickle it: a layout over the ranks of the root mesh.
 fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
     let malformed = |what: &str| DecodeError::malformed(format!("a DeviceMesh {what}"));
     let layout = state.get("_layout").and_then(Ref::state).ok_or_else(|| malformed("without a layout"))?;
@@ -116,7 +116,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
         own_ranks.push(*rank.ok_or_else(|| malformed("whose layout reaches beyond its ranks"))?);
     }
     let mesh = build_mesh(shape, own_ranks, dim_names(state)?)?;
-    // 2.10 does not record the rank; the rank of a root mesh follows from its coordinate.
+    // Torch 2.10 does not record the saving rank. In a root mesh, the rank follows from its coordinate.
     let from_coordinate = || {
         let at = at.as_ref().filter(|at| at.len() == mesh.ndim())?;
         at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
@@ -131,7 +131,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Deco
     Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state), style })
 }
 
-/// One mesh dim: the sizes and strides of the axes it was flattened from, in row-major order.
+/// One mesh dim, which may be flattened from several axes: the size and the stride of each axis, in row-major order.
 struct MeshAxis(Vec<(u64, u64)>);
 
 impl MeshAxis {
@@ -139,7 +139,7 @@ impl MeshAxis {
         self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
     }
 
-    /// Returns the offset in the root's list of ranks for a position along this dim.
+    /// Returns how far a position along this dim is from position 0 in the root's list of ranks.
     fn offset(&self, position: u64) -> Option<u64> {
         let mut rest = position;
         let mut offset = 0_u64;
@@ -152,7 +152,7 @@ impl MeshAxis {
 }
 
 fn axes(layout: Ref<'_>) -> Option<Vec<MeshAxis>> {
-    // The form of 2.13 and later.
+    // Torch 2.13 and later pickle the layout as a list of axes.
     if let Some(axes) = layout.get("axes") {
         return axes
             .as_tuple()?
@@ -189,7 +189,7 @@ fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank
         return Err(DecodeError::malformed(format!("`{}` instead of mesh ranks", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();
-    // The ranks of a mesh are distinct, so a tensor that repeats its storage is invalid.
+    // The ranks of a mesh are distinct, so a tensor with more ranks than its storage has elements is invalid.
     if count > MAX_RANKS || count > view.storage_bytes / view.dtype.itemsize() {
         return Err(DecodeError::malformed(format!("a mesh of {count} ranks")));
     }

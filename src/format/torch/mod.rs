@@ -41,7 +41,7 @@ use crate::storage::Files;
 use reader::ArchiveContents;
 use torch_pickle::pickle::Unknown;
 
-/// Reads files that each have whole tensors: one torch.save file, or the set that an index names.
+/// Reads torch.save files of whole tensors: one file, or the files that an index names.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
@@ -68,13 +68,13 @@ pub fn dropped_objects(files: &[ranks::RankFile]) -> Vec<String> {
     distinct.into_iter().collect()
 }
 
-/// Returns a chunk with this tile, whose data is the view.
+/// Returns a chunk of a tensor: `tile` is its position, and `view` is its data in the archive.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
     Chunk { tile, location: contents.record_location(view), strides, rank }
 }
 
-/// Returns the chunk of a view that is a whole tensor.
+/// Returns the chunk for a view that is a full tensor.
 pub fn whole_chunk(contents: &ArchiveContents, view: &View) -> Chunk {
     chunk(contents, view, Tile::from_region(&crate::layout::Region::whole(&view.sizes)), None)
 }

@@ -21,33 +21,33 @@ use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::shards::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
-/// The hint for plain tensors whose shapes differ between ranks.
+/// The hint for plain tensors that have the same name and different shapes on several ranks.
 const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the layout (options::src_mesh tp=2 \
                           options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
                           one job";
 
-/// The content of one rank's file.
+/// The content of one torch.save file, which is usually the file of one rank.
 #[derive(Debug)]
 pub struct RankFile {
-    /// The rank in the file name; `None` for a file that is not one of a series.
+    /// The rank in the file name; `None` if the file does not belong to a series of rank files.
     pub rank: Option<Rank>,
     pub path: PathBuf,
     pub contents: ArchiveContents,
 }
 
-/// The relation between plain tensors that several ranks store under one name.
+/// The relation between the plain tensors that several ranks store under the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainKind {
-    /// Equal on all ranks.
+    /// The tensors are copies, which must be equal on all ranks.
     Replicas,
-    /// Parts of one tensor, with any shapes; the user declares how they form it ([`crate::format::declared_layout`]).
-    /// Until that is resolved, the tensor has the shape of its first part, and the tile of each chunk covers its whole
-    /// part.
+    /// The tensors are parts of one tensor, and may have different shapes. The user declares how they form the tensor
+    /// ([`crate::format::declared_layout`]). Until the declared layout is applied, the tensor has the shape of its
+    /// first part, and every part is treated as a full tensor.
     Parts,
 }
 
-/// Returns the catalog of a file that belongs to no series. Such a file has only one rank's part of a DTensor, which
-/// the check of coverage reports.
+/// Returns the catalog of a file that belongs to no series. If the file has a DTensor, it has only the part of one
+/// rank, and the later check of coverage reports the missing parts.
 ///
 /// # Errors
 /// `Malformed` for an invalid file, `Conflict` for a contradiction in it.
@@ -55,10 +55,11 @@ pub fn single(file: &RankFile) -> Result<Catalog> {
     merge(std::slice::from_ref(file), PlainKind::Replicas)
 }
 
-/// Returns one catalog of the files of all ranks.
+/// Merges the files of all ranks into one catalog.
 ///
 /// # Errors
-/// `Conflict` if ranks disagree, `Malformed` if a file belongs to another rank.
+/// `Conflict` if ranks store different metadata for a tensor, `Malformed` if a file belongs to another rank than its
+/// name states.
 pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
@@ -86,7 +87,7 @@ pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     for id in catalog.state.tensor_ids() {
         names[id.0 as usize].get_or_insert_with(|| Path(vec![Key::Name("attributes".into()), Key::Index(id.0.into())]));
     }
-    // Parts that were merged into another rank's tensor have no name and get no entry.
+    // A tensor that was merged into the tensor of another rank has no path in the merged state dict, and gets no entry.
     let mut renumber = vec![TensorId(u32::MAX); names.len()];
     for (old, name) in names.into_iter().enumerate() {
         if let Some(path) = name {
@@ -98,7 +99,7 @@ pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     Ok(catalog)
 }
 
-/// The index of a file and of a tensor in it.
+/// A tensor in the file of one rank: the index of the file, and the index of the tensor in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct TensorOfRank {
     file: usize,
@@ -108,12 +109,12 @@ struct TensorOfRank {
 struct Merger<'a> {
     files: &'a [RankFile],
     plain: PlainKind,
-    /// The parts of each merged tensor.
+    /// For each tensor of the merged state dict, the tensors of the ranks that it consists of.
     tensors: Vec<Vec<TensorOfRank>>,
 }
 
 impl Merger<'_> {
-    /// Returns a file's value, with its tensors in the merged numbering.
+    /// Returns the value of a file with new tensor ids, which are distinct from the ids of other files.
     fn renumber(&mut self, file: usize, value: &Value) -> Value {
         let first = self.tensors.len();
         let count = self.files[file].contents.tensors.len();
@@ -127,7 +128,7 @@ impl Merger<'_> {
         match (into, from) {
             (Value::Tensor(into), Value::Tensor(from)) => self.merge_tensor(*into, from, file),
             (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, file),
-            // A value without names inside is compared as a whole.
+            // Lists without dicts and tensors are not merged item by item, but compared as one value.
             (Value::List(into), Value::List(from))
                 if into.len() == from.len() && into.iter().chain(&from).any(is_descended) =>
             {
@@ -159,7 +160,7 @@ impl Merger<'_> {
     }
 
     fn merge_tensor(&mut self, into: TensorId, from: TensorId, file: usize) {
-        // Tied tensors are merged once per name; a name that only this file has keeps its parts.
+        // A tied tensor is merged under each of its names. If only this file has a name, the tensor keeps its parts.
         let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
         let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
         if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {
@@ -167,7 +168,8 @@ impl Merger<'_> {
         }
     }
 
-    /// Removes the ranks that lack the value. The first value of a conflict was assigned to all ranks before.
+    /// Removes from `rank_values` the ranks whose file has no value at `path`. When a conflict is found, the first
+    /// value is assigned to all ranks that were merged before, also to ranks without the value.
     fn remove_ranks_without_value(&self, path: &Path, rank_values: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
@@ -185,7 +187,7 @@ impl Merger<'_> {
     fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
         let mut positions: Option<HashMap<(Arc<str>, bool), usize>> = None;
         for (index, (key, value)) in from.entries.into_iter().enumerate() {
-            // Ranks nearly always have the same keys in the same order.
+            // The files of ranks nearly always have the same keys in the same order.
             let same = into.entries.get(index).is_some_and(|(known, _)| *known == key);
             let position = if same {
                 Some(index)
@@ -211,7 +213,7 @@ impl Merger<'_> {
         &self.files[part.file].contents.tensors[part.tensor]
     }
 
-    /// Returns the entry of a tensor, made of the parts of all ranks.
+    /// Returns the catalog entry of a tensor, with a chunk for the part of each rank.
     fn merged_entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
         let first = parts[0];
         for &part in parts {
@@ -289,8 +291,8 @@ impl Merger<'_> {
         entry.class = Class::DTensor;
         for &part in parts {
             let TensorNode::Distributed { local, mesh, placements, .. } = self.node(part) else { continue };
-            // A rank outside the mesh has no data, and cannot identify the slice of the root that the other ranks
-            // share.
+            // A rank outside the mesh has no data. Its file does not show which slice of the root mesh the tensor is
+            // on.
             if !mesh.is_member {
                 continue;
             }
@@ -312,8 +314,8 @@ impl Merger<'_> {
                     entry.partial_values =
                         reduction.map(|reduction| Box::new(PartialValues { reduction, by_chunk: Vec::new() }));
                 }
-                // Without a root, each rank may know only its own slice of a mesh; the placements are the same on all
-                // slices.
+                // If there is no root mesh, each rank may record only its own slice of a mesh. The placements are the
+                // same on all slices.
                 Some(known)
                     if known.shared.placements != sharding.shared.placements
                         || mesh.root.is_some() && *known != sharding =>
@@ -349,7 +351,7 @@ impl Merger<'_> {
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
-            // If each rank knows only its slice, the ranks of other slices hold replicas.
+            // If each rank records only its own slice of the mesh, ranks of different slices hold replicas.
             if let Some(partial_values) = &mut entry.partial_values {
                 partial_values.by_chunk.push(partial_index(mesh.mesh.shape(), placements, &at));
             }
@@ -403,7 +405,7 @@ impl Merger<'_> {
     }
 }
 
-/// Returns a key as text, and whether the key is a string, because a dict may have both `0` and `'0'`.
+/// Returns a dict key as text, and whether the key is a string. A dict may have both `0` and `'0'`.
 fn typed_key(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }
@@ -415,7 +417,8 @@ fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::c
     }
 }
 
-/// Returns the mesh and placements on the root mesh; dims outside the slice are replicated.
+/// Converts placements on a slice to placements on its root mesh. The tensor is replicated on mesh dims outside the
+/// slice.
 fn lift_to_root(
     mesh: &DeviceMesh,
     root: Option<&DeviceMesh>,

@@ -1,5 +1,5 @@
-//! Reads one torch.save file: its archive, its pickle and its tensors. Unit of offsets: bytes in files, elements in
-//! views.
+//! Reads one torch.save file: its archive, its pickle and its tensors. Offsets in files are in bytes; offsets in views
+//! count elements.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,10 +15,10 @@ use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 
-/// The content of a file, or of an item of a DCP data file.
+/// The content of a torch.save archive, which is a file or an item of a DCP data file.
 #[derive(Debug)]
 pub struct ArchiveContents {
-    /// The pickled value; its tensors are indices of `tensors`.
+    /// The pickled value. Its tensor ids are indices of `tensors`.
     pub value: Value,
     pub tensors: Vec<TensorNode>,
     /// Objects that were dropped because their classes are unknown.
@@ -31,21 +31,21 @@ const PICKLE: &str = "data.pkl";
 const BYTE_ORDER: &str = "byteorder";
 
 impl ArchiveContents {
-    /// Adds a tensor and returns its reference.
+    /// Adds a tensor to `tensors`, and returns its id.
     pub fn push(&mut self, found: TensorNode) -> TensorId {
         let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
         self.tensors.push(found);
         id
     }
 
-    /// Returns the range of the file that was read.
+    /// Returns the byte range of the file that the archive fills.
     #[must_use]
     pub fn file_range(&self) -> FileRange {
         self.file_range
     }
 
-    /// Returns the location of the view's element 0. An earlier check has shown that the zip record contains the
-    /// storage.
+    /// Returns the location of the first element of a view. The storage of the view must have been checked before with
+    /// [`Reader::check_storage`].
     #[must_use]
     pub fn record_location(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
@@ -56,19 +56,20 @@ impl ArchiveContents {
         }
     }
 
-    /// Returns the archive without the bytes that are not needed to find the view, if the rest is small.
+    /// Returns the frame of a view: the bytes of the archive that determine the location of the view. Returns `None` if
+    /// the frame would be too large to cache.
     ///
     /// # Errors
     /// `Io` if the archive cannot be read.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
-        // All zip records that `read` uses must stay.
+        // The frame must contain all zip records that `read` uses.
         let FileRange { file, offset, len } = self.file_range;
         let (source, located) = (ArchiveSource::new(files, file), format!("data/{}", view.key));
         Frame::of(&source, offset..offset + len, &self.archive, &[PICKLE, BYTE_ORDER], &located)
             .map_err(|error| source.error(error))
     }
 
-    /// Returns the location of the view's element 0 as an offset in the file.
+    /// Returns the location of the first element of a view, as an offset in the file.
     ///
     /// # Errors
     /// `Malformed` if the local header of the zip record is damaged.
@@ -89,14 +90,14 @@ impl ArchiveContents {
     }
 }
 
-/// Upper limit for the content of the zip record `byteorder`, which is `little` or `big`.
+/// The maximum length of the zip record `byteorder` in bytes. Its content is `little` or `big`.
 const MAX_BYTE_ORDER_BYTES: u64 = 64;
 
-/// Reads the archive that fills a range of a file. `name` is the name of its content for messages; empty for a whole
-/// file.
+/// Reads the archive that fills a byte range of a file. Messages use `name` as the name of the content of the range; it
+/// is empty for a complete file.
 ///
 /// # Errors
-/// `Malformed`, `Unsupported` or `Io`, naming the file and the place in it.
+/// `Malformed`, `Unsupported` or `Io`, naming the file and the position in it.
 pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) -> Result<ArchiveContents> {
     let file = file_range.file;
     let path = files.path(file);
@@ -118,7 +119,7 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
         read_error: RefCell::default(),
     };
     let mut tensors = Vec::new();
-    // Equal views of one storage are one tensor with several names.
+    // Equal views of one storage become one tensor, which then has several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
     let decoded = pickle::decode_with(pickle.root(), unknown, &mut |node| {
@@ -156,7 +157,8 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
 }
 
 impl DTensorStyle {
-    /// Returns the style of the DTensors in a torch.save file; `None` if it has no DTensor.
+    /// Returns the PyTorch release and the device type of the DTensors in a torch.save file; `None` if the file has no
+    /// DTensor.
     ///
     /// # Errors
     /// The errors of reading the file.
@@ -187,12 +189,13 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
     }
 }
 
-/// Returns the error of a file for a pickle that cannot be parsed.
+/// Returns the error for a file whose pickle `what` cannot be parsed.
 pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
     Error::malformed(path, format!("{what}, byte {}", error.at), error.expected(), error.found.clone())
 }
 
-/// Returns the error of a file for a value that cannot be used.
+/// Returns the error for a file with a pickled value that cannot be decoded. `unsupported` is the reason if the value
+/// is valid but not supported.
 pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
     let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
     match (error, unsupported) {

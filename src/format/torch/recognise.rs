@@ -1,5 +1,5 @@
-//! Recognises torch.save files by their first bytes, and files without a model by their names. Also reads the bytes of
-//! an archive that are not tensor data.
+//! Recognises torch.save files by their first bytes, and torch files without a model by their names. It also reads the
+//! bytes of an archive that are not tensor data.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::format::{MAX_RANDOM_STATE_BYTES, archive};
 use crate::storage::{FileId, Files};
 use torch_pickle::pickle::Unknown;
 
-/// Torch files that trainers leave beside a model, by the beginnings of their names.
+/// The beginnings of the names of torch files that trainers save beside a model.
 const NO_MODEL: [&str; 11] = [
     "scheduler",
     "optimizer",
@@ -21,12 +21,12 @@ const NO_MODEL: [&str; 11] = [
     "scaler",
     "dataloader",
     "dl_state_dict",
-    // Files that Lightning and Megatron leave in DCP directories.
+    // Lightning and Megatron save these two files in DCP directories.
     "meta.pt",
     "common.pt",
 ];
 
-/// Returns whether trainers leave a torch file of this name beside a model.
+/// Returns whether a torch file of this name contains no model, because trainers save it beside a model.
 pub fn is_no_model(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
@@ -42,12 +42,13 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
     }
     let Some(&[low, high]) = head.get(NAME_LEN..NAME_LEN + 2) else { return false };
     let end = NAME + usize::from(u16::from_le_bytes([low, high]));
-    // Only a very long name continues after the first bytes, and is cut off here.
+    // A very long name may continue after the first bytes of the file. Only its beginning is compared.
     let name = head.get(NAME..end.min(head.len())).unwrap_or_default();
     name.ends_with(b"/data.pkl")
 }
 
-/// Reads an archive, and the states of random number generators in it. Ignores damage.
+/// Reads the metadata of an archive, and the states of random number generators in it, so that these byte ranges are
+/// recorded. Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in model::all_tensors(&contents.value) {

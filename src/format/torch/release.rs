@@ -7,30 +7,32 @@
 //! ```text
 //! written for   loads and works in   other releases
 //! 2.5           2.5 to 2.9           2.10 and later load local tensors and placements, but not the mesh
-//! 2.10          2.10                 2.11 and 2.12 load all but strided shards, whose order they store otherwise
-//! 2.11          2.11 and 2.12        2.13 and later: as 2.5; 2.10: all but strided shards; earlier ones lack a module
+//! 2.10          2.10                 2.11 and 2.12 load all except strided shards, which store their order differently
+//! 2.11          2.11 and 2.12        2.13 and later load local tensors and placements, but not the mesh;
+//!                                    2.10 loads all except strided shards; earlier releases lack a module
 //! 2.13          2.13 and later       earlier releases lack a class
 //! ```
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
-/// The PyTorch releases whose DeviceMesh can be written, each named after the first release with that form.
+/// The forms in which PyTorch releases pickle a DeviceMesh. Each form is named after its first release that dtshard
+/// supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Release {
-    /// Releases up to 2.9: the array of ranks.
+    /// PyTorch up to 2.9: the mesh is an array of ranks.
     V2_5,
-    /// Release 2.10: a layout of nested sizes and strides.
+    /// PyTorch 2.10: the mesh is a layout of nested sizes and strides.
     V2_10,
-    /// Releases 2.11 and 2.12: as 2.10, with the rank, and with strided shards that record their own order.
+    /// PyTorch 2.11 and 2.12: the mesh is as in 2.10, and also has the rank. Strided shards record their own order.
     V2_11,
-    /// Releases from 2.13 on: a layout of axes.
+    /// PyTorch 2.13 and later: the mesh is a layout of axes.
     #[default]
     V2_13,
 }
 
 impl Release {
-    /// Returns the release of a version such as `2.9.1`, `v2.9` or `2.15.0+cu132`; `None` before 2.5 and for an invalid
-    /// version.
+    /// Returns the form that a PyTorch version such as `2.9.1`, `v2.9` or `2.15.0+cu132` uses. Returns `None` for
+    /// versions before 2.5 and for invalid versions.
     #[must_use]
     pub fn from_version(version: &str) -> Option<Self> {
         let mut parts = version.trim_start_matches('v').split(['.', '+']).map(str::parse::<u32>);
@@ -44,12 +46,12 @@ impl Release {
     }
 }
 
-/// Properties of written DTensors that differ between checkpoints.
+/// The form of the DTensors in a checkpoint, which depends on the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DTensorStyle {
     pub release: Release,
-    /// The device type of the meshes: `cpu` or `cuda`. Local tensors are always written as CPU tensors, which load
-    /// everywhere; trainers that save with CPU offload do the same.
+    /// The device type of meshes: `cpu` or `cuda`. Local tensors are always written as CPU tensors, which load
+    /// everywhere; trainers that save with CPU offload write them in the same way.
     pub device_type: String,
 }
 

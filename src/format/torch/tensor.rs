@@ -1,7 +1,8 @@
-//! Finds the tensors in a torch.save pickle by the calls that rebuild them.
+//! Finds the tensors in a torch.save pickle by the Python calls that rebuild them.
 //!
-//! A tensor is a view: a storage key, an offset, sizes and strides. A DTensor is a view of the local part with a mesh
-//! and placements. A ShardedTensor is a list of views with their offsets. Shapes, strides and offsets count elements.
+//! A plain tensor is a view: a storage key, an offset, sizes and strides. A DTensor is a view with the local part, a
+//! mesh and placements. A ShardedTensor is a list of views with their offsets in the tensor. Shapes, strides and
+//! offsets count elements.
 //!
 //! Source: `torch/_utils.py` (`_rebuild_*`), `torch/_tensor.py` (`_rebuild_from_type_v2`),
 //! `torch/distributed/tensor/_api.py`, `torch/distributed/_shard/sharded_tensor/api.py`.
@@ -25,12 +26,13 @@ pub enum TensorNode {
         mesh: Arc<MeshSpec>,
         placements: Vec<Placement>,
     },
-    /// A ShardedTensor; `all` lists the shards of all ranks in the group.
+    /// A ShardedTensor. `local` has the shards of this rank, and `all` has the regions of the shards of all ranks in
+    /// the group.
     Sharded {
         dtype: Dtype,
         shape: Dims,
-        /// The stride of the whole tensor in memory, as [`crate::catalog::TensorEntry::stride`]; a pickled
-        /// ShardedTensor does not record it.
+        /// The strides of the whole tensor in memory, like [`crate::catalog::TensorEntry::stride`]. A pickled
+        /// ShardedTensor does not record them, so they are `None` when it is read.
         stride: Option<Dims>,
         group: ProcessGroup,
         local: Vec<(Region, View)>,
@@ -41,9 +43,9 @@ pub enum TensorNode {
 /// The process group of a ShardedTensor, as one of its ranks records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessGroup {
-    /// The rank in the job.
+    /// The rank of the saving process in the job.
     pub rank: u32,
-    /// The number of ranks in the group and in the job.
+    /// The number of ranks in the process group, and the number of ranks in the job.
     pub sizes: Option<(u32, u32)>,
 }
 
@@ -67,14 +69,15 @@ pub fn read_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Tens
     Ok(plain_view(reader, node)?.map(TensorNode::Plain))
 }
 
-/// Returns an attribute of a wrapper subclass, whose state is a dict or `(dict or None, slots)`.
+/// Returns an attribute of a DTensor or ShardedTensor. Its state is a dict, or a tuple `(dict or None, slots)`.
 fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, DecodeError> {
     let parts: Vec<Ref<'a>> = state.as_tuple().map_or_else(|| vec![state], Iterator::collect);
     (parts.iter().find_map(|part| part.get(name)))
         .ok_or_else(|| DecodeError::malformed(format!("a distributed tensor without `{name}`")))
 }
 
-/// Reads `(cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}`.
+/// Reads a DTensor. `args` is `(cls, dtype, size, stride, offset, layout, device, requires grad)`, and `state` is
+/// `{_local_tensor, _spec}`.
 fn read_dtensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
     let shape = dims(argument(args, 2)?, "global size")?;
     let Some(local) = plain_view(reader, attribute(state, "_local_tensor")?)? else {
@@ -98,7 +101,7 @@ fn read_dtensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Res
     Ok(TensorNode::Distributed { local, shape, mesh, placements })
 }
 
-/// Reads a tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
+/// Reads the `shard_order` of a DTensor: a tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
 fn read_shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, DecodeError> {
     let malformed = || DecodeError::malformed("a shard_order that is not a tuple of (tensor dim, mesh dims)");
     let index = |node: Ref<'_>| node.as_u64().and_then(|value| usize::try_from(value).ok()).ok_or_else(malformed);
@@ -143,7 +146,8 @@ fn read_placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, Decod
     }
 }
 
-/// Reads `(cls, dtype, size, ...), (local shards, metadata, process group state, spec, init_rrefs)`.
+/// Reads a ShardedTensor. `args` is `(cls, dtype, size, ...)`, and `state` is `(local shards, metadata, process group
+/// state, spec, init_rrefs)`.
 fn read_sharded_tensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<TensorNode, DecodeError> {
     let malformed = |what: &str| DecodeError::malformed(format!("a ShardedTensor {what}"));
     let dtype = dtype(reader, argument(args, 1)?)?;
@@ -176,7 +180,7 @@ fn read_sharded_tensor(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>)
     Ok(TensorNode::Sharded { dtype, shape, stride: None, group, local, all })
 }
 
-/// Reads `ShardMetadata(shard_offsets, shard_sizes, placement)`.
+/// Reads the region of a shard from `ShardMetadata(shard_offsets, shard_sizes, placement)`.
 fn shard_region(node: Ref<'_>) -> Result<Region, DecodeError> {
     let state = node.state().ok_or_else(|| DecodeError::malformed("a ShardMetadata without state"))?;
     let offsets = dims(attribute(state, "shard_offsets")?, "shard_offsets")?;

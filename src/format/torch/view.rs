@@ -31,7 +31,7 @@ pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>
     }
 }
 
-/// Returns whether a function of torch only wraps the tensor in its first argument.
+/// Returns whether a function of torch only wraps the tensor that is its first argument, as `_rebuild_parameter` does.
 pub fn is_wrapping_function(module: &str, name: &str) -> bool {
     let wrappers = ["_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_device_tensor_from_cpu_tensor"];
     module == "torch._utils" && wrappers.contains(&name)
@@ -53,7 +53,7 @@ fn read_rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>
     }
 }
 
-/// Reads `_rebuild_from_type_v2(func, type, args, state)`.
+/// Reads a tensor of a subclass: `_rebuild_from_type_v2(func, type, args, state)`.
 fn read_typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, DecodeError> {
     let (func, class) = (argument(args, 0)?, argument(args, 1)?.global().unwrap_or_default());
     let inner = argument(args, 2)?.as_tuple();
@@ -72,25 +72,25 @@ fn read_typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, 
     view.map(Some).ok_or_else(|| reader.unsupported(format!("a tensor of class `{module}.{name}`")))
 }
 
-/// Returns an argument of a call.
+/// Returns the argument at `index` of a call.
 pub fn argument(args: Items<'_>, index: usize) -> Result<Ref<'_>, DecodeError> {
     args.get(index).ok_or_else(|| DecodeError::malformed(format!("a tensor without argument {index}")))
 }
 
-/// Returns a tuple of sizes.
+/// Returns the sizes or strides in a tuple. `what` names the tuple in messages.
 pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
-    // Many tensors may share a long tuple, which would be copied for each of them.
+    // The maximum number of sizes. Many tensors may share a long tuple, and the tuple would be copied for each of them.
     const MAX_DIMS: usize = 255;
     (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
         .ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a list of sizes (the {what})", node.describe())))
 }
 
-/// Returns a non-negative integer.
+/// Returns a non-negative integer. `what` names the integer in messages.
 pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
     node.as_u64().ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a size (the {what})", node.describe())))
 }
 
-/// Reads `torch.<dtype>`.
+/// Reads a dtype such as `torch.float32`.
 pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
     match node.global() {
         Some(("torch", name)) => {
@@ -100,9 +100,9 @@ pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
     }
 }
 
-/// Reads `(storage, offset, size, stride, ...)`.
+/// Reads the arguments `(storage, offset, size, stride, ...)` of a plain tensor.
 fn read_plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, DecodeError> {
-    // A non-empty dict as the last argument states that the data must be conjugated or negated.
+    // If the last argument is a dict with entries, the data must be conjugated or negated, which is not supported.
     if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
         && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
     {
@@ -125,7 +125,7 @@ fn read_plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) ->
 }
 
 impl View {
-    /// Checks everything that reading the view relies on.
+    /// Checks that the view is inside its storage, so that reading it needs no further checks.
     fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());
@@ -136,7 +136,7 @@ impl View {
         let end = span(&self.sizes, &self.strides).filter(|span| *span > 0);
         let fits = match end {
             Some(span) => self.offset.checked_add(span).is_some_and(|end| end <= elements),
-            // An empty view reads no element.
+            // A view without elements fits any storage, because nothing is read.
             None => self.sizes.contains(&0),
         };
         if fits && numel.is_some() {
@@ -157,7 +157,7 @@ struct StorageReference<'a> {
     bytes: u64,
 }
 
-/// Reads `('storage', class, key, location, numel)`.
+/// Reads a storage from its persistent id `('storage', class, key, location, numel)`.
 fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReference<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {

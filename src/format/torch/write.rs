@@ -18,33 +18,34 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::ArchiveWriter;
 
-/// The folder inside the archive. PyTorch derives it from the file's name, but reads an archive with any folder. With a
-/// fixed folder, equal checkpoints have equal files.
+/// The name of the folder inside a written archive. PyTorch uses the name of the file, but reads an archive with any
+/// folder. With a fixed name, equal checkpoints have equal files.
 pub const PREFIX: &str = "archive";
 
-/// A tensor that is not row-major is written as row-major boxes, for example one box per filter and kernel position.
-/// These limits bound the memory for one tensor of tiny boxes, and for all such tensors of an archive.
+/// The maximum number of boxes for one tensor that is not row-major. Such a tensor is written as row-major boxes, for
+/// example one box per filter and kernel position. The next constant is the maximum for all such tensors of an archive.
+/// Both limit the memory for boxes.
 const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_PER_ARCHIVE: u64 = 1 << 21;
 
-/// One archive in an output file: a pickled value and the data of its tensors.
+/// A torch.save archive in an output file, which contains a pickled value and the data of its tensors.
 pub struct SavedArchive {
-    /// The tensors by storage key.
+    /// The tensors of the archive. The index of a tensor is the key of its storage.
     pub tensors: Vec<SavedTensor>,
-    /// The length of the archive.
+    /// The length of the archive in bytes.
     pub len: u64,
 }
 
-/// A tensor that has its own storage.
+/// A tensor of a written archive, which has a storage of its own.
 pub struct SavedTensor {
     pub id: TensorId,
-    /// The offset of the tensor's data in the file.
+    /// The offset of the tensor's data in the file, in bytes.
     pub offset: u64,
     order: SavedOrder,
 }
 
 impl SavedTensor {
-    /// Returns the tensor as a part of an output file.
+    /// Returns the position of the tensor in the output file, as an entry of the reservation.
     pub fn reserved(&self, source: &Catalog, file: FileId) -> Reserved {
         let TensorEntry { fqn, dtype, shape, .. } = source.tensor(self.id);
         let SavedOrder::Permuted(order) = &self.order else {
@@ -66,9 +67,9 @@ impl SavedTensor {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SavedOrder {
     RowMajor,
-    /// The order that the tensor had in memory.
+    /// The order of the tensor's strides in memory, which the catalog records.
     Permuted(StorageOrder),
-    /// Row-major, because keeping the order in memory would need too many boxes.
+    /// Row-major order. The order in memory would need too many boxes.
     TooFragmented,
 }
 
@@ -87,11 +88,11 @@ impl SavedOrder {
     }
 }
 
-/// Appends the archive that torch.save makes of `value`. A tensor that occurs several times is stored once, with the
-/// strides it had in memory.
+/// Appends an archive to a file, as torch.save writes it for `value`. A tensor that occurs several times is stored
+/// once, with the strides that it had in memory.
 ///
 /// # Errors
-/// A message if the value cannot be pickled.
+/// A message about the reason why the value cannot be pickled.
 pub fn save(
     source: &Catalog,
     value: &Value,
@@ -120,17 +121,17 @@ pub fn save(
     Ok(SavedArchive { tensors: tensors.collect(), len })
 }
 
-/// Archives of one contiguous tensor each, as torch.save makes them. They depend only on dtype and sizes, so equal
-/// chunks share one archive.
+/// Archives as torch.save makes them for a single contiguous tensor. An archive depends only on the dtype and the sizes
+/// of its tensor, so tensors with equal dtype and sizes share one archive.
 #[derive(Default)]
 pub struct TensorArchives {
-    /// The archive of each dtype and sizes, as a separate file, and the offset of the data in this file.
+    /// For each dtype and sizes, the archive as a separate file, and the offset of the tensor data in this file.
     archives: HashMap<(Dtype, Dims), (OutputFile, u64)>,
     pub frames: SharedBytes,
 }
 
 impl TensorArchives {
-    /// Appends an archive to a file; returns the offset of its data and its length.
+    /// Appends an archive to `file`. Returns the offset of the tensor data in `file`, and the length of the archive.
     pub fn append(&mut self, dtype: Dtype, sizes: &[u64], file: &mut OutputFile) -> (u64, u64) {
         let Self { archives: known, frames } = self;
         let (archive, data) = known.entry((dtype, Dims::from_slice(sizes))).or_insert_with(|| {
@@ -161,36 +162,36 @@ fn append(
     (offsets.into_iter().map(|offset| base + offset).collect(), len)
 }
 
-/// A tensor that is a view of a storage.
+/// A tensor to write: a view of a storage.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredView<'a> {
     pub dtype: Dtype,
-    /// The storage key.
+    /// The key of the storage, which is the number in the name of its zip record `data/KEY`.
     pub key: usize,
-    /// The number of elements in the storage, and the element at which the view begins.
+    /// The number of elements in the storage. The next field is the element at which the view begins.
     pub stored: u64,
     pub offset: u64,
     pub sizes: &'a [u64],
-    /// The strides; `None` for row-major.
+    /// The strides of the view; `None` for row-major order.
     pub strides: Option<&'a [u64]>,
     pub requires_grad: bool,
 }
 
 impl<'a> StoredView<'a> {
-    /// Returns a contiguous tensor that fills its storage.
+    /// Returns a contiguous view that covers its storage completely.
     pub fn whole(dtype: Dtype, key: usize, sizes: &'a [u64]) -> Self {
         let stored = sizes.iter().product();
         Self { dtype, key, stored, offset: 0, sizes, strides: None, requires_grad: false }
     }
 }
 
-/// Writes a contiguous tensor that fills its storage.
+/// Writes a contiguous tensor that covers its storage completely.
 pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
     write_view(writer, StoredView::whole(dtype, key, sizes));
 }
 
-/// Writes `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`, or v3 with a dtype if the
-/// storage is untyped.
+/// Writes `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`. If the storage is untyped,
+/// writes `_rebuild_tensor_v3`, which has the dtype as a further argument.
 pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     let StoredView { dtype, key, stored, offset, sizes, strides, requires_grad } = view;
     let (rebuild, class, stored) = match dtype.storage_class() {
@@ -216,8 +217,8 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     writer.reduce();
 }
 
-/// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark. The caller must write the state
-/// and `tuple(4).reduce()` next.
+/// Writes the beginning of the call `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..), STATE)`: the
+/// function, a mark, and the first three arguments. The caller must write STATE and `tuple(4).reduce()` next.
 pub(super) fn start_wrapper(
     writer: &mut Writer,
     class: (&str, &str),
@@ -236,7 +237,7 @@ pub(super) fn start_wrapper(
     writer.boolean(requires_grad).tuple(8);
 }
 
-/// Writes `cls.__new__(cls)`.
+/// Writes an instance of a class, made by `cls.__new__(cls)`.
 pub(super) fn instance(writer: &mut Writer, class: (&str, &str)) {
     writer.global(class.0, class.1).empty_tuple().newobj();
 }
@@ -258,12 +259,12 @@ pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mu
     });
 }
 
-/// Writes `torch.strided`.
+/// Writes the layout `torch.strided`.
 pub(super) fn write_strided(writer: &mut Writer) {
     writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
 }
 
-/// Writes `torch.device('cpu')`.
+/// Writes the device `torch.device('cpu')`.
 pub(super) fn write_cpu(writer: &mut Writer) {
     writer.global("torch", "device").string("cpu").tuple(1).reduce();
 }
@@ -279,7 +280,8 @@ pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     writer.tuple(sizes.len());
 }
 
-/// Lays out one file that holds `state`, with every tensor whole and in the order it had in memory.
+/// Lays out one torch.save file that contains `state`. Every tensor is written in full, in the element order that it
+/// had in memory.
 ///
 /// # Errors
 /// `Unsupported` if a value cannot be pickled.

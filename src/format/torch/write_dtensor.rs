@@ -1,7 +1,7 @@
 //! Writes DTensors as PyTorch pickles them, so that `torch.load` restores DTensors.
 //!
-//! The fields of a DTensor are the same in PyTorch 2.5 to 2.15, but the fields of its [mesh](super::write_mesh) are
-//! not. Unit of shapes: elements.
+//! The fields of a DTensor are the same in PyTorch 2.5 to 2.15, but the fields of its [mesh](super::write_mesh) differ
+//! between these releases. Unit of shapes: elements.
 //!
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`.
 
@@ -18,20 +18,20 @@ const DTENSOR: (&str, &str) = ("torch.distributed.tensor", "DTensor");
 const PLACEMENTS: &str = "torch.distributed.tensor.placement_types";
 const SPEC: &str = "torch.distributed.tensor._dtensor_spec";
 
-/// The content of a written DTensor.
+/// A DTensor to write, with its placements and its local tensor.
 #[derive(Clone, Copy)]
 pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
-    /// The dims of the tensor's own mesh, if that mesh is a slice of the whole mesh.
+    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the whole mesh; otherwise `None`.
     pub slice: Option<&'a [MeshDim]>,
-    /// The storage key and the sizes of the local tensor, which is contiguous.
+    /// The storage key of the local tensor, which is contiguous. `local_sizes` are the sizes of the local tensor.
     pub key: usize,
     pub local_sizes: &'a [u64],
 }
 
-/// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`.
+/// Writes a DTensor: `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`.
 pub fn write_dtensor(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorSpec<'_>) {
     start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape, false);
     writer.none().empty_dict().mark();
@@ -64,7 +64,7 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
         writer.string("shard_order");
         match shard_order(&placements, &shape) {
             Some(order) if !strided || meshes.style.release == Release::V2_10 => write_shard_order(writer, &order),
-            // The split factors of the placements give the order.
+            // Without a `shard_order`, PyTorch derives the order from the split factors of the placements.
             _ => {
                 writer.none();
             }
@@ -73,13 +73,13 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
             writer.string("use_strided_shard_as_shard_order").boolean(strided);
         }
     }
-    // PyTorch computes the hash on first use.
+    // PyTorch computes the hash when it is first needed.
     writer.string("_hash").none();
     writer.setitems().build();
 }
 
-/// Writes `cls.__new__(cls)` and a state. A state is always needed, because placements are C++ classes from 2.10 on,
-/// and the opcode BUILD creates them.
+/// Writes a placement: `cls.__new__(cls)` and a state. Every placement needs a state, because placements are C++
+/// classes from PyTorch 2.10 on, and the opcode BUILD creates them.
 fn write_placement(writer: &mut Writer, placement: Placement) {
     let class = match placement {
         Placement::Shard(_) => "Shard",
@@ -105,15 +105,16 @@ fn write_placement(writer: &mut Writer, placement: Placement) {
     writer.build();
 }
 
-/// Returns, for each tensor dim, the mesh dims that shard it in the order of sharding; `None` if a split factor does
-/// not correspond to an order.
+/// Returns, for each tensor dim, the mesh dims that shard it, in the order of sharding. Returns `None` if the split
+/// factors of the placements do not correspond to an order.
 fn shard_order(placements: &[Placement], mesh_shape: &[u64]) -> Option<Vec<(TensorDim, Vec<MeshDim>)>> {
     let mut order: BTreeMap<TensorDim, Vec<MeshDim>> = BTreeMap::new();
     for (at, placement) in placements.iter().enumerate().rev() {
         let Some(dim) = placement.sharded_dim() else { continue };
         let factor = if let Placement::StridedShard { split_factor, .. } = placement { *split_factor } else { 1 };
         let known = order.entry(dim).or_default();
-        // The mesh dim splits after the mesh dims to its right that together make `factor` parts.
+        // A mesh dim with the split factor `factor` shards after the mesh dims to its right whose sizes have the
+        // product `factor`.
         let before =
             |count: &usize| known[..*count].iter().try_fold(1, |parts: u64, dim| parts.checked_mul(mesh_shape[dim.0]));
         let position = (0..=known.len()).find(|count| before(count) == Some(factor))?;

@@ -1,7 +1,8 @@
 //! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]; `mesh.rs` reads them. Unit of sizes and
 //! strides: ranks.
 //!
-//! Invariant: a mesh, and each slice of it, is written once in a pickle; later uses refer to the same object.
+//! Invariant: a mesh, and each slice of it, is written once in a pickle. Later uses refer to the same object through
+//! the memo.
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
@@ -16,14 +17,14 @@ use torch_pickle::pickle::Writer;
 const DEVICE_MESH: (&str, &str) = ("torch.distributed.device_mesh", "DeviceMesh");
 const LAYOUT: &str = "torch.distributed._mesh_layout";
 
-/// The memo index of the whole mesh, which all DTensors of a file share. The memo index of a slice has one bit set for
-/// each of its dims.
+/// The memo index of the whole mesh, which all DTensors of a file share. The memo index of a slice is a number with one
+/// bit set for each mesh dim of the slice.
 const MESH_MEMO: u32 = 0;
 
-/// A mesh with more dims is not sliced.
+/// The maximum number of dims of a mesh of which slices are written, because every slice needs a memo index.
 const MAX_SLICED_DIMS: usize = 8;
 
-/// The storage key of the mesh's tensor of ranks.
+/// The storage key of the tensor that lists the ranks of the mesh.
 pub const MESH_KEY: usize = 0;
 
 /// Writes the meshes of one rank's DTensors.
@@ -33,9 +34,9 @@ pub struct MeshWriter<'a> {
     pub rank: Rank,
     /// The number of ranks in the job.
     pub world_size: u32,
-    /// The rank's coordinate in the mesh, if it is in the mesh.
+    /// The coordinate of the rank in the mesh; `None` if the rank is outside the mesh.
     pub coordinate: Option<&'a Dims>,
-    /// The memo indices of meshes that are already written.
+    /// The memo indices of the meshes and slices that are already written.
     pub written_meshes: BTreeSet<u32>,
 }
 
@@ -45,8 +46,8 @@ impl MeshWriter<'_> {
         1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
     }
 
-    /// Returns the dims of a tensor's own mesh: all dims, unless the mesh is a slice. Before 2.10 a slice cannot refer
-    /// to its root.
+    /// Returns the mesh dims of the mesh to write for a tensor: the dims of its slice, or all dims. Before PyTorch 2.10
+    /// a slice cannot refer to its root mesh, so all dims are written.
     pub fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
         match slice {
             Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {
@@ -56,7 +57,7 @@ impl MeshWriter<'_> {
         }
     }
 
-    /// Writes the mesh of these dims the first time, and a reference to it later.
+    /// Writes the mesh with these dims. If it is already in the pickle, writes a reference to it.
     pub fn write(&mut self, writer: &mut Writer, dims: &[usize]) {
         let is_whole = dims.len() == self.mesh.ndim();
         let memo = if is_whole { MESH_MEMO } else { dims.iter().map(|dim| 1 << dim).sum() };
@@ -83,7 +84,8 @@ impl MeshWriter<'_> {
             write_names(writer, names.as_deref());
             writer.string("_flatten_mesh_list");
             write_ranks(writer, mesh.ranks());
-            // Up to 2.7, groups have tags and ranks. In 2.8 and 2.9, groups have names.
+            // Up to PyTorch 2.7, a group is identified by a tag and its ranks; in 2.8 and 2.9, by its name. Both forms
+            // are written.
             writer.string("_dim_group_infos");
             list(writer, &self.groups(), |writer, group| {
                 writer.string(&format!("ptd:{}", group.name));
@@ -121,7 +123,7 @@ impl MeshWriter<'_> {
         }
         writer.string("_dim_group_names");
         let groups = self.groups();
-        // A rank outside the mesh is in no group.
+        // A rank outside the mesh is in none of the groups.
         let groups: Vec<&MeshGroup> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
         list(writer, &groups, |writer, group| {
             writer.string(&group.name.to_string());
@@ -132,7 +134,7 @@ impl MeshWriter<'_> {
     }
 
     fn write_mesh_layout(&self, writer: &mut Writer, dims: &[usize]) {
-        // Strides are relative to the root's list of ranks.
+        // The strides of the layout refer to the list of ranks of the root mesh.
         let strides = contiguous_strides(self.mesh.shape());
         let axes: Vec<(u64, u64)> = dims.iter().map(|&dim| (self.mesh.shape()[dim], strides[dim])).collect();
         instance(writer, (LAYOUT, "_MeshLayout"));
@@ -147,7 +149,7 @@ impl MeshWriter<'_> {
         tuple(writer, &axes, |writer, &(size, stride)| {
             instance(writer, (LAYOUT, "_FlatLayout"));
             writer.empty_dict();
-            // An axis of one rank has no stride.
+            // PyTorch writes an axis with one rank without size and stride.
             if size == 1 {
                 write_layout(writer, &[], &[]);
             } else {
@@ -158,8 +160,9 @@ impl MeshWriter<'_> {
         writer.setitem().build();
     }
 
-    /// Returns the process group of this rank along each mesh dim. The group has the same name as in a job that creates
-    /// the groups of this mesh first. Loaded tensors can communicate only in such a job.
+    /// Returns, for each mesh dim, the process group of this rank along that dim. The names of the groups are the names
+    /// in a job that creates the groups of this mesh before all other groups. Loaded tensors can communicate only in
+    /// such a job.
     fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
@@ -189,12 +192,12 @@ impl MeshWriter<'_> {
 }
 
 struct MeshGroup {
-    /// The name, which is a number; 0 is the group of all ranks.
+    /// The number that is the name of the group. 0 is the group of all ranks of the job.
     name: u64,
     ranks: Vec<Rank>,
 }
 
-/// Writes `{'shape': .., 'stride': ..}` into the dict on top of the stack.
+/// Writes the entries `shape` and `stride` into the dict on top of the stack.
 fn write_layout(writer: &mut Writer, shape: &[u64], stride: &[u64]) {
     writer.mark().string("shape");
     write_sizes(writer, shape);
@@ -203,7 +206,7 @@ fn write_layout(writer: &mut Writer, shape: &[u64], stride: &[u64]) {
     writer.setitems();
 }
 
-/// Writes a coordinate: a list up to 2.10, a tuple from 2.11 on.
+/// Writes the coordinate of a rank: a list up to PyTorch 2.10, a tuple from 2.11 on.
 fn write_coordinate(writer: &mut Writer, coordinate: Option<&Dims>, release: Release) {
     match coordinate {
         None => {
@@ -253,7 +256,7 @@ mod tests {
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()
         };
-        // The names in the fixtures of 4 ranks.
+        // The expected names are the names in the fixtures of 4 ranks.
         assert_eq!(names("dp=4", 1, Release::V2_13), [0]);
         assert_eq!(names("dp=2,tp=2", 1, Release::V2_13), [2, 3]);
         assert_eq!(names("dp=2,tp=2", 2, Release::V2_5), [1, 4]);

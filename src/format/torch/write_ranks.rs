@@ -35,27 +35,27 @@ use torch_pickle::zip::ArchiveWriter;
 /// The layout of a tensor on the ranks of the target mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankLayout {
-    /// A plain tensor, whole on every rank.
+    /// A plain tensor that every rank has in full.
     Plain,
-    /// A DTensor.
+    /// A DTensor, of which every rank in the mesh has its local part.
     Distributed {
         /// One placement for each dim of the mesh.
         placements: Vec<Placement>,
-        /// The dims of the tensor's own mesh, if that mesh is to be a slice of the whole mesh. The tensor is replicated
-        /// on the other dims.
+        /// The dims of the tensor's own mesh, if it gets a mesh that is a slice of the whole mesh. The tensor is
+        /// replicated on all other mesh dims.
         slice: Option<Vec<MeshDim>>,
     },
-    /// A plain tensor that is the local part of each rank.
+    /// A plain tensor. On each rank it is the rank's local part, and the file does not record the placements.
     Local(SharedTensor),
     /// A ShardedTensor whose rows are sharded over one mesh dim. All ShardedTensors of a target use the same dim.
     Sharded { dim: MeshDim },
 }
 
 impl RankLayout {
-    /// Returns the layout of a DTensor.
+    /// Returns the layout that writes a tensor as a DTensor.
     ///
     /// # Errors
-    /// `Unsupported` if its splits are not `torch.chunk` splits.
+    /// `Unsupported` if the tensor is not split like `torch.chunk`.
     pub fn dtensor(
         fqn: &Fqn,
         entry: &TensorEntry,
@@ -67,7 +67,7 @@ impl RankLayout {
         Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
     }
 
-    /// Returns the placements of a sharded tensor; `None` for plain tensors and ShardedTensors.
+    /// Returns the placements of a DTensor, or of a tensor that is written as local parts; `None` for other layouts.
     fn shared(self) -> Option<SharedTensor> {
         match self {
             Self::Plain | Self::Sharded { .. } => None,
@@ -76,7 +76,8 @@ impl RankLayout {
         }
     }
 
-    /// Returns FSDP1's layout for these placements: a ShardedTensor, or a plain tensor if nothing is sharded.
+    /// Returns the layout that FSDP1 has for these placements: a ShardedTensor, or a plain tensor if nothing is
+    /// sharded.
     ///
     /// # Errors
     /// `Unsupported` for placements other than `S(0)` on one mesh dim, and for splits that FSDP1 does not make.
@@ -93,7 +94,8 @@ impl RankLayout {
     }
 }
 
-/// Checks that all splits are `torch.chunk` splits. PyTorch's classes do not record splits and assume `torch.chunk`.
+/// Checks that each rank's part is the part that `torch.chunk` would give. DTensors and ShardedTensors do not record
+/// split rules, and assume `torch.chunk`.
 fn check_chunks(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -124,20 +126,22 @@ fn check_chunks(
 /// The input of [`reserve_ranks`]: a mesh, a style, and a layout for each tensor.
 pub struct RankTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of files. Ranks outside the mesh have no part of sharded tensors.
+    /// The number of ranks, each of which gets a file. A file of a rank outside the mesh has no part of sharded
+    /// tensors.
     pub world_size: u32,
     pub style: &'a DTensorStyle,
-    /// Returns the file name of a rank.
+    /// A function that returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
-    /// Called for each name of each tensor; the first of tied names decides. A tensor whose content differs between
-    /// ranks is always plain.
+    /// A function that is called for each name of each tensor and returns its layout. If names are tied, the layout of
+    /// the first name counts. A tensor whose content differs between ranks is always plain.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
-/// Returns the mesh dim that all ShardedTensors of a target share; `None` if there are no ShardedTensors.
+/// Returns the mesh dim over which all ShardedTensors of a target are sharded; `None` if there are no ShardedTensors.
 ///
 /// # Errors
-/// `Unsupported` if there are several such dims, or if the ranks along it are not ascending.
+/// `Unsupported` if ShardedTensors are sharded over different mesh dims, or if the ranks along the dim are not
+/// ascending.
 fn common_sharding_dim<'l>(
     layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
     mesh: &DeviceMesh,
@@ -172,9 +176,9 @@ fn common_sharding_dim<'l>(
     Ok(Some(dim))
 }
 
-/// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value of
-/// the rank with the same number. If no such rank stores a value, rank `r` gets the value of number `r mod n` of the
-/// `n` ranks that store one.
+/// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value
+/// that the rank with the same number stores. If that rank stores no value, the `n` ranks that store one are counted
+/// from 0, and rank `r` gets the value of the rank with count `r mod n`.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -235,7 +239,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     Ok(reservation)
 }
 
-/// Returns the error for a rank outside the mesh: FSDP1 has no ShardedTensor without a shard for such a rank.
+/// Returns the error for a rank outside the mesh. FSDP1 has no ShardedTensor that such a rank could load.
 fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
         format!("ShardedTensors on the mesh {mesh} need every rank, but rank {rank} is not in the mesh"),
@@ -244,24 +248,25 @@ fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     )
 }
 
-/// A tensor to write.
+/// A tensor to write, and its layout.
 struct PlannedTensor {
-    /// The first name of the tensor.
+    /// The first name of the tensor in the state dict.
     fqn: Fqn,
     layout: RankLayout,
-    /// The number of uses of the tensor in the tree. All uses refer to the same object, as in the job that saved it.
+    /// The number of places in the state dict at which the tensor occurs. All of them refer to the same object, as in
+    /// the job that saved it.
     count: usize,
 }
 
-/// Returns the tensors in the order of their data in each file.
+/// Returns the tensors to write, in the order in which each file has their data.
 fn plan(
     source: &Catalog,
     state: &Value,
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, PlannedTensor>> {
-    // A tensor whose content differs between ranks must not be sharded, because otherwise only one shard of the content
-    // of each rank would remain.
+    // A tensor whose content differs between ranks must not be sharded, because sharding would keep only one shard of
+    // each rank's content.
     let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
@@ -312,36 +317,38 @@ impl PlannedTensor {
     }
 }
 
-/// Lays out the file of one rank.
+/// Lays out the torch.save file of one rank.
 struct TorchRankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
     /// The rank's tile of each tensor; `None` if the rank has no part of the tensor.
     tiles: Vec<Option<Tile>>,
-    /// Whether the files have DTensors, and so a mesh.
+    /// True if the files have DTensors. In that case the files also have the mesh.
     distributed: bool,
 }
 
-/// Returns the sizes of a rank's part. As in PyTorch, a missing part has one dim of size 0, regardless of the tensor's
-/// shape.
+/// Returns the sizes of a rank's local tensor. As in PyTorch, the local tensor of a rank without a part has one dim of
+/// size 0, regardless of the tensor's shape.
 fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
 }
 
-/// One rank's pickle, and the tensors of which the rank has a part.
+/// The pickle of one rank, and which tensors the rank has data of.
 struct TorchRankPickle {
     bytes: Vec<u8>,
-    /// Positions at which the pickle is cut into parts. Most parts are equal on all ranks and are kept once.
+    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on all ranks, and are in memory
+    /// only once.
     cuts: Vec<usize>,
     stored: Vec<bool>,
     has_mesh: bool,
 }
 
-/// The number of tensors in one part of a pickle.
+/// The number of tensors in one part of a pickle. Equal parts of several rank files are in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
-    /// Returns a storage key. Keys are the same on all ranks: first the mesh, then the tensors in order.
+    /// Returns the storage key of the tensor at `index`. Keys are the same on all ranks: the mesh has the first key,
+    /// and the tensors follow in order.
     fn key(&self, index: usize) -> usize {
         index + if self.distributed { MESH_KEY + 1 } else { 0 }
     }
@@ -382,7 +389,8 @@ impl TorchRankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    // The list of other ranks' shards is long and equal on all ranks, so it becomes a separate part.
+                    // The list of the shards of all ranks is long and equal on all ranks, so it becomes a separate part
+                    // of the pickle.
                     let own = sharded
                         .write(writer, ShardedTensorSpec { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
@@ -404,7 +412,8 @@ impl TorchRankFile<'_> {
         Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.written_meshes.is_empty() })
     }
 
-    /// Writes the archive; returns the offset of each tensor of which the rank has data.
+    /// Lays out the archive, and returns the offset of each tensor's data in the file; `None` if the rank has no data
+    /// of it.
     fn lay_out(
         &self,
         pickle: &TorchRankPickle,

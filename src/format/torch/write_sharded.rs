@@ -6,9 +6,9 @@
 //! group as the n-th part of `torch.chunk`. So only such rows are written, and the ranks of a [`RankGroup`] must be
 //! ascending. Unit of shapes: elements.
 //!
-//! The properties are a tuple of five fields: early releases reject a sixth field (strides), and 2.15 accepts both.
-//! Under hybrid sharding, PyTorch's local shard has its rank within the group, while the list has the rank in the job;
-//! here both have the rank in the job.
+//! The tensor properties are written as a tuple of five fields: early releases reject a sixth field (strides), and 2.15
+//! accepts both forms. Under hybrid sharding, PyTorch records the rank within the group in a local shard, and the rank
+//! in the job in the list of all shards. dtshard writes the rank in the job in both.
 //!
 //! Source: `torch/distributed/fsdp/_shard_utils.py` (`_create_chunk_sharded_tensor`),
 //! `torch/distributed/_shard/sharded_tensor/api.py` (`__getstate__`, `__setstate__`), `metadata.py`.
@@ -31,8 +31,8 @@ const REMOTE_DEVICE: (&str, &str) = ("torch.distributed.remote_device", "_remote
 const CHUNKS: (&str, &str) = ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec");
 const BOXES: (&str, &str) = ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec");
 
-/// Returns the mesh dim over which FSDP1 shards a tensor with these placements; `None` for a tensor that is whole on
-/// every rank, which is a plain tensor.
+/// Returns the mesh dim over which FSDP1 shards a tensor with these placements. Returns `None` if every rank has the
+/// tensor in full; such a tensor is written as a plain tensor.
 ///
 /// # Errors
 /// `Unsupported` for placements other than `S(0)` on one mesh dim.
@@ -42,7 +42,7 @@ pub fn sharding_dim(
     mesh: &DeviceMesh,
     placements: &[Placement],
 ) -> Result<Option<MeshDim>> {
-    // A mesh dim of one rank shards nothing.
+    // A mesh dim with one rank does not shard anything.
     let cut = |(dim, placement): &(usize, &Placement)| mesh.shape()[*dim] > 1 && **placement != Placement::Replicate;
     let mut cuts = placements.iter().enumerate().filter(cut);
     match (cuts.next(), cuts.next()) {
@@ -60,15 +60,15 @@ pub fn sharding_dim(
     }
 }
 
-/// The ranks that share ShardedTensors: a process group of the job.
+/// The ranks of a process group whose ranks each have a shard of the same ShardedTensors.
 pub struct RankGroup {
     pub(super) ranks: Vec<Rank>,
-    /// The index of the rank that is written.
+    /// The index in `ranks` of the rank whose file is written.
     own: usize,
 }
 
 impl RankGroup {
-    /// Returns the ranks along a mesh dim through a coordinate.
+    /// Returns the group of ranks along the mesh dim `dim` that contains the rank at `coordinate`.
     pub fn new(mesh: &DeviceMesh, dim: MeshDim, coordinate: &Dims) -> Self {
         let rank_at = |at| {
             let mut other = coordinate.clone();
@@ -84,7 +84,8 @@ impl RankGroup {
         Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
     }
 
-    /// Returns the shard of each rank, in the order of ranks; ranks after the last shard have no shard.
+    /// Returns the shards of a tensor in the order of `ranks`. If there are fewer shards than ranks, the last ranks
+    /// have no shard.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
         let rows_of = (0..parts).map(|part| chunk(rows, parts, part)).take_while(|range| !range.is_empty());
@@ -102,50 +103,52 @@ pub struct ShardedWriter {
     group: RankGroup,
     /// The number of ranks in the job.
     world_size: usize,
-    /// The first free index of the pickle's memo.
+    /// The memo index at which the objects of [`memo`] begin in the pickle's memo.
     memo: u32,
-    /// Whether each object is already in the memo, by the indices of [`memo`].
+    /// Whether each object is already in the pickle's memo, by the index of the object in [`memo`].
     written: Vec<bool>,
 }
 
-/// Memo indices of objects that tensors and shards share. They are written once, because every tensor lists every rank.
+/// The memo indices, relative to `ShardedWriter::memo`, of objects that many tensors and shards refer to. Each of these
+/// objects is written only once, because every tensor lists the shards of all ranks.
 mod memo {
-    /// The state of the process group.
+    /// The memo index of the state of the process group.
     pub const GROUP: usize = 0;
-    /// The class ShardMetadata.
+    /// The memo index of the class ShardMetadata.
     pub const SHARD_METADATA: usize = 1;
-    /// The string `shard_offsets`.
+    /// The memo index of the string `shard_offsets`.
     pub const OFFSETS: usize = 2;
-    /// The string `shard_sizes`.
+    /// The memo index of the string `shard_sizes`.
     pub const SIZES: usize = 3;
-    /// The string `placement`.
+    /// The memo index of the string `placement`.
     pub const PLACEMENT: usize = 4;
-    /// The device of the group's first rank; the devices of the other ranks follow.
+    /// The memo index of the device of the group's first rank. The devices of the other ranks have the next indices.
     pub const DEVICES: usize = 5;
 }
 
-/// The content of a written ShardedTensor.
+/// A ShardedTensor to write.
 #[derive(Clone, Copy)]
 pub struct ShardedTensorSpec<'a> {
     pub dtype: Dtype,
-    /// The shape, which has at least one dim and no size 0.
+    /// The shape of the tensor. It has at least one dim, and no size is 0.
     pub shape: &'a [u64],
-    /// The storage key of the rank's rows, which are contiguous from the start of the storage.
+    /// The key of the storage with this rank's shard, which is contiguous and begins at the start of the storage.
     pub key: usize,
-    /// The number of elements in that storage, if it has more than the rows.
+    /// The number of elements in the storage, if the storage is longer than the shard; otherwise `None`.
     pub stored: Option<u64>,
     pub requires_grad: bool,
 }
 
 impl ShardedWriter {
-    /// Returns a writer whose memo indices start at `memo`.
+    /// Returns a writer whose objects use the indices from `memo` on in the pickle's memo.
     pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
         let known = vec![false; memo::DEVICES + group.ranks.len()];
         Self { group, world_size, memo, written: known }
     }
 
-    /// Writes `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group,
-    /// spec, init_rrefs))`. Returns the range of the pickle that differs between the ranks of the group.
+    /// Writes a ShardedTensor: `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards,
+    /// metadata, group, spec, init_rrefs))`. Returns the byte range of the pickle that differs between the ranks of the
+    /// group.
     pub fn write(&mut self, writer: &mut Writer, tensor: ShardedTensorSpec<'_>) -> Range<usize> {
         let boxes = self.group.boxes(tensor.shape);
         let ShardedTensorSpec { dtype, key, requires_grad, .. } = tensor;
@@ -177,7 +180,7 @@ impl ShardedWriter {
         own_from..own_until
     }
 
-    /// Writes an object the first time, and a reference to it later.
+    /// Writes the object with the index `what` in [`memo`]. If it is already in the pickle, writes a reference to it.
     fn write_once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
         let number = self.memo + u32::try_from(what).expect("ranks are 32-bit numbers");
         if std::mem::replace(&mut self.written[what], true) {
@@ -238,8 +241,8 @@ impl ShardedWriter {
         list(writer, &numbered, |writer, (part, region)| self.shard_metadata(writer, *part, region));
     }
 
-    /// Writes the spec that `_infer_sharding_spec_from_shards_metadata` derives from the shards. With a single shard it
-    /// cannot derive the dim.
+    /// Writes the sharding spec that PyTorch's `_infer_sharding_spec_from_shards_metadata` derives from the shards.
+    /// From a single shard it cannot derive the sharded dim.
     fn spec(&mut self, writer: &mut Writer, boxes: &[Region]) {
         if boxes.len() == 1 {
             instance(writer, BOXES);
@@ -258,7 +261,7 @@ impl ShardedWriter {
     }
 }
 
-/// Writes `(dtype, layout, requires_grad, memory format, pin_memory)`.
+/// Writes the tensor properties `(dtype, layout, requires_grad, memory format, pin_memory)`.
 fn write_properties(writer: &mut Writer, dtype: Dtype, requires_grad: bool) {
     instance(writer, (METADATA, "TensorProperties"));
     writer.mark().global("torch", dtype.torch_name());

@@ -1,4 +1,5 @@
-//! One process fails, or is started differently: it reports the reason, and the others name it with its reason.
+//! Tests of `--backend nccl` in which one process fails or gets other options: it reports the reason, and the other
+//! processes name it and repeat the reason.
 
 use std::fs;
 
@@ -6,13 +7,14 @@ use crate::gpus::job::{Job, RANKS, VISIBILITIES, Visibility, assert_others_name,
 use crate::nodes::{assert_refused, assert_succeeded, names};
 use crate::outcome::fixture;
 
-/// Lets each process in turn fail with this fault, and asserts its message and the messages of the others.
+/// Runs all processes, each time with the fault in another one of them. Asserts that its error and the errors of the
+/// other processes contain `words`, and that no files except `leaves` remain.
 #[track_caller]
 fn assert_named_when_failed(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
     let mut is_hit = false;
     for odd in 0..RANKS {
         let outcomes = job.run_with_one_different(odd, "", &[("GPU_STAND_IN_FAULT", fault)]);
-        // The process may not reach the fault point.
+        // A process may not reach the fault point; then all processes succeed.
         if outcomes[odd as usize].code == Some(0) {
             outcomes.iter().for_each(assert_succeeded);
             job.assert_made();
@@ -21,7 +23,7 @@ fn assert_named_when_failed(job: &Job, fault: &str, words: &[&str], leaves: &[&s
         is_hit = true;
         outcomes[odd as usize].assert_refused(words);
         assert_others_name(&outcomes, odd, words);
-        // Nothing is left if no process had recorded anything.
+        // Files remain only if a process had already recorded work.
         let left = names(&job.nodes.dst_folder());
         assert!(left.iter().all(|name| leaves.contains(&name.as_str())), "{fault}: {left:?}");
         job.assert_done_with(if leaves.is_empty() { "" } else { "--resume" });
@@ -55,7 +57,7 @@ fn failed_pinned_allocation_is_named_by_all() {
     }
 }
 
-/// NCCL fails although all processes are alive.
+/// A call of NCCL fails in one process, although all processes are alive.
 #[test]
 fn failed_nccl_call_is_named_by_all() {
     for visibility in VISIBILITIES {
@@ -96,7 +98,7 @@ fn different_options_of_one_process_are_refused() {
     }
 }
 
-/// All processes may resume with rounds of another size.
+/// After a failed run, all processes may resume with another bucket size, which changes the size of rounds.
 #[test]
 fn resume_with_another_bucket_size_succeeds() {
     for visibility in VISIBILITIES {
@@ -108,7 +110,7 @@ fn resume_with_another_bucket_size_succeeds() {
     }
 }
 
-/// The source has the same name and other tensors.
+/// The SRC of one process has the name of the right source, but other tensors.
 #[test]
 fn different_source_of_one_process_is_refused() {
     let job = Job::new(Visibility::All);
@@ -135,7 +137,8 @@ fn missing_process_is_named_by_the_others() {
         for outcome in outcomes {
             outcome.assert_refused(&["process 2 of 3: ", "did not connect within 10 s", "hint: start all processes"]);
         }
-        // Messages for the missing process remain, and do not block the next run.
+        // The messages that were written for the missing process remain in the work folder, and do not block the next
+        // run.
         job.assert_done_with("");
     }
 }

@@ -1,4 +1,4 @@
-//! Conversions by three processes with a device each, of which tests let one fail.
+//! Conversions by three processes, each with a GPU that a stand-in provides. Tests let one of the processes fail.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -11,34 +11,34 @@ use tempfile::TempDir;
 use crate::nodes::{Nodes, Spread, Tree, assert_succeeded, names, tree};
 use crate::outcome::{Outcome, command, copy_all, fixture};
 
-/// The source, converted in enough rounds for several to be in flight.
+/// The fixture that is converted. With `ROUNDS`, the conversion takes enough rounds to have several in flight at once.
 const SOURCE: &str = "fsdp_tp/dcp";
 const WORDS: &str = "reshard out --mesh tp=3 --placements S(1)";
 const ROUNDS: &str = "--bucket-size 300";
 
 pub const RANKS: u32 = 3;
 
-/// The work folder in which the processes meet.
+/// The name of the work folder, in which the processes exchange messages.
 pub const MEETING: &str = ".out.dtshard-work";
 
-/// The time limit of all processes, also on a loaded machine. Processes that wait for a missing process wait 10
-/// seconds.
+/// The time in which all processes must end, also on a loaded machine. A process waits at most 10 seconds for a missing
+/// process.
 pub const DEADLINE: Duration = Duration::from_secs(45);
 
 /// Environment variables of one process.
 pub type Settings<'a> = &'a [(&'a str, &'a str)];
 
-/// The files of SRC that each process sees.
+/// The files of SRC that a process sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Visibility {
     All,
-    /// Each process sees a third of the files.
+    /// Each process sees one third of the files of SRC.
     PerProcess,
 }
 
 impl Visibility {
-    /// Returns the number of an NCCL group in the middle of the rounds, when journals have records. Earlier groups
-    /// gather messages.
+    /// Returns the number of an NCCL group call in the middle of the rounds, when journals have records. Earlier group
+    /// calls only gather messages.
     pub fn group_of_a_round(self) -> u32 {
         match self {
             Self::All => 12,
@@ -52,11 +52,11 @@ pub const VISIBILITIES: [Visibility; 2] = [Visibility::All, Visibility::PerProce
 pub struct Job {
     pub nodes: Nodes,
     visibility: Visibility,
-    /// The folder where the loader finds the stand-in under the names of the libraries.
+    /// The folder in which the loader finds the stand-in, under the names of the CUDA and NCCL libraries.
     libraries: TempDir,
-    /// Environment variables of all processes.
+    /// Environment variables that all processes get.
     settings: Settings<'static>,
-    /// The output of one process without devices.
+    /// The files that a single process without a GPU writes.
     expected: Tree,
 }
 
@@ -76,7 +76,7 @@ impl Job {
         Self { nodes, visibility, libraries, settings, expected }
     }
 
-    /// Returns the command of one process, with more options and settings.
+    /// Returns the command of one process, with additional options `more` and environment variables `settings`.
     pub fn command(&self, rank: u32, more: &str, settings: Settings<'_>) -> Command {
         let source = match self.visibility {
             Visibility::All => fixture(SOURCE),
@@ -85,7 +85,7 @@ impl Job {
         self.command_of(rank, &source, more, settings)
     }
 
-    /// Returns the command of one process with another SRC.
+    /// Returns the command of one process like [`Self::command`], but for another SRC.
     pub fn command_of(&self, rank: u32, source: &Path, more: &str, settings: Settings<'_>) -> Command {
         let mut words = WORDS.split(' ');
         let (verb, dst) = (words.next().unwrap(), self.nodes.dst_folder().join(words.next().unwrap()));
@@ -108,7 +108,7 @@ impl Job {
         command
     }
 
-    /// Runs all processes, one of them with its own settings.
+    /// Runs all processes. The process `odd` gets the environment variables `settings`.
     pub fn run_with_one_different(&self, odd: u32, more: &str, settings: Settings<'_>) -> Vec<Outcome> {
         self.run_each(|rank| (more.to_owned(), if rank == odd { settings } else { &[] }))
     }
@@ -120,8 +120,9 @@ impl Job {
         }))
     }
 
-    /// Asserts that DST does not exist, and that the run without the fault gives the expected output and leaves nothing
-    /// else. Before it, the work folder may exist if the process that removes it was killed.
+    /// Asserts that DST does not exist after a failed run, and that a run without the fault gives the expected output
+    /// and leaves no other files. Before this run, the work folder may exist, because the process that removes it may
+    /// have been killed.
     #[track_caller]
     pub fn assert_done_with(&self, more: &str) {
         let left = names(&self.nodes.dst_folder());
@@ -130,21 +131,21 @@ impl Job {
         self.assert_made();
     }
 
-    /// Asserts that DST has the output of one process, and nothing else is left, and removes it.
+    /// Asserts that DST has the expected output and that no other files remain. Then removes DST.
     #[track_caller]
     pub fn assert_made(&self) {
         self.nodes.assert_made(&self.expected, WORDS);
         self.nodes.clear();
     }
 
-    /// Asserts that nothing was begun at DST, and that the same command succeeds.
+    /// Asserts that the failed run left no files, and that the same command succeeds without the fault.
     #[track_caller]
     pub fn assert_can_start_again(&self) {
         assert_eq!(names(&self.nodes.dst_folder()), [""; 0]);
         self.assert_done_with("");
     }
 
-    /// Puts a checkpoint at DST, and returns its files.
+    /// Copies an old checkpoint to DST, and returns its files.
     pub fn put_old_checkpoint(&self) -> Tree {
         let dst = self.nodes.dst_folder().join("out");
         copy_all(&fixture("fsdp4/dcp"), &dst);
@@ -152,7 +153,7 @@ impl Job {
     }
 }
 
-/// Waits for all processes, and asserts that they end in time.
+/// Waits for all processes, and asserts that they end within [`DEADLINE`].
 #[track_caller]
 pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     let mut processes: Vec<Child> = processes.into_iter().collect();
@@ -174,7 +175,7 @@ pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     outcomes
 }
 
-/// Asserts that all other processes exit with an error that names this one.
+/// Asserts that all processes except `gone` exit with an error that names process `gone`.
 #[track_caller]
 pub fn assert_others_name(outcomes: &[Outcome], gone: u32, words: &[&str]) {
     for (_, outcome) in (0..).zip(outcomes).filter(|(rank, _)| *rank != gone) {

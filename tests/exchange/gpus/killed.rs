@@ -1,5 +1,6 @@
-//! A process is killed: before it opens NCCL, while ranks connect, in a round, and before the commit. The others detect
-//! it by its lease in the work folder, whether NCCL reports it or not.
+//! Tests of `--backend nccl` in which one process is killed: before it opens NCCL, while processes connect, in a round,
+//! or before the commit. The other processes detect this by its lease in the work folder, even if NCCL does not report
+//! it.
 
 use std::process::{Child, Command};
 use std::thread::sleep;
@@ -10,10 +11,11 @@ use crate::nodes::{assert_succeeded, names, tree};
 
 const STAND_IN: &str = "GPU_STAND_IN_FAULT";
 const PROGRAM: &str = "DTSHARD_FAULT";
-/// NVLink and shared memory do not report a lost peer.
+/// Makes the stand-in behave like NVLink and shared memory, which do not report a lost peer.
 const SILENT: Settings<'static> = &[("GPU_STAND_IN_LOST_PEERS", "silent")];
 
-/// Kills each of these ranks in turn at a fault point, if it reaches the point.
+/// Runs all processes, each time with another one of `ranks` killed at a fault point. Asserts that the other processes
+/// name it, and that no files except `leaves` remain.
 #[track_caller]
 fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
     let mut is_hit = false;
@@ -27,7 +29,8 @@ fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leave
         is_hit = true;
         assert_eq!(outcomes[gone as usize].signal, Some(9), "{fault:?} {outcomes:?}");
         assert_others_name(&outcomes, gone, &["its process ended"]);
-        // Nothing is left if no process had recorded anything, save a folder that the killed process was deleting.
+        // Files remain only if a process had already recorded work. A folder that the killed process was deleting may
+        // also remain.
         let mut left = names(&job.nodes.dst_folder());
         left.retain(|name| !name.starts_with(".out.dtshard-gone-"));
         assert!(left.iter().all(|name| leaves.contains(&name.as_str())), "{fault:?}: {left:?}");
@@ -74,7 +77,7 @@ fn process_killed_after_a_record_is_named_by_the_others() {
     });
 }
 
-/// Rank 0 publishes the output of all processes.
+/// Rank 0 publishes the output of all processes, so it is the process that is killed.
 #[test]
 fn process_killed_before_the_commit_publishes_nothing() {
     for visibility in VISIBILITIES {
@@ -85,7 +88,7 @@ fn process_killed_before_the_commit_publishes_nothing() {
     }
 }
 
-/// DST keeps the old checkpoint.
+/// A run with `--overwrite` is killed, and DST still has the old checkpoint.
 #[test]
 fn process_killed_with_overwrite_leaves_the_old_checkpoint() {
     let job = Job::new(Visibility::PerProcess);
@@ -101,7 +104,7 @@ fn process_killed_with_overwrite_leaves_the_old_checkpoint() {
     }
 }
 
-/// The process is killed at varying times.
+/// One process is killed after a different time in each run.
 #[test]
 fn process_killed_at_any_time_publishes_all_or_nothing() {
     for (number, visibility) in (0..16_u64).zip(VISIBILITIES.into_iter().cycle()) {
@@ -113,10 +116,12 @@ fn process_killed_at_any_time_publishes_all_or_nothing() {
         processes[gone as usize].kill().unwrap();
         let outcomes = wait_all(processes);
         if job.nodes.dst_folder().join("out").exists() {
-            // The output was published; a process that detects the kill in time reports it.
+            // The output was published before the kill took effect. A process that detected the kill earlier reports it
+            // as an error.
             let others = (0..).zip(&outcomes).filter(|(rank, _)| *rank != gone);
             others.for_each(|(_, outcome)| assert!(matches!(outcome.code, Some(0 | 2)), "{outcome:?}"));
-            // Rank 0 may have been the last process, and left files: the next run finds DST complete, and removes them.
+            // If rank 0 was killed as the last process, its files remain. The next run finds that DST is complete, and
+            // removes them.
             job.run_each(|_| ("--resume".to_owned(), &[])).iter().for_each(assert_succeeded);
             job.assert_made();
         } else {
@@ -126,7 +131,7 @@ fn process_killed_at_any_time_publishes_all_or_nothing() {
     }
 }
 
-/// One process gets TERM; all can be started again.
+/// One process gets the signal TERM, so all processes stop. They can be started again.
 #[test]
 fn process_stopped_by_term_ends_all_and_resume_completes() {
     let mut stopped = 0;
@@ -147,7 +152,8 @@ fn process_stopped_by_term_ends_all_and_resume_completes() {
         }
         stopped += 1;
         for (rank, outcome) in outcomes.iter().enumerate() {
-            // A process that had not reached DST does not know that work is kept.
+            // A process that has not yet opened the partial folder does not know that work is kept, so its exit code is
+            // different.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
             let whose = if rank == signalled {
                 "stopped by TERM; ".to_owned()
@@ -161,7 +167,7 @@ fn process_stopped_by_term_ends_all_and_resume_completes() {
     assert!(stopped > 0);
 }
 
-/// One process stops answering, and is alive: a lost node looks like this.
+/// One process stops answering but is alive. The process of a lost node looks the same to the other processes.
 #[test]
 fn hanging_process_is_named_by_the_others() {
     let job = Job::new(Visibility::PerProcess);

@@ -1,5 +1,5 @@
-//! `--backend nccl` over the stand-in for driver and NCCL: when one process fails, all end with a message that names
-//! it, and nothing is published.
+//! Tests of `--backend nccl` in which a stand-in replaces the CUDA driver and NCCL. If one process fails, all processes
+//! end with a message that names it, and nothing is published.
 
 mod failing;
 mod job;

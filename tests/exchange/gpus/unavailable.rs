@@ -1,4 +1,5 @@
-//! One process has no device or no NCCL while the others have them, or all have one device.
+//! Tests of processes that cannot all use NCCL: one process has no device or no NCCL, or all processes have the same
+//! device.
 
 use crate::gpus::job::{Job, RANKS, Settings, VISIBILITIES, Visibility, assert_others_name};
 use crate::nodes::{assert_succeeded, wait_all};
@@ -8,7 +9,7 @@ const HIDDEN: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "")];
 const NO_NCCL: Settings<'static> = &[("DTSHARD_NCCL_LIB", "/nonexistent/libnccl.so.2")];
 const NO_DRIVER: Settings<'static> = &[("LD_LIBRARY_PATH", "/nonexistent")];
 
-/// Less memory than rounds and NCCL need.
+/// A GPU with less memory than NCCL and the rounds need.
 const NO_MEMORY: Settings<'static> = &[("GPU_STAND_IN_MEMORY_MIB", "128")];
 
 const LACKS: [(Settings<'static>, &str); 4] = [
@@ -33,7 +34,7 @@ fn backend_nccl_without_a_device_is_refused_by_all() {
     }
 }
 
-/// The process reports it before it meets the others, and waits briefly for them.
+/// A process without NCCL prints the error before the other processes start, and then waits for them for a short time.
 #[test]
 fn process_without_nccl_reports_it_before_the_others_start() {
     let job = Job::new(Visibility::PerProcess);
@@ -53,7 +54,7 @@ fn process_without_nccl_reports_it_before_the_others_start() {
     }
 }
 
-/// All processes then read a copy, and print the reason with `-v`.
+/// With `--backend auto`, all processes then read a copy of the files, and print the reason if `-v` is given.
 #[test]
 fn backend_auto_copies_files_if_one_process_lacks_a_device() {
     let job = Job::new(Visibility::PerProcess);
@@ -96,7 +97,7 @@ fn two_processes_with_one_device_are_refused_by_backend_nccl() {
     job.assert_made();
 }
 
-/// All processes fall back together, whichever process fails.
+/// If one process cannot connect NCCL, all processes use the CPU backend, whichever process it is.
 #[test]
 fn backend_auto_falls_back_if_nccl_does_not_connect() {
     let job = Job::new(Visibility::PerProcess);

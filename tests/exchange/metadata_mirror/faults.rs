@@ -1,8 +1,8 @@
-//! Errors of the metadata mirror when ranks do not see the files they should.
+//! Tests of errors of the metadata mirror: ranks do not see the files that they should see.
 
 use super::*;
 
-/// Returns four ranks that see one rank file each.
+/// Returns a checkpoint of four ranks, each of which sees only its own rank file.
 fn four_ranks() -> Spread {
     let folder = tempfile::tempdir().unwrap();
     let own: Vec<PathBuf> = (0..4).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
@@ -39,7 +39,7 @@ fn differing_files_of_one_name_are_refused_with_both_ranks() {
         text.starts_with(&format!("SRC/{name}: the file differs between processes 2 and 3: the bytes from ")),
         "{text}"
     );
-    // Copies are equal whatever their modification time.
+    // Two copies are equal if their bytes are equal, even if their modification times differ.
     fs::write(&copy, &bytes).unwrap();
     set_modified(&copy, 77);
     spread.run_each(|_, mirror| mirror.open(&all()).map(drop)).into_iter().for_each(|opened| opened.unwrap());
@@ -79,7 +79,7 @@ fn files_outside_the_checkpoint_may_differ() {
 #[test]
 fn file_that_no_rank_sees_is_refused_with_a_hint() {
     let spread = four_ranks();
-    // Another file is left on its node, so missing files are no sign of a wrong path.
+    // The node keeps another file, so that the missing rank file does not look like a wrong path.
     fs::rename(spread.own[1].join("model_world_size_4_rank_1.pt"), spread.own[1].join("train.log")).unwrap();
     let hints = spread.run_each(|_, mirror| {
         let error = mirror.open(&all()).map(drop).unwrap_err();
@@ -178,7 +178,7 @@ fn failed_rank_is_named_by_all() {
     }
 }
 
-/// Opening it then fails with an error that is not about SRC.
+/// If files of the mirror are missing, opening it fails with an error that is not about SRC.
 #[test]
 fn mirror_that_is_being_removed_is_detected() {
     let spread = four_ranks();
@@ -218,7 +218,7 @@ fn reading_tensor_data_of_another_rank_is_an_error() {
                 }
             }
         }
-        // Changes of a rank's own files are still detected.
+        // If a file that this rank sees changes, the change is still detected.
         checkpoint.files.check_unchanged()?;
         set_modified(&own.join(format!("model_world_size_4_rank_{}.pt", rank.rank())), 5);
         assert!(checkpoint.files.check_unchanged().is_err());

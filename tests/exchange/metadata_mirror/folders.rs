@@ -1,4 +1,5 @@
-//! The files of SRC that are mirrored, the size of the mirror, and properties that do not depend on it.
+//! Tests of the files of SRC that are mirrored, of the size of the mirror, and of results that must not depend on the
+//! mirror.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 
@@ -73,7 +74,8 @@ fn links_to_files_are_mirrored_and_links_to_folders_only_for_checkpoints() {
     assert!(!spread.mirror().join("dangling.json").exists());
 }
 
-/// A sidecar file is in the mirror, for every process; a file with tensors is not, and each process knows its owner.
+/// A sidecar file is mirrored for all processes. A file with tensors is not mirrored completely, but every process
+/// knows which process sees it.
 #[test]
 fn sidecar_files_can_be_copied_by_every_rank() {
     let spread = Spread::new(&fixture("verl"), 3);
@@ -92,7 +94,7 @@ fn sidecar_files_can_be_copied_by_every_rank() {
             let seen_by = (0..).zip(&spread.own).filter(|(_, own)| own.join(&tensors).exists()).map(|(rank, _)| rank);
             assert_eq!(mirror.seen_by(&path), seen_by.collect::<Vec<u32>>());
         }
-        // The mirror has no entry for a file that no rank sees.
+        // A file that no rank sees is not in the mirror.
         let elsewhere = Path::new("/elsewhere/tokenizer.json");
         assert!(mirror.holds_all_of(elsewhere) && mirror.seen_by(elsewhere).is_empty());
         assert_eq!(checkpoint.place(elsewhere), elsewhere);
@@ -123,7 +125,7 @@ fn fingerprint_does_not_depend_on_mirror_path_or_ranks() {
     let source = fixture("fsdp4/ranks");
     let print = |ranks: usize| {
         let spread = Spread::new(&source, ranks);
-        // Copies may have different times; the latest counts.
+        // Copies of a file may have different modification times. The latest time counts, so all copies get the same.
         for own in &spread.own {
             for file in fs::read_dir(own).into_iter().flatten() {
                 set_modified(&file.unwrap().path(), 9_000_000);
@@ -163,7 +165,7 @@ fn random_state_is_compared_without_a_transfer() {
     assert!(done.into_iter().all(|compared| compared.unwrap() > 0));
 }
 
-/// Differing replicas are found like by one process, on whichever rank they are.
+/// Replicas that differ are found on whichever ranks they are, with the same result as in one process.
 #[test]
 fn replicas_on_several_ranks_are_compared_like_on_one() {
     let mut differing = 0;

@@ -1,4 +1,5 @@
-//! Processes that each see some files of a checkpoint read and convert it like one process that sees all.
+//! Tests that several processes, each of which sees some files of a checkpoint, read and convert it like one process
+//! that sees all files.
 
 mod faults;
 mod folders;
@@ -31,12 +32,13 @@ use tempfile::TempDir;
 /// A checkpoint whose files are divided among several ranks.
 struct Spread {
     folder: TempDir,
-    /// SRC of each rank.
+    /// The path of SRC on each rank.
     own: Vec<PathBuf>,
 }
 
 impl Spread {
-    /// Divides the files: each goes to one rank, every third to two. The last of three or more ranks has none.
+    /// Divides the files of a checkpoint among ranks. Each file goes to one rank, and every third file also to a second
+    /// rank. If there are more than two ranks, the last rank gets no files.
     fn new(source: &Path, ranks: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let own: Vec<PathBuf> = (0..ranks).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
@@ -57,7 +59,7 @@ impl Spread {
         self.folder.path().join("mirror")
     }
 
-    /// Lets each rank make the metadata mirror, and run `then` with it.
+    /// Lets all ranks make the metadata mirror at the same time, and then runs `then` on each rank.
     fn run_each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
         std::thread::scope(|scope| {
             let ranks = Local::fleet(u32::try_from(self.own.len()).unwrap());
@@ -80,7 +82,8 @@ impl Spread {
         })
     }
 
-    /// Asserts that opening fails with the same error on all ranks, apart from the path of SRC, and returns it.
+    /// Asserts that opening the mirror fails on all ranks with the same error, apart from the path of SRC. Returns the
+    /// error.
     #[track_caller]
     fn error_text(&self, options: &ReadOptions) -> String {
         let errors = self.run_each(|_, mirror| mirror.open(options).map(drop));
@@ -101,7 +104,7 @@ fn set_modified(path: &Path, seconds: u64) {
     File::options().append(true).open(path).unwrap().set_modified(modified).unwrap();
 }
 
-/// Returns all files below a folder, relative to it.
+/// Returns the relative paths of all files below a folder.
 fn files_of(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -117,7 +120,7 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Returns a description of everything in an opened checkpoint.
+/// Returns a text with everything that an opened checkpoint contains, to compare checkpoints.
 fn describe(checkpoint: &Checkpoint, root: &Path) -> String {
     let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, missing, .. } = checkpoint;
     let files: Vec<_> = files.ids().map(|id| (files.path(id).to_path_buf(), files.len_bytes(id))).collect();
@@ -131,7 +134,7 @@ fn opened_text(opened: Result<Checkpoint>, root: &Path) -> Result<String, String
     opened.map(|checkpoint| describe(&checkpoint, root)).map_err(|error| relative(&error.to_string(), root))
 }
 
-/// Collects the folders below a folder.
+/// Adds all folders below a folder to `found`.
 fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(at).unwrap() {
         let path = entry.unwrap().path();
@@ -204,7 +207,7 @@ fn in_safetensors(catalog: &Catalog) -> Reservation {
     safetensors::reserve(selected, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
 }
 
-/// Reserves a DCP directory with each tensor sharded along its last dim.
+/// Lays out a DCP directory in which each tensor is sharded along its last dim.
 fn in_dcp(catalog: &Catalog) -> Reservation {
     let mesh = DeviceMesh::parse("dp=3").unwrap();
     let mut shards = |_: &Fqn, _: &dtshard::catalog::Path, entry: &TensorEntry| {
@@ -217,7 +220,7 @@ fn in_dcp(catalog: &Catalog) -> Reservation {
     dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
 }
 
-/// Returns the content of the output files, after sealing them.
+/// Writes and seals the output files, and returns their content.
 fn sealed_files(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
     let journals = &anchored(journals);
     let known = CompletedWork::read(journals, &reservation.files, 0, false).unwrap();

@@ -1,4 +1,5 @@
-//! `--backend auto`: the chosen backend, and its messages. A stand-in replaces driver and NCCL.
+//! Tests of `--backend auto`: which backend is chosen, and with which messages. A stand-in replaces the CUDA driver and
+//! NCCL.
 
 use std::os::unix::fs::symlink;
 
@@ -70,7 +71,7 @@ fn copy_of_files_that_some_processes_see_is_announced() {
         "{stderr}"
     );
     assert!(copying.ends_with(".out.dtshard-work/copy"), "{stderr}");
-    // With two copies of each file on two nodes, both processes see all files.
+    // There are two nodes and two copies of each file, so both processes see all files.
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::Two);
     let outcomes = nodes.run_together("consolidate out --backend cpu");
     assert!(!outcomes[0].assert_succeeded().err.contains("copying "), "{outcomes:?}");

@@ -1,4 +1,4 @@
-//! Files without tensors that are copied with the checkpoint: they may be on any node.
+//! Tests of files without tensors that are copied together with the checkpoint. They may be on any node.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ fn sidecar_files_on_any_node_are_copied() {
     }
 }
 
-/// A container of tensors that is not selected is copied by a process that sees all of it.
+/// A file with tensors of a series that is not selected is copied. A process that sees all of the file copies it.
 #[test]
 fn containers_of_another_series_are_copied() {
     for of in [2, 3, 4] {
@@ -27,7 +27,7 @@ fn containers_of_another_series_are_copied() {
     }
 }
 
-/// Two nodes have different files of one name.
+/// Two nodes have different files with the same name.
 #[test]
 fn differing_assets_are_refused() {
     let nodes = Nodes::new("accelerate_llama", 2, Spread::Two);

@@ -1,4 +1,5 @@
-//! Sums and casts on GPUs, replaced by a stand-in: output and cast counts equal those of one process.
+//! Tests of sums and casts on GPUs, which a stand-in replaces: the output and the counts of casts equal those of one
+//! process.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -11,7 +12,7 @@ use tempfile::TempDir;
 use crate::nodes::{tree, wait_all};
 use crate::outcome::{Outcome, command};
 
-/// Whether a process has GPU kernels.
+/// Whether a process can use GPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernels {
     Compiled,
@@ -19,7 +20,7 @@ enum Kernels {
 }
 use Kernels::{Compiled, Off};
 
-/// A folder where the loader finds the stand-in, and a SRC of two ranks that hold partial values.
+/// A folder with the stand-in, where the loader finds it, and with a SRC of two ranks that have partial values.
 struct GpuEnv(TempDir);
 
 impl GpuEnv {
@@ -52,7 +53,7 @@ impl GpuEnv {
         command
     }
 
-    /// Runs two processes, and returns their output and outcomes.
+    /// Runs two processes, and returns their output files and their outcomes.
     fn run_together(&self, kernels: [Kernels; 2], words: &str) -> (crate::tree::Tree, Vec<Outcome>) {
         let processes = [0, 1].map(|part: usize| {
             let mut process = self.command("out", words);
@@ -71,14 +72,14 @@ impl GpuEnv {
     }
 }
 
-/// Reads the files at a path, and removes them.
+/// Reads the files below a path, and removes the path.
 fn take_files(path: &Path) -> crate::tree::Tree {
     let made = tree(path);
     fs::remove_dir_all(path).unwrap();
     made
 }
 
-/// Returns a partial value; some are NaN, and some sums fit f32 and not bf16.
+/// Returns a partial value for a test. Some values are NaN, and some sums fit f32 but not bf16.
 fn partial_value(rank: u8, element: u16) -> f32 {
     match (element % 61, rank) {
         (7, 1) => f32::NAN,

@@ -1,5 +1,6 @@
-//! Runs of which one process fails, is killed or never starts: all end soon with a message that names it, nothing
-//! incomplete is published, nothing is left in the work folder, and the next run gives the same bytes.
+//! Tests of runs of which one process fails, is killed or never starts. All other processes end soon with a message
+//! that names the process, nothing incomplete is published, the work folder is empty, and the next run gives the same
+//! bytes.
 
 use std::fs;
 use std::process::{Child, Command};
@@ -11,14 +12,15 @@ use crate::outcome::{Outcome, fixture};
 
 const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 300";
 
-/// Asserts that DST does not exist, and that the work folder is removed.
+/// Asserts that DST does not exist, and that the work folder was removed.
 #[track_caller]
 fn assert_left_clean(nodes: &Nodes) {
     let left = names(&nodes.dst_folder());
     assert!(left.iter().all(|name| name == ".out.dtshard-partial"), "{left:?}");
 }
 
-/// Asserts that all other processes succeed with a published output, or name the lost process.
+/// Asserts that each of the other processes succeeds after DST was published, or ends with an error that names process
+/// `gone`.
 #[track_caller]
 fn assert_others_end(nodes: &Nodes, outcomes: &[Outcome], gone: usize) {
     let is_published = nodes.dst_folder().join("out").exists();
@@ -52,7 +54,7 @@ fn missing_process_is_named_by_the_others() {
     }
 }
 
-/// The others wait for the last process.
+/// One process is killed while the processes wait for the last process, which never starts.
 #[test]
 fn process_killed_before_all_have_met_is_named_by_the_others() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
@@ -68,7 +70,7 @@ fn process_killed_before_all_have_met_is_named_by_the_others() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// The process is killed at every fault point that it reaches.
+/// One process is killed at a fault point, if it reaches the point.
 #[test]
 fn process_killed_at_any_point_is_named_and_resume_completes() {
     for (point, ranks) in [
@@ -92,7 +94,7 @@ fn process_killed_at_any_point_is_named_and_resume_completes() {
             let begun = Instant::now();
             let outcomes = wait_all(processes);
             if outcomes[gone as usize].signal.is_none() {
-                // The process does not reach this point.
+                // The process does not reach this fault point.
                 continue;
             }
             assert!(begun.elapsed() < Duration::from_secs(30), "{point}: {:?}", begun.elapsed());
@@ -104,7 +106,7 @@ fn process_killed_at_any_point_is_named_and_resume_completes() {
     }
 }
 
-/// A resumed run copies only files that are not copied yet.
+/// A resumed run copies only the files that an earlier run has not copied.
 #[test]
 fn resume_copies_remaining_files_only() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
@@ -131,7 +133,7 @@ fn resume_copies_remaining_files_only() {
     nodes.assert_made(&expected, "consolidate out");
 }
 
-/// The process is killed at varying times.
+/// One process is killed after a different time in each run.
 #[test]
 fn process_killed_at_any_time_publishes_all_or_nothing() {
     let nodes = nodes();
@@ -145,7 +147,7 @@ fn process_killed_at_any_time_publishes_all_or_nothing() {
         let outcomes = wait_all(processes);
         let others = outcomes.iter().enumerate().filter(|(rank, _)| *rank != gone);
         for (rank, outcome) in others {
-            // A process that started late has not seen the killed one.
+            // A process that started late has not noticed the process that was killed.
             assert!(matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"), "{rank} {outcome:?}");
         }
         if nodes.dst_folder().join("out").exists() {
@@ -158,7 +160,7 @@ fn process_killed_at_any_time_publishes_all_or_nothing() {
     }
 }
 
-/// One process gets TERM; all can be started again.
+/// One process gets the signal TERM, so all processes stop. They can be started again.
 #[test]
 fn process_stopped_by_term_ends_all_and_resume_completes() {
     let nodes = Nodes::new("titan/step-1000", 3, Spread::One);
@@ -225,7 +227,7 @@ fn different_options_of_one_process_are_refused() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// The file has the same name and length, and other metadata.
+/// One process sees another file, which has the name and the length of the right file but other metadata.
 #[test]
 fn different_source_of_one_process_is_refused() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::Two);
@@ -252,7 +254,7 @@ fn source_that_no_process_sees_is_refused() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// One process sees no file, and takes part in the exchange.
+/// One process sees no file of SRC, but takes part in the exchange.
 #[test]
 fn process_without_source_files_takes_part() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
@@ -266,7 +268,7 @@ fn process_without_source_files_takes_part() {
     nodes.assert_made(&expected, words);
 }
 
-/// No process has a required file.
+/// A file that the conversion needs is on no node.
 #[test]
 fn file_that_no_node_has_is_refused() {
     let nodes = nodes();
@@ -292,13 +294,13 @@ fn second_run_at_the_same_time_is_refused_or_publishes() {
     if nodes.dst_folder().join("out").exists() {
         nodes.assert_made(&expected, WORDS);
     } else {
-        // Processes of the two runs met each other, so neither run was complete.
+        // Processes of the two runs exchanged messages with each other, so neither run had all its processes.
         let left = names(&nodes.dst_folder());
         assert!(left.iter().all(|name| [".out.dtshard-partial", ".out.dtshard-work"].contains(&&**name)), "{left:?}");
     }
 }
 
-/// Files of a killed run do not block the next run.
+/// A killed run leaves files in the work folder. They do not block the next run.
 #[test]
 fn work_folder_of_a_killed_run_does_not_block_the_next() {
     let nodes = nodes();

@@ -1,5 +1,6 @@
-//! `--fast-reduce`: NCCL reduces where each process has a partial value. A stand-in replaces driver and NCCL; it adds
-//! in another order, and rounds at each step: with two partial values its result equals that of one process.
+//! Tests of `--fast-reduce`, with which NCCL reduces values if each process has one partial value. A stand-in replaces
+//! the CUDA driver and NCCL. It adds in another order than dtshard and rounds at each step, but with two partial values
+//! its result is equal to that of one process.
 
 use std::os::unix::fs::symlink;
 
@@ -9,7 +10,7 @@ use tempfile::TempDir;
 use crate::nodes::{Nodes, Spread, assert_succeeded, names, wait_all};
 use crate::outcome::Outcome;
 
-/// Rank files divided among two processes, and a folder where the loader finds the stand-in.
+/// The nodes of two processes, which have the rank files, and a folder in which the loader finds the stand-in.
 struct GpuEnv {
     nodes: Nodes,
     libraries: TempDir,
@@ -29,7 +30,7 @@ impl GpuEnv {
         self.start(|rank| (words(rank), "none"))
     }
 
-    /// Runs all processes, each with its own words and fault.
+    /// Runs all processes. `how` returns the words and the fault point of each process.
     fn start(&self, how: impl Fn(u32) -> (String, &'static str)) -> Vec<Outcome> {
         wait_all((0..2).map(|rank| {
             let (words, fault) = how(rank);
@@ -45,7 +46,8 @@ impl GpuEnv {
     }
 }
 
-/// NCCL reduces sums, averages, maxima and minima of floats; integers and a sharded tensor are converted beside them.
+/// NCCL reduces sums, averages, maxima and minima of floats. In the same run, integers and a sharded tensor are
+/// converted without NCCL.
 #[test]
 fn fast_reduce_reduces_floats_by_nccl() {
     let env = GpuEnv::new();
@@ -65,7 +67,7 @@ fn fast_reduce_reduces_floats_by_nccl() {
     }
 }
 
-/// The bytes of sums are counted as if each process sent its value to the next.
+/// The bytes that a sum sends are counted as if each process sent its value to the next process.
 #[test]
 fn dry_run_reports_the_bytes_sent_by_nccl() {
     let env = GpuEnv::new();
@@ -99,7 +101,7 @@ fn fast_reduce_without_gpus_has_no_effect_and_a_warning() {
     nodes.assert_made(&expected, words);
 }
 
-/// No tensor is Partial, or NCCL does not support the reduce op.
+/// No tensor has a Partial placement, or NCCL does not support its reduce op.
 #[test]
 fn fast_reduce_without_reducible_tensors_gives_a_warning() {
     let mut env = GpuEnv::new();
@@ -142,7 +144,7 @@ fn fast_reduce_with_contradicting_options_is_refused() {
     assert_eq!(names(&env.nodes.dst_folder()), [""; 0]);
 }
 
-/// One of two processes is killed. The run resumes with `--fast-reduce` and NCCL only.
+/// One of two processes is killed. The run can be resumed only with `--fast-reduce` and NCCL.
 #[test]
 fn resume_with_other_fast_reduce_is_refused() {
     let env = GpuEnv::new();

@@ -1,11 +1,12 @@
-//! Every kind of source and target, on two to five processes, in many rounds and few.
+//! Tests of every kind of source and target, with two to five processes and with many or few rounds.
 
 use std::fs;
 
 use crate::nodes::{Nodes, Spread, assert_succeeded};
 use crate::outcome::files_of;
 
-/// Runs each case; its number selects the count of processes, copies and rounds, so that all combinations occur.
+/// Runs each case, and asserts that its output equals that of one process. The number of a case selects the number of
+/// processes, copies and rounds, so that all combinations occur.
 fn assert_equals_one_process(cases: &[(&'static str, &str)]) {
     const BUCKETS: [&str; 3] = ["", "--bucket-size 2KB", "--bucket-size 300"];
     for (number, (source, words)) in cases.iter().enumerate() {
@@ -87,7 +88,7 @@ fn whole_files_give_the_bytes_of_one_process() {
     ]);
 }
 
-/// All processes see the other checkpoint.
+/// The checkpoint of `--like` or `--fill-from` is a path that all processes see.
 #[test]
 fn like_and_fill_from_give_the_bytes_of_one_process() {
     assert_equals_one_process(&[
@@ -96,7 +97,7 @@ fn like_and_fill_from_give_the_bytes_of_one_process() {
     ]);
 }
 
-/// A run of several processes writes the checkpoint, and the next run reads it.
+/// Several processes write a checkpoint. Its files are divided among the nodes, and the next run reads them.
 #[test]
 fn written_formats_are_read_by_the_next_run() {
     for to in ["local", "torch-ranks", "dcp"] {

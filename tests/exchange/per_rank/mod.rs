@@ -1,5 +1,5 @@
-//! `--source per-rank`: processes that each see some of SRC's files write the bytes of one process that sees all, and
-//! end together if one of them fails.
+//! Tests of `--source per-rank`: several processes, each of which sees some files of SRC, write the same bytes as one
+//! process that sees all files. If one of them fails, all end together.
 
 mod auto;
 mod carried;

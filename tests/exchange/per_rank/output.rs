@@ -1,5 +1,5 @@
-//! Messages and documents of several processes: one process prints for all, and errors name the process that has the
-//! file.
+//! Tests of the messages and JSON documents of several processes: one process prints for all processes, and an error
+//! names the process that sees the file.
 
 use std::fs;
 
@@ -41,7 +41,7 @@ fn one_process_prints_the_messages() {
     assert!(outcomes[1].err.is_empty() && outcomes[2].err.is_empty(), "{lines:?}");
 }
 
-/// A dry run writes and copies nothing, and reports the bytes that a run reads.
+/// A dry run writes and copies no files, and reports the number of bytes that a run reads.
 #[test]
 fn dry_run_reports_the_bytes_that_a_run_reads() {
     for (source, words) in [
@@ -68,7 +68,7 @@ fn dry_run_reports_the_bytes_that_a_run_reads() {
     }
 }
 
-/// The message is that of one process.
+/// If replicas differ, all processes print the message that one process prints.
 #[test]
 fn differing_replicas_are_refused_with_their_processes() {
     for source in ["conflict/replica", "conflict/tensor"] {
@@ -80,7 +80,7 @@ fn differing_replicas_are_refused_with_their_processes() {
         let what = message.rsplit_once("differs: ").unwrap().1;
         for outcome in nodes.run_together(words) {
             outcome.assert_refused(&[what]);
-            // The message names the processes that have the files, because no process alone could `verify` them.
+            // The message names the processes that see the files, because no single process could `verify` both files.
             outcome.assert_refused(&[
                 "rank_0.pt is seen by process ",
                 "rank_1.pt is seen by process ",
@@ -88,7 +88,7 @@ fn differing_replicas_are_refused_with_their_processes() {
                 "copy both files into one folder, and `dtshard verify` lists all such tensors; --on-conflict",
             ]);
         }
-        // The hint can be followed at once.
+        // The user can follow the hint immediately, because no files remain.
         assert_eq!(names(&nodes.dst_folder()), [""; 0]);
         nodes.assert_equals_one_process("consolidate out --on-conflict rank0", "");
         nodes.clear();
@@ -101,19 +101,19 @@ fn differing_replicas_are_refused_with_their_processes() {
     nodes.assert_equals_one_process(&format!("{words} --on-conflict per-rank"), "");
 }
 
-/// A flipped byte ends all processes, and the process that reads it names the file.
+/// If a byte of a file is flipped, all processes end, and the process that reads the file names it.
 #[test]
 fn wrong_checksum_ends_all_with_the_process_of_the_file() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
     let name = "model_world_size_4_rank_1.pt";
     let file = &nodes.copies(name)[0];
     let mut bytes = fs::read(file).unwrap();
-    // The byte is in the data of the first non-empty storage.
+    // The flipped byte is in the data of the first storage that is not empty.
     let at = bytes.windows(7).position(|seven| seven == b"/data/1").unwrap() + 200;
     bytes[at] ^= 1;
     fs::write(file, bytes).unwrap();
     let owner = nodes.node_of(name);
-    // Records that are copied whole are always checked.
+    // The CRC-32 of a record that is copied completely is always checked, so `--check-crc` makes no difference.
     for words in ["consolidate out --check-crc", "consolidate out"] {
         let outcomes = nodes.run_together(words);
         let place = format!(
@@ -130,7 +130,7 @@ fn wrong_checksum_ends_all_with_the_process_of_the_file() {
     }
 }
 
-/// All processes read the metadata, which one process has.
+/// One process has the metadata file, and all processes read its content.
 #[test]
 fn damaged_metadata_is_refused_with_its_process() {
     let nodes = Nodes::new("fsdp4/dcp", 3, Spread::One);

@@ -1,4 +1,4 @@
-//! Runs that are refused before any process waits, with a hint, and leave nothing behind.
+//! Tests of runs that are refused before any process waits. Each error has a hint, and no files remain.
 
 use crate::nodes::{Nodes, Spread, names, wait_all};
 use crate::outcome::{Outcome, command};
@@ -65,7 +65,8 @@ fn too_little_memory_is_refused() {
     nodes.assert_equals_one_process("consolidate out --max-memory 96MB", "--bucket-size 1MB");
 }
 
-/// The bucket size determines the rounds of all processes. A resumed run may have another size.
+/// All processes of a run need the same bucket size, because it determines the rounds. A resumed run may have another
+/// size.
 #[test]
 fn different_bucket_sizes_are_refused() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);

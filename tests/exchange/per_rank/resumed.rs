@@ -1,4 +1,5 @@
-//! Resuming after a process was killed, with more processes, with fewer, or with one that sees all files.
+//! Tests of resuming after a process was killed: with more processes, with fewer processes, or with one process that
+//! sees all files.
 
 use std::process::Command;
 
@@ -6,11 +7,11 @@ use serde_json::Value as Json;
 
 use crate::nodes::{Nodes, Spread, assert_refused, assert_succeeded, names, tree, wait_all};
 
-/// A source with several records.
+/// A fixture whose conversion writes several records to the journal.
 const SOURCE: &str = "titan/step-1000";
 const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 2KB";
 
-/// Runs three processes, of which one is killed after its first record.
+/// Runs three processes, and kills one of them after its first record.
 fn interrupted(nodes: &Nodes) {
     let outcomes = wait_all((0..3).map(|rank| {
         let mut command = nodes.command_of(rank, 3, WORDS);
@@ -22,7 +23,7 @@ fn interrupted(nodes: &Nodes) {
 
 #[test]
 fn resume_with_more_processes_reads_the_remaining_bytes() {
-    // All nodes that have files take part.
+    // The resumed run has at least three processes, so that every node with files takes part.
     for of in [3, 4, 5] {
         let nodes = Nodes::new(SOURCE, 3, Spread::One);
         let (expected, alone) = nodes.run_alone(&format!("{} --json", "reshard out --mesh fsdp=3"));
@@ -45,14 +46,14 @@ fn resume_with_fewer_processes_succeeds() {
     let nodes = Nodes::new(SOURCE, 3, Spread::Two);
     let (expected, _) = nodes.run_alone("reshard out --mesh fsdp=3");
     interrupted(&nodes);
-    // Any two of the three nodes have all files.
+    // Each file is on two of the three nodes, so any two nodes have all files.
     let processes = (0..2).map(|rank| nodes.command_of(rank, 2, &format!("{WORDS} --resume")).spawn().unwrap());
     wait_all(processes).iter().for_each(assert_succeeded);
     nodes.assert_made(&expected, WORDS);
 }
 
-/// A process that sees all files resumes the work of processes that see some, and the other way round, also with
-/// sidecar files.
+/// One process that sees all files resumes the work of two processes that see some files, and two such processes resume
+/// the work of one. Some of the sources have sidecar files.
 #[test]
 fn resume_with_other_source_visibility_succeeds() {
     for (source, words) in [
@@ -81,7 +82,7 @@ fn resume_with_other_source_visibility_succeeds() {
     }
 }
 
-/// The size of rounds does not change the output.
+/// A resumed run may have rounds of another size, because the size of rounds does not change the output.
 #[test]
 fn resume_with_other_rounds_keeps_the_work() {
     let nodes = Nodes::new(SOURCE, 3, Spread::One);
@@ -101,7 +102,7 @@ fn resume_with_other_rounds_keeps_the_work() {
     assert!(read < alone["bytes_read"].as_u64().unwrap(), "{read} bytes were read again");
 }
 
-/// The refusal comes before a byte of SRC is copied, and what an earlier run has copied stays.
+/// A run is refused before it copies a byte of SRC, and files that an earlier run has copied remain.
 #[test]
 fn refused_run_copies_nothing() {
     let nodes = Nodes::new(SOURCE, 3, Spread::One);
@@ -120,7 +121,7 @@ fn refused_run_copies_nothing() {
     is_refused(WORDS, "an earlier run did not finish", &partial);
     is_refused(&format!("{WORDS} --resume --max-memory 33MB"), "--max-memory", &partial);
 
-    // A run with --resume keeps what is copied.
+    // A run with `--resume` that is killed leaves the files that it has copied.
     let stopped = (0..3).map(|rank| {
         let mut command = nodes.command(rank, &format!("{WORDS} --resume"));
         command.env("DTSHARD_FAULT", if rank == 1 { "source-recorded" } else { "none" }).spawn().unwrap()
@@ -134,7 +135,7 @@ fn refused_run_copies_nothing() {
     is_refused(WORDS, "an earlier run did not finish", &kept);
     assert!(copied() == before);
 
-    // A destination from other options.
+    // DST is complete, and the next runs have the same options or other options.
     let (expected, _) = nodes.run_alone("reshard out --mesh fsdp=3");
     nodes.run_together(&format!("{WORDS} --resume")).iter().for_each(assert_succeeded);
     nodes.assert_made(&expected, WORDS);

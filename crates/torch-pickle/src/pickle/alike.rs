@@ -1,12 +1,12 @@
 //! A cache of recent object records: an object record with the same bytes as an earlier one becomes the same row.
 //!
-//! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors of one dtype and shape have the
-//! same bytes. Most of a `.metadata` consists of such object records. A repeated object record becomes the row of the
-//! first one.
+//! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors with equal dtype and shape have
+//! object records with equal bytes. Most of a `.metadata` consists of such object records. A repeated object record is
+//! not read again, but becomes the row of the first one.
 //!
 //! Invariant: equal bytes mean equal object records, because memo entries do not change. If an entry may have changed,
 //! by a PUT or by the BUILD of an object that was fetched before, the cache is cleared. If an object record adds memo
-//! entries that are fetched later, it is not cached and matches no cached one.
+//! entries that are fetched later, it is not cached, and no cached object record takes its place.
 
 use std::collections::VecDeque;
 
@@ -14,22 +14,22 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::Row;
 
-/// The number of cached object records: more than the number of shapes in a model.
+/// The maximum number of cached object records: more than the number of shapes in a model.
 const KEPT: usize = 16;
 
-/// An object record that was read ahead of the machine.
+/// An object record that was read directly from its opcodes, before the machine runs them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
-    /// The index of the class.
+    /// The index of the object's class among the globals of the pickle.
     pub class: u32,
-    /// The bytes after NEWOBJ.
+    /// The bytes of the object record after the opcode NEWOBJ.
     pub span: Span,
     /// The number of memo entries that the object record adds.
     pub entries: u32,
     pub row: Row,
 }
 
-/// The cached object records, the most recent first.
+/// A cache of object records, the most recently added first.
 #[derive(Default)]
 pub(super) struct Alike(VecDeque<Ahead>);
 
@@ -45,7 +45,8 @@ impl Alike {
         self.0.clear();
     }
 
-    /// Returns the cached object record of this class with the same bytes as the input at `start`, if any.
+    /// Returns a cached object record of the class whose bytes are equal to the input at `start`. Returns `None` if
+    /// there is none, or if one of its memo entries is fetched later.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

@@ -1,7 +1,8 @@
 //! The arena: a parsed pickle as flat tables of small nodes.
 //!
-//! Reason for flat tables: pickles describe graphs. Shared and even cyclic references are plain ids here, and no walk
-//! and no drop recurses. A node is 16 bytes, because text and bytes stay in the input and children are in side tables.
+//! Reason for flat tables: pickles describe graphs. In flat tables, shared and even cyclic references are plain ids,
+//! and neither walking nor dropping the graph recurses. A node is 16 bytes, because text and bytes stay in the input
+//! and children are in side tables.
 //!
 //! Invariants: a node takes at least one input byte. A node that is not *pinned* (fetched from the memo, or
 //! duplicated) has exactly one owner, so freeing its owner frees the node as well. A pinned node is never freed.
@@ -14,22 +15,22 @@ use super::slab::Slab;
 use super::visitor::Row;
 use super::{Limits, Ref};
 
-/// The identity of a node: equal ids are the same Python object.
+/// The id of a node in its pickle. Two references with equal ids are references to one Python object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u32);
 
-/// The number of items from which lists of ints are stored without nodes. Lists of sizes, ranks and parameters are
+/// The number of items from which on a list of ints has no node for each int. Lists of sizes, ranks and parameters are
 /// shorter.
 pub(super) const LONG_LIST: usize = 1 << 20;
 
-/// The children of one node. Most nodes have at most four, which need no allocation.
+/// The ids of the children of one node. Up to four ids need no allocation, and most nodes have no more.
 pub(super) type Ids = SmallVec<[NodeId; 4]>;
 
-/// A list of children. Empty lists take no slot.
+/// A list of the children of a node, stored in a slot. An empty list has no slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seq(Option<SeqSlot>);
 
-/// A slot number plus one: with zero as a niche, `Seq` takes four bytes.
+/// A slot number plus one. Since zero is not a valid value, `Seq` takes only four bytes.
 type SeqSlot = std::num::NonZeroU32;
 
 impl Seq {
@@ -40,16 +41,16 @@ impl Seq {
     }
 }
 
-/// An object made by a call: `callee(*args)`, or `callee.__new__(callee, *args)`.
+/// The call that made an object: `callee(*args)`, or `callee.__new__(callee, *args)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Make {
     pub callee: NodeId,
     pub args: NodeId,
-    /// The slot of [`More`] plus one.
+    /// The number of the slot with [`More`], plus one; `None` if the object has no such properties.
     more: Option<std::num::NonZeroU32>,
 }
 
-/// Properties that few made objects have.
+/// Properties that only a few of the objects made by a call have.
 #[derive(Clone, Debug)]
 pub(super) struct More {
     pub kwargs: Option<NodeId>,
@@ -64,7 +65,7 @@ impl Default for More {
     }
 }
 
-/// A range of numbers in the pool of dims.
+/// A range of the numbers in the pool of dims, which are the sizes of one `torch.Size`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     start: u32,
@@ -77,12 +78,12 @@ pub(super) enum Node {
     None,
     Bool(bool),
     Int(i64),
-    /// An int beyond 64 bits in two's complement, possibly with redundant sign bytes.
+    /// An int beyond 64 bits in two's complement. It may have redundant sign bytes.
     BigInt(Span),
     Float(f64),
-    /// A text, checked to be UTF-8.
+    /// A text whose bytes are valid UTF-8.
     Str(Span),
-    /// A text, checked to be UTF-8 except for surrogates.
+    /// A text whose bytes are valid UTF-8 except for lone surrogates.
     Surrogates(Span),
     Bytes(Span),
     ByteArray(Span),
@@ -90,7 +91,7 @@ pub(super) enum Node {
     List(Seq),
     /// The slot of a list that contains only ints and is so long that a node for each would take too much memory.
     Ints(u32),
-    /// The keys and values, alternating.
+    /// A dict. Its children are the keys and values, alternating.
     Dict(Seq),
     Set(Seq),
     FrozenSet(Seq),
@@ -109,7 +110,7 @@ pub(super) enum Node {
 const _: () = assert!(size_of::<Node>() == 16);
 
 impl Node {
-    /// Returns the call that made the object, if the node is a made object.
+    /// Returns the call that made an object; `None` if the node is not an object made by a call.
     pub fn made(self) -> Option<Make> {
         match self {
             Self::Call(make) | Self::New(make) => Some(make),
@@ -117,7 +118,7 @@ impl Node {
         }
     }
 
-    /// Returns this kind of node with another `make`.
+    /// Returns a copy of the node in which `make` is the call that made the object.
     pub fn remade(self, make: Make) -> Self {
         match self {
             Self::Call(_) => Self::Call(make),
@@ -135,10 +136,10 @@ pub(super) struct Global<'a> {
     pub role: Role,
 }
 
-/// The special handling of a global by the machine.
+/// The way in which the machine treats the calls and objects of a global.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
-    /// `torch.Size`.
+    /// The global `torch.Size`, whose calls become a list of sizes.
     Size,
     /// A class whose objects are passed to the visitor as object records.
     Record,
@@ -152,7 +153,7 @@ pub struct Pickle<'a> {
     pub(super) root: NodeId,
     pub(super) globals: Vec<Global<'a>>,
     nodes: Slab<Node>,
-    /// The empty tuple. As in Python, there is only one.
+    /// The node of the empty tuple, once there is one. As in Python, there is at most one.
     empty_tuple: Option<NodeId>,
     pinned: BitSet,
     seqs: Slab<Ids>,
@@ -188,7 +189,7 @@ impl<'a> Pickle<'a> {
         Ref::new(self, id)
     }
 
-    /// Returns the number of nodes in use, including rows.
+    /// Returns the number of nodes that are in use. Objects that became rows count as well.
     pub fn live_nodes(&self) -> usize {
         self.nodes.live()
     }
@@ -251,8 +252,8 @@ impl<'a> Pickle<'a> {
         self.ints.get(slot)
     }
 
-    /// Appends to a list and returns the new node. A list that has just become long is converted to bare ints if it
-    /// contains only ints, for as long as only ints are appended.
+    /// Appends to a list and returns the new node. When a list becomes long and has only ints, the ints are stored
+    /// without nodes. If another value is appended later, the ints become nodes again.
     pub(super) fn extend_list(&mut self, list: Node, ids: &[NodeId]) -> Option<Node> {
         match list {
             Node::List(mut seq) => {
@@ -312,8 +313,8 @@ impl<'a> Pickle<'a> {
         self.mores.get_mut(slot)
     }
 
-    /// Adds sizes to the pool, or returns `None` for more than [`MAX_DIMS`] sizes: the pool is for shapes, and shapes
-    /// are short.
+    /// Adds the sizes of a `torch.Size` to the pool. Returns `None` for more than [`MAX_DIMS`] sizes, because the pool
+    /// is only for the short shapes of tensors.
     pub(super) fn add_dims(&mut self, values: &[u64]) -> Option<NodeId> {
         let block = self.dims.insert(values)?;
         Some(self.add(Node::Dims(block)))
@@ -323,9 +324,10 @@ impl<'a> Pickle<'a> {
         self.dims.get(block)
     }
 
-    /// Frees `id` and all nodes that only it owns. Terminates, because cycles contain pinned nodes.
+    /// Frees the node `id` and all nodes that only it owns. This terminates, because every cycle contains a pinned
+    /// node, which is never freed.
     pub(super) fn release(&mut self, id: NodeId) {
-        // Most nodes are shared or own nothing.
+        // Most nodes are shared, or have no children.
         if self.is_pinned(id) {
             return;
         }
@@ -351,7 +353,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Replaces a made object by a row, and frees the nodes that only the object owned.
+    /// Replaces an object made by a call by a row, and frees the nodes that only the object owned.
     pub(super) fn put_row(&mut self, id: NodeId, make: Make, row: Row) {
         self.set(id, Node::Row(row));
         let mut parts = SmallVec::<[NodeId; 16]>::new();
@@ -379,11 +381,11 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// The maximum number of dims in the pool. One tuple can become a `torch.Size` many times for five bytes each; this
-/// bounds the copies.
+/// The maximum number of sizes of a `torch.Size` in the pool. Five bytes of a pickle can make a `torch.Size` of a
+/// shared tuple and copy the tuple, so the length of the copies must be limited.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// The pool of dims. Freed blocks are kept by length and reused.
+/// The pool with the sizes of all `torch.Size` nodes. Freed blocks are kept by length and reused.
 #[derive(Default)]
 struct Dims {
     values: Vec<u64>,

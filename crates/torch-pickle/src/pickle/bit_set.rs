@@ -38,7 +38,7 @@ impl BitSet {
     pub fn contains_any(&self, range: Range<u32>) -> bool {
         let ((first, from), (last, to)) = (place(range.start), place(range.end));
         let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
-        // The masks have all bits from `from` on, and all bits below `to`.
+        // Each mask has all bits from a position on: one from the start of the range, the other below its end.
         let (from, to) = (from.wrapping_neg(), to - 1);
         if first == last {
             return bits(first) & from & to != 0;
@@ -47,7 +47,7 @@ impl BitSet {
     }
 }
 
-/// Returns the index of the word of a number, and the bit in that word.
+/// Returns the index of the word that has the bit of a number, and a word in which only this bit is set.
 pub(super) fn place(index: u32) -> (usize, u64) {
     ((index / 64) as usize, 1 << (index % 64))
 }

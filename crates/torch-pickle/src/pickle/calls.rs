@@ -1,8 +1,9 @@
 //! The opcodes that run code in CPython: names, calls, objects and their state. This module only records them as
 //! nodes.
 //!
-//! A name is interned and never looked up. A call is a node of a callee and its arguments. BUILD attaches a state to
-//! such a node. Objects that a [`Visitor`] recognises become rows here, and each `torch.Size` becomes its numbers.
+//! A name is interned and never looked up. A call is a node with a callee and its arguments. BUILD attaches a state to
+//! the node of an object. Objects that a [`Visitor`] recognises become rows, and each call of `torch.Size` becomes a
+//! list of numbers.
 //!
 //! Invariant: the arguments of a call are a tuple node, for every callee.
 //!
@@ -70,7 +71,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Returns the numbers of a call such as `torch.Size((2, 3))`.
+    /// Returns the sizes in a call such as `torch.Size((2, 3))`; `None` for any other call.
     fn dims_of(&self, callee: NodeId, args: NodeId) -> Option<SmallVec<[u64; 4]>> {
         self.pickle.global(callee).filter(|callee| callee.role == Role::Size)?;
         let args = self.pickle.node(args).as_tuple()?;
@@ -98,7 +99,7 @@ impl<'a> Machine<'a> {
             Some(more) if more.state.is_some() => {
                 return Err(self.malformed("a second BUILD on one object"));
             }
-            // A row would lose the items, entries and keywords of the object.
+            // The object must not become a row, because a row would lose its items, entries and keywords.
             Some(_) => None,
             None => match self.pickle.node(make.callee).global() {
                 Some(class) => visitor

@@ -1,7 +1,7 @@
-//! Decodes nodes to a [`Value`]. Names get their meaning here, or are refused.
+//! Decodes nodes to a [`Value`]. Only here the names in a pickle get a meaning, or are refused.
 //!
-//! A listed name is decoded or carried (see [`super::symbols`]). Any other name is refused, and the error gives its
-//! path. The caller recognises tensors: it sees every call, object and persistent id first.
+//! A name on a list is decoded or carried (see [`super::symbols`]). Any other name is refused, and the error gives its
+//! path. The caller recognises tensors: it sees every call, object and persistent id before they are decoded.
 //!
 //! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
 //! and drop it. [`Limits::max_visits`] bounds the work of one decode, however many nodes the graph shares. A graph
@@ -24,26 +24,27 @@ use super::verdict::{self, ClassDecision};
 use super::view::Ref;
 use crate::value::{Construct, Dict, DictEntry, DictKind, Object, Symbol};
 
-/// Recognises tensors. `Ok(None)` means that the node is not a tensor.
+/// A function that recognises tensors and returns their representation. It returns `Ok(None)` if the node is not a
+/// tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
-/// The handling of objects whose name is not listed.
+/// The handling of objects whose class or function is not on a list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unknown {
-    /// Decoding fails.
+    /// Such an object is an error, and decoding fails.
     #[default]
     Refuse,
-    /// The object is left out and reported. A dict entry or set element is removed; in a list, in a tuple or as the
+    /// Such an object is left out and reported. A dict entry or set element is removed; in a list, in a tuple or as the
     /// whole value, None replaces the object. An object with such an argument is left out as well.
     Drop,
 }
 
-/// A decoded value, and the objects that were left out.
+/// A decoded value, and a report of the objects that were left out.
 #[derive(Clone, Debug)]
 pub struct Decoded<T, X = Infallible> {
     /// The decoded value.
     pub value: Value<T, X>,
-    /// The objects that were left out.
+    /// The objects that were left out, because their names are not on a list.
     pub dropped: Vec<Dropped>,
 }
 
@@ -52,16 +53,16 @@ pub struct Decoded<T, X = Infallible> {
 pub struct Dropped {
     /// The path of the object, relative to the decoded node.
     pub path: String,
-    /// The unlisted name.
+    /// The name of the object's class or function, which is not on a list.
     pub symbol: String,
 }
 
-/// Decodes a node and refuses unlisted objects.
+/// Decodes a node. An object whose name is not on a list is an error.
 pub fn decode<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, DecodeError> {
     Ok(decode_with(r, Unknown::Refuse, tensors)?.value)
 }
 
-/// Decodes a node. `unknown` selects the handling of unlisted objects.
+/// Decodes a node. `unknown` selects the handling of objects whose name is not on a list.
 pub fn decode_with<T, X>(
     r: Ref<'_>,
     unknown: Unknown,
@@ -94,10 +95,10 @@ struct Decoder<'a, 't, 'f, T, X> {
     max_depth: usize,
     depth: usize,
     visits_left: u64,
-    /// The shared nodes that are being decoded. Only a shared node can contain itself.
+    /// The shared nodes that contain the node that is being decoded. Only a shared node can contain itself.
     open: Vec<NodeId>,
     steps: Vec<Step<'a>>,
-    /// True if the path of the current error has been set.
+    /// True if the current error already has its full path.
     located: bool,
     dropped: Vec<Dropped>,
 }
@@ -107,7 +108,7 @@ type Decode<L> = Result<L, DecodeError>;
 type Value<T, X> = crate::value::Value<T, X>;
 
 impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
-    /// Decodes a child that may be left out. Returns `None` if it was left out.
+    /// Decodes a child that may be left out. Returns `None` if it was left out because its name is not on a list.
     fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.child(step, r) {
             Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
@@ -120,7 +121,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a child that is required. The first such call on the way out sets the path of an error.
+    /// Decodes a child that must not be left out. If the child has an error, the innermost such call adds the path to
+    /// the error.
     fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.steps.extend(step);
         let mut value = self.descend(r);
@@ -166,8 +168,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a made object. This is separate from [`value`](Self::value), because its many temporaries would
-    /// otherwise be on the stack once per level.
+    /// Decodes a node without children. This function is separate from [`value`](Self::value), because its many
+    /// temporaries would otherwise be on the stack once per level.
     fn leaf(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         let bytes = self.pickle.bytes;
         Ok(match r.node() {
@@ -212,7 +214,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         object.items = self.sequence(r.items())?;
         object.entries = self.entries(Some(r.entries()))?;
         if let Some(state) = r.state() {
-            // The entries of a state dict are attributes, so the path needs no step for the state.
+            // In the path of an error, entries of a state that is a dict look like attributes of the object.
             let step = if state.as_dict().is_some() { None } else { Some(Step::Part("state")) };
             object.state = Some(self.child(step, state)?);
         }
@@ -266,8 +268,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         Ok(decoded)
     }
 
-    /// Adds dict entries. A repeated key replaces the value and keeps the position, as in Python. CPython never writes
-    /// a key twice; for a hostile pickle this gives the value that Python would give.
+    /// Decodes the entries of a dict. If a key occurs again, its value replaces the earlier value and keeps the earlier
+    /// position, as in Python. CPython never writes a key twice, but a hostile pickle may.
     fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<DictEntry<T, X>>> {
         let Some(entries) = entries else {
             return Ok(Vec::new());
@@ -311,7 +313,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         Ok(bytes.to_vec())
     }
 
-    /// Counts a visit that copies `bytes`.
+    /// Counts one visit, and the work of copying `bytes` bytes, against [`Limits::max_visits`](super::Limits).
     fn charge(&mut self, bytes: usize) -> Decode<()> {
         let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
         self.visits_left =
@@ -320,7 +322,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
     }
 }
 
-/// A key that can be compared cheaply. In Python, `True == 1`.
+/// A dict key of a type that can be compared cheaply. A bool is an int here, because in Python `True == 1`.
 #[derive(PartialEq, Eq, Hash)]
 enum Key<'a> {
     Str(&'a str),

@@ -8,7 +8,7 @@ use super::path;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// The name is not on any list.
+    /// The name of a class or function is not on any list.
     #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
     Forbidden {
         /// The name: `os.system`.
@@ -24,7 +24,7 @@ pub enum DecodeError {
         /// The path of the node: `state['layer.0']`.
         path: String,
     },
-    /// Python does not write such data.
+    /// The node is not data that Python would write.
     #[error("{}{what}", place(path))]
     Malformed {
         /// The description of the error.
@@ -39,12 +39,12 @@ fn place(path: &str) -> String {
 }
 
 impl DecodeError {
-    /// Returns an error about the current node. Its path is empty, and callers add to it.
+    /// Returns an error about the current node. Its path is empty; callers add the steps to the node.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }
     }
 
-    /// Returns an error about the current node. Its path is empty, and callers add to it.
+    /// Returns an error about the current node. Its path is empty; callers add the steps to the node.
     pub fn malformed(what: impl Into<String>) -> Self {
         Self::Malformed { what: what.into(), path: String::new() }
     }

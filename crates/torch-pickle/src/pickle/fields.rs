@@ -1,10 +1,10 @@
 //! The fields of an object record, which is a flat view of an object.
 //!
-//! Reason: an object record exists only while a visitor reads it, and there are millions of them. So fields with
-//! several values, numbers and rows, are in vectors that are reused for every object record, and a field is a small
-//! copy.
+//! Reason: an object record exists only while a visitor reads it, and there are millions of object records. So the
+//! numbers and rows of all fields are in two vectors that are reused for every object record, and a field itself is a
+//! small value that can be copied.
 //!
-//! Invariant: a [`FieldPart`] is only looked up in its own object record.
+//! Invariant: a [`FieldPart`] is used only with the object record that it comes from.
 
 use std::ops::Range;
 
@@ -14,10 +14,10 @@ use super::visitor::Row;
 /// The maximum number of fields of an object record.
 pub(super) const MAX_FIELDS: usize = 16;
 
-/// The maximum number of dims. No tensor has more.
+/// The maximum number of sizes that are read as the dims of a tensor. No tensor has more dims.
 const MAX_NDIM: usize = 255;
 
-/// The state of an object: its fields by name. The fields of a tuple have empty names.
+/// The fields of one object, by name. If the state of the object is a tuple, the names of the fields are empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r, 'a> {
     pub(super) fields: &'r [(&'a [u8], Field<'a>)],
@@ -28,26 +28,26 @@ pub struct Record<'r, 'a> {
 /// The value of a field.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Field<'a> {
-    /// `None`
+    /// The value `None`.
     None,
     /// A non-negative int.
     Number(u64),
     /// A text.
     Text(&'a str),
-    /// A `torch.Size`. In an object record made of nodes, also a tuple or list of numbers.
+    /// A `torch.Size`. If the object record was made of nodes, this may also be a tuple or list of numbers.
     Dims(FieldPart),
     /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
-    /// An object that became a row.
+    /// An object that the visitor replaced by this row.
     Row(Row),
-    /// A list of objects that became rows.
+    /// A list of objects, each of which the visitor replaced by a row.
     Rows(FieldPart),
     /// Any other value.
     #[default]
     Other,
 }
 
-/// A range of the numbers or of the rows of an object record.
+/// A range in the list of numbers or in the list of rows of an object record.
 #[derive(Clone, Copy, Debug)]
 pub struct FieldPart {
     start: u32,
@@ -66,7 +66,7 @@ impl FieldPart {
 }
 
 impl<'r, 'a> Record<'r, 'a> {
-    /// Returns the first item of a state that is a tuple.
+    /// Returns the first field of an object whose state is a tuple.
     pub fn first(&self) -> Option<Field<'a>> {
         self.fields.first().filter(|(name, _)| name.is_empty()).map(|(_, field)| *field)
     }
@@ -76,7 +76,7 @@ impl<'r, 'a> Record<'r, 'a> {
         self.fields.iter().rev().find(|(key, _)| *key == name.as_bytes()).map(|(_, field)| *field)
     }
 
-    /// Returns a number.
+    /// Returns the value of the field `name`, if it is a number.
     pub fn number(&self, name: &str) -> Option<u64> {
         match self.get(name)? {
             Field::Number(number) => Some(number),
@@ -84,7 +84,7 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns a text.
+    /// Returns the value of the field `name`, if it is a text.
     pub fn text(&self, name: &str) -> Option<&'a str> {
         match self.get(name)? {
             Field::Text(text) => Some(text),
@@ -92,7 +92,7 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns the sizes of a `torch.Size`.
+    /// Returns the value of the field `name`, if it is a `torch.Size`.
     pub fn dims(&self, name: &str) -> Option<&'r [u64]> {
         match self.get(name)? {
             Field::Dims(part) => Some(self.numbers_of(part)),
@@ -100,7 +100,7 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns the row of an object that became one.
+    /// Returns the row in the field `name`, if the field is an object that the visitor replaced by a row.
     pub fn row(&self, name: &str) -> Option<Row> {
         match self.get(name)? {
             Field::Row(row) => Some(row),
@@ -108,11 +108,11 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns the rows of a list of objects that became rows.
+    /// Returns the rows in the field `name`, if the field is a list of objects that the visitor replaced by rows.
     pub fn rows(&self, name: &str) -> Option<&'r [Row]> {
         match self.get(name)? {
             Field::Rows(part) => Some(self.rows_of(part)),
-            // An empty list matches every element type.
+            // An empty list may be a list of numbers or a list of rows.
             Field::Dims(none) if none.is_empty() => Some(&[]),
             _ => None,
         }
@@ -127,8 +127,8 @@ impl<'r, 'a> Record<'r, 'a> {
     }
 }
 
-/// The fields of an object record, with their numbers and rows. The fields of a nested object follow the fields of the
-/// outer object.
+/// The fields of an object record, with their numbers and rows. While a nested object is read, its fields follow the
+/// fields of the outer object.
 #[derive(Debug, Default)]
 pub struct Fields<'a> {
     pub(super) named: Vec<(&'a [u8], Field<'a>)>,
@@ -136,7 +136,7 @@ pub struct Fields<'a> {
     pub(super) rows: Vec<Row>,
 }
 
-/// The start of the fields of one object.
+/// The position at which the fields of one object start.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Bottom {
     pub named: usize,

@@ -5,7 +5,7 @@ use std::fmt;
 use super::Ref;
 use super::arena::{NodeId, Pickle};
 
-/// The elements of a sequence.
+/// An iterator over the elements of a sequence.
 #[derive(Clone, Copy)]
 pub struct Items<'a> {
     pickle: &'a Pickle<'a>,
@@ -17,17 +17,17 @@ impl<'a> Items<'a> {
         Self { pickle, ids }
     }
 
-    /// Returns the element after skipping `index` elements.
+    /// Returns the element at `index`, counted from the current position of the iterator.
     pub fn get(&self, index: usize) -> Option<Ref<'a>> {
         self.ids.get(index).map(|&id| Ref::new(self.pickle, id))
     }
 
-    /// Returns whether no elements are left.
+    /// Returns whether the iterator has no more elements.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// Returns the elements after the first `count`.
+    /// Returns an iterator without the first `count` elements.
     fn starting_at(self, count: usize) -> Self {
         Self { ids: self.ids.get(count..).unwrap_or(&[]), ..self }
     }
@@ -67,22 +67,22 @@ impl fmt::Debug for Items<'_> {
     }
 }
 
-/// The keys and values of a dict.
+/// An iterator over the keys and values of a dict.
 #[derive(Clone, Copy, Debug)]
 pub struct Entries<'a>(Items<'a>);
 
 impl<'a> Entries<'a> {
-    /// Returns an iterator over alternating keys and values.
+    /// Returns an iterator over entries, from a sequence in which keys and values alternate.
     pub(super) fn new(items: Items<'a>) -> Self {
         Self(items)
     }
 
-    /// Returns the entry after skipping `index` entries.
+    /// Returns the entry at `index`, counted from the current position of the iterator.
     pub fn get(self, index: usize) -> Option<(Ref<'a>, Ref<'a>)> {
         self.starting_at(index).next()
     }
 
-    /// Returns the entries after the first `index`.
+    /// Returns an iterator without the first `index` entries.
     pub fn starting_at(self, index: usize) -> Self {
         Self(self.0.starting_at(index.saturating_mul(2)))
     }

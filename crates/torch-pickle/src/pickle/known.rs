@@ -15,8 +15,8 @@ pub(super) fn is_known(module: &str, name: &str) -> bool {
     }
 }
 
-/// Returns the value of a known call, or `None` if CPython does not write such arguments. `OrderedDict` is not
-/// included, because its entries follow the call.
+/// Returns the value of a known call, or `None` if CPython does not write such arguments. `OrderedDict` is not a known
+/// call here, because its entries are set after the call.
 pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<T, X>> {
     Some(match (name, args) {
         ("set", []) => Value::Set(Vec::new()),
@@ -35,8 +35,8 @@ pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<
     })
 }
 
-/// Decodes the bytes of protocol 2, which has no opcode for bytes: they are a text with one character per byte, and a
-/// call that encodes it.
+/// Decodes bytes as protocol 2 stores them. It has no opcode for bytes, so they are a text with one character per byte,
+/// and a call that encodes the text as Latin-1.
 fn latin1(text: &str, codec: &str) -> Option<Vec<u8>> {
     if !matches!(codec, "latin1" | "latin-1") {
         return None;

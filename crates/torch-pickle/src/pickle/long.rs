@@ -4,7 +4,7 @@
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `encode_long` and `decode_long`.
 
-/// Drops redundant sign bytes.
+/// Drops the sign bytes that are not needed, from an integer in little-endian two's complement.
 pub(super) fn minimal(mut bytes: &[u8]) -> &[u8] {
     while let [rest @ .., last] = bytes {
         let sign = match rest.last() {
@@ -30,7 +30,7 @@ pub(super) fn to_i64(bytes: &[u8]) -> Option<i64> {
     Some(i64::from_le_bytes(padded))
 }
 
-/// Converts to `u64`, including its upper half, which takes nine bytes.
+/// Converts an integer in little-endian two's complement to `u64`. The upper half of `u64` has nine bytes in this form.
 pub(super) fn to_u64(bytes: &[u8]) -> Option<u64> {
     match minimal(bytes) {
         [low @ .., 0] if low.len() == 8 => low.first_chunk().map(|low| u64::from_le_bytes(*low)),

@@ -1,10 +1,10 @@
-//! The stack machine: it runs the opcodes on the arena. It imports and calls nothing.
+//! The stack machine: it runs the opcodes of a pickle and creates nodes in the arena. It imports and calls nothing.
 //!
-//! GLOBAL makes a node for a name, REDUCE a node for a call, BUILD a node for a state that an object would get.
-//! [`super::decode`] and the formats give these nodes a meaning.
+//! GLOBAL makes a node for a name, and REDUCE a node for a call. BUILD stores the state of an object in the node of the
+//! object. [`super::decode`] and the formats give these nodes a meaning.
 //!
-//! Invariants: no mark is above the top of the stack, and nothing is popped through a mark. An argument tuple is a
-//! tuple. The depth of nesting is not limited here, because neither this module nor the arena recurses.
+//! Invariants: no mark is above the top of the stack, and nothing is popped through a mark. The argument tuple of a
+//! call is a tuple node. The depth of nesting is not limited here, because neither this module nor the arena recurses.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Unpickler`. If that class would raise a TypeError during a
 //! call, this machine reports an error at the opcode.
@@ -24,15 +24,15 @@ use super::{Limits, PickleError};
 
 pub(super) struct Machine<'a> {
     pub(super) lexer: Lexer<'a>,
-    /// The position of the current opcode, for errors.
+    /// The position of the current opcode in bytes, for errors.
     pub(super) at: usize,
     pub(super) pickle: Pickle<'a>,
     pub(super) stack: Vec<NodeId>,
-    /// The stack height at each open MARK.
+    /// The height of the stack at each MARK that is still open.
     marks: Vec<usize>,
     pub(super) memo: Memo,
     pub(super) interned: HashMap<(&'a str, &'a str), u32>,
-    /// The fields of the object record that is being read.
+    /// Reused memory for the fields of the object record that is being read.
     pub(super) fields: Fields<'a>,
     pub(super) alike: Alike,
 }
@@ -40,7 +40,7 @@ pub(super) struct Machine<'a> {
 pub(super) type Done<T = ()> = Result<T, PickleError>;
 
 impl<'a> Machine<'a> {
-    /// Creates a machine and walks the input for the memo entries that are fetched.
+    /// Creates a machine. This walks the input once, to find the memo entries that are fetched.
     pub fn new(bytes: &'a [u8], limits: Limits) -> Done<Self> {
         Ok(Self {
             memo: Memo::survey(bytes)?,
@@ -206,7 +206,7 @@ impl<'a> Machine<'a> {
         self.push(kind(seq))
     }
 
-    /// Pushes a LONG1, which usually fits 64 bits.
+    /// Converts the bytes of LONG1 to a node. The int usually fits 64 bits.
     fn long(&self, span: Span) -> Node {
         long::to_i64(span.of(self.pickle.bytes)).map_or(Node::BigInt(span), Node::Int)
     }
@@ -276,7 +276,8 @@ impl<'a> Machine<'a> {
 
     // Stack and memo
 
-    /// Returns the stack height below its topmost `len` values, none of which may be below a mark.
+    /// Returns the height that the stack has without its topmost `len` values. It is an error if one of them is below a
+    /// mark.
     pub(super) fn height_for(&self, len: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(len) {
@@ -310,7 +311,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs POP. POP removes a MARK that is on top; CPython writes that for recursive tuples.
+    /// Runs POP. If a MARK is on top, POP removes the MARK; CPython writes this for recursive tuples.
     fn discard(&mut self) -> Done {
         if self.marks.last() == Some(&self.stack.len()) {
             self.marks.pop();
@@ -321,7 +322,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// An entry that the memo stores is fetched later, and so has more than one owner.
+    /// Stores the value on top of the stack in the memo. If the entry is fetched later, the value has more than one
+    /// owner and is pinned.
     fn put(&mut self, index: Option<u32>) -> Done {
         let id = self.top()?;
         let kept = match index {
@@ -342,8 +344,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Returns whether bytes are UTF-8 in which lone surrogates are allowed as three bytes, as Python's `surrogatepass`
-/// writes them.
+/// Returns whether bytes are UTF-8 in which lone surrogates are allowed. Python's `surrogatepass` writes a lone
+/// surrogate as three bytes.
 fn is_surrogatepass(mut bytes: &[u8]) -> bool {
     while let Err(error) = std::str::from_utf8(bytes) {
         match bytes[error.valid_up_to()..] {

@@ -2,14 +2,14 @@
 //!
 //! CPython memoizes nearly every object that it pickles and fetches few of them: a `.metadata` of a million chunks has
 //! about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only these
-//! indices get a cell. The walk also shows which nodes have exactly one owner; such nodes may be freed once they are a
-//! row (see [`super::visitor`]).
+//! indices get a cell. The walk also shows which nodes have exactly one owner; when an object with one owner becomes a
+//! row, its node may be freed (see [`super::visitor`]).
 //!
 //! The walk only needs the positions of opcodes. Each frame contains whole opcodes, so several threads walk a long
 //! pickle from different frames. If every part ends where the next part starts, the result equals the result of a
 //! single walk. Otherwise a single walk is made.
 //!
-//! Invariant: the cell of index `i` is the number of fetched indices below `i`.
+//! Invariant: the number of the cell for index `i` is the number of fetched indices below `i`.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `load_put`, `load_memoize`, `load_get` and
 //! `load_frame`.
@@ -23,10 +23,10 @@ use super::arena::NodeId;
 use super::bit_set::{BitSet, place};
 use super::opcode::{End, Lexer, frames};
 
-/// The minimum length for a parallel walk. A shorter pickle is walked faster by one thread.
+/// The minimum length, in bytes, of a pickle that several threads walk. One thread walks a shorter pickle faster.
 const LONG_BYTES: usize = 2 << 20;
 
-/// Returns the indices that opcodes from `start` on fetch, up to an `end` of this kind.
+/// Returns the memo indices that the opcodes from `start` on fetch. The walk must stop at an end of the kind `end`.
 fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleError> {
     let mut fetched = BitSet::default();
     let mut lexer = Lexer::new(bytes)?;
@@ -37,8 +37,8 @@ fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleErro
     }
 }
 
-/// Returns the result of a single walk, computed in parts of whole frames. Returns `None` if an opcode
-/// crosses the end of a frame.
+/// Returns the memo indices that a pickle fetches, found by several threads that walk parts of whole frames. Returns
+/// `None` if an opcode crosses the end of a frame; then a single walk is needed.
 fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
     let mut starts = vec![0];
     for frame in frames(bytes) {
@@ -54,18 +54,19 @@ fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
 
 pub(super) struct Memo {
     fetched: BitSet,
-    /// The number of fetched indices before each word of `fetched`, so that a cell is found in constant time.
+    /// For each word of `fetched`, the number of fetched indices in the words before it. With it, a cell is found in
+    /// constant time.
     before: Vec<u32>,
     cells: Vec<Option<NodeId>>,
     written: Written,
 }
 
-/// The indices that were written. MEMOIZE takes the next index, which is the number of entries.
+/// The memo indices that were written. MEMOIZE writes the index that is equal to the number of entries.
 #[derive(Default)]
 struct Written {
-    /// All indices below this index are written.
+    /// All indices below this index are written; this index is not.
     below: u32,
-    /// The entries that PUT wrote with non-consecutive indices, and the number of them past the dense range.
+    /// The entries above `below` that PUT wrote. `ahead_len` is the number of them that are still above `below`.
     ahead: BitSet,
     ahead_len: u32,
 }
@@ -89,7 +90,7 @@ impl Written {
 }
 
 impl Memo {
-    /// Walks the opcodes up to STOP without running them.
+    /// Walks the opcodes up to STOP without running them, and creates a memo with a cell for each fetched index.
     pub fn survey(bytes: &[u8]) -> Result<Self, PickleError> {
         let by_parts = || fetched_by_parts(bytes, bytes.len() / rayon::current_num_threads());
         let fetched = match Some(bytes).filter(|bytes| bytes.len() >= LONG_BYTES).and_then(|_| by_parts()) {
@@ -110,7 +111,8 @@ impl Memo {
         Ok(Self { fetched, before, cells, written: Written::default() })
     }
 
-    /// Writes `index`. Returns whether the entry is stored: it is stored if a GET fetches it.
+    /// Records that the entry `index` was written. Returns whether the memo stores the entry, which it does if a GET
+    /// fetches it.
     pub fn put(&mut self, index: u32, node: NodeId) -> bool {
         self.written.insert(index);
         let Some(cell) = self.cell(index) else {
@@ -120,38 +122,38 @@ impl Memo {
         true
     }
 
-    /// Runs MEMOIZE, which writes the next index.
+    /// Runs MEMOIZE, which writes the next index. Returns whether the memo stores the entry.
     pub fn push(&mut self, node: NodeId) -> bool {
         self.put(self.len(), node)
     }
 
-    /// Returns the number of entries.
+    /// Returns the number of entries that were written, including entries that are not stored.
     pub fn len(&self) -> u32 {
         self.written.len()
     }
 
-    /// Returns whether all indices so far are consecutive.
+    /// Returns whether the written indices are consecutive, without gaps.
     pub fn is_in_turn(&self) -> bool {
         self.written.ahead_len == 0
     }
 
-    /// Returns whether a GET fetches the entry.
+    /// Returns whether a GET fetches the entry at `index`.
     pub fn is_fetched(&self, index: u32) -> bool {
         self.fetched.contains(index)
     }
 
-    /// Returns whether one of the next entries is fetched later.
+    /// Returns whether a GET fetches one of the next `entries` entries.
     pub fn fetches_next(&self, entries: u32) -> bool {
         let next = self.len();
         self.fetched.contains_any(next..next + entries)
     }
 
-    /// Adds the next entries, which are filled later or never fetched.
+    /// Counts the next `entries` entries as written. The caller stores the entries that are fetched.
     pub fn skip(&mut self, entries: u32) {
         self.written.below += entries;
     }
 
-    /// Returns the entry, if it was written.
+    /// Returns the node in the entry at `index`, if the entry was written and stored.
     pub fn get(&self, index: u32) -> Option<NodeId> {
         self.cells[self.cell(index)?]
     }
@@ -170,7 +172,7 @@ impl Memo {
 mod tests {
     use super::*;
 
-    /// Returns a pickle of frames with these opcodes.
+    /// Returns a pickle whose frames contain the given opcodes.
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()
@@ -184,7 +186,7 @@ mod tests {
         for least_bytes in [1, 15, 20, 30, bytes.len()] {
             assert_eq!(fetched_by_parts(&bytes, least_bytes).unwrap().words, whole(&bytes), "{least_bytes}");
         }
-        // These inputs have opcodes that cross frames, and bytes after STOP.
+        // In these inputs, opcodes cross the end of a frame, or bytes follow STOP.
         for frames in [[b"h\x01K".as_slice(), b"h\x02."], [b"h", b"h\x02."], [b"h\x01.", b"h\x02."]] {
             let bytes = framed(&frames);
             assert!(fetched_by_parts(&bytes, 1).is_none());

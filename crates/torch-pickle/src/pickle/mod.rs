@@ -67,7 +67,7 @@ pub fn parse<'a, F: Visitor + ?Sized>(bytes: &'a [u8], visitor: &mut F) -> Resul
     parse_with(bytes, visitor, Limits::for_input(bytes.len()))
 }
 
-/// Parses a pickle like [`parse`], with limits of the caller.
+/// Parses a pickle like [`parse`], but with limits that the caller chooses.
 pub fn parse_with<'a, F: Visitor + ?Sized>(
     bytes: &'a [u8],
     visitor: &mut F,
@@ -82,17 +82,16 @@ pub fn parse_with<'a, F: Visitor + ?Sized>(
 pub struct Limits {
     /// The maximum nesting of a decoded value. It prevents a stack overflow in every recursion over a value.
     pub max_depth: usize,
-    /// The maximum number of nodes in memory while reading, at 16 to 64 bytes each.
+    /// The maximum number of nodes in memory while a pickle is read. A node takes 16 to 64 bytes.
     pub max_nodes: u32,
-    /// The maximum work of one [`decode`]: a visited node counts as one, and eight copied bytes count as one. A graph
-    /// in which everything is shared ("billion laughs") is small as a graph and exponentially large as a tree.
+    /// The maximum work of one [`decode`]: a visited node counts as one, and eight copied bytes count as one. The limit
+    /// is needed because a small graph of shared nodes can be an exponentially large tree ("billion laughs").
     pub max_visits: u64,
 }
 
 impl Limits {
-    /// Returns limits that are generous for any real pickle of `len` bytes. In real pickles, sharing makes the tree
-    /// only a little larger than the graph. Four visits per byte are hundreds of visits for each object that CPython
-    /// writes.
+    /// Returns limits that no real pickle of `len` bytes reaches. In real pickles, the tree is only a little larger
+    /// than the graph of shared nodes. Four visits per byte are hundreds of visits for each object that CPython writes.
     pub fn for_input(len: usize) -> Self {
         Self {
             max_depth: 256,
@@ -109,7 +108,7 @@ impl Limits {
 pub struct PickleError {
     /// The kind of error.
     pub kind: PickleErrorKind,
-    /// The position of the error in bytes.
+    /// The position of the error in the pickle, in bytes.
     pub at: u64,
     /// The description of the input at that position.
     pub found: String,
@@ -123,14 +122,14 @@ pub enum PickleErrorKind {
     Truncated,
     /// The input is not a pickle, or not a pickle that CPython would write.
     Malformed,
-    /// The input exceeds a bound of [`Limits`] or of the node format.
+    /// The input exceeds one of the [`Limits`], or a limit of the node format.
     Limit,
     /// The caller's [`Visitor`] refused an object.
     Rejected,
 }
 
 impl PickleError {
-    /// Returns the expected input at that byte.
+    /// Returns a description of the input that the reader expected where it found an error of this kind.
     pub fn expected(&self) -> &'static str {
         match self.kind {
             PickleErrorKind::Truncated => "a complete pickle",

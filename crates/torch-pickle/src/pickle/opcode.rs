@@ -1,8 +1,8 @@
 //! The lexer: it reads one opcode with its argument at a time.
 //!
-//! Reason for a separate lexer: the reader walks every pickle twice, first to find the memo entries that are ever
-//! fetched (see [`super::memo`]) and then to run it. With a shared lexer, the second walk can only meet opcodes that
-//! the first one has measured.
+//! Reason for a separate lexer: the reader walks every pickle twice. The first walk finds the memo entries that are
+//! fetched (see [`super::memo`]), and the second walk runs the opcodes. Both walks use this lexer, so the second walk
+//! finds the same opcodes as the first.
 //!
 //! Positions are bytes of the input. Invariant: every returned [`Span`] is inside the input, and each opcode consumes
 //! at least one byte. So the length of the input bounds the numbers of opcodes, nodes and memo entries.
@@ -12,7 +12,7 @@
 
 use super::PickleError;
 
-/// A range of input bytes. With 32 bits for each bound, a node takes 16 bytes.
+/// A range of the input, in bytes. The bounds have 32 bits each, so that a node takes only 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub start: u32,
@@ -34,7 +34,7 @@ impl Span {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op {
-    /// PROTO or FRAME, which the machine ignores.
+    /// The opcode PROTO or FRAME, which the machine ignores.
     Nothing,
     Stop,
     Mark,
@@ -48,12 +48,12 @@ pub(super) enum Op {
     Long(Span),
     Float(f64),
     Unicode(Span),
-    /// Python 2's `str`. It is a text if the bytes are valid UTF-8, otherwise bytes.
+    /// A `str` of Python 2. It becomes a text if its bytes are valid UTF-8, otherwise bytes.
     String(Span),
     Bytes(Span),
     ByteArray(Span),
     EmptyTuple,
-    /// TUPLE1, TUPLE2 or TUPLE3.
+    /// The opcode TUPLE1, TUPLE2 or TUPLE3, with the number of items.
     TupleOf(usize),
     Tuple,
     EmptyList,
@@ -80,7 +80,7 @@ pub(super) enum Op {
     Get(u32),
 }
 
-/// The lengths of opcodes with a fixed length that do not access the memo; 0 for all other opcodes.
+/// For each opcode with a fixed length that does not access the memo, its length in bytes; 0 for all other opcodes.
 const WIDTHS: [u8; 256] = {
     let mut widths = [0; 256];
     let mut index = 0;
@@ -98,15 +98,15 @@ const FIXED: [(u8, u8); 29] = [
     (b's', 1), (b'u', 1), (0x93, 1), (b'R', 1), (0x81, 1), (0x92, 1), (b'b', 1), (b'q', 2), (0x94, 1),
 ];
 
-/// The end of a walk.
+/// The kind of position at which a walk over the opcodes ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Stop,
-    /// The end of the input, which is also the end of an opcode.
+    /// The end of the input. The last opcode ends exactly there.
     Input,
 }
 
-/// Returns the starts of the consecutive frames after PROTO.
+/// Returns the offsets of the consecutive frames that follow PROTO.
 pub(super) fn frames(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let behind = |at: usize| {
         let [0x95, len @ ..] = bytes.get(at..)?.first_chunk::<9>()? else { return None };
@@ -121,8 +121,8 @@ pub(super) struct Lexer<'a> {
 }
 
 impl<'a> Lexer<'a> {
-    /// Creates a lexer. Positions beyond 4 GiB do not fit a [`Span`]. Tensor data is never inside a checkpoint's
-    /// pickle, so real pickles are far shorter.
+    /// Creates a lexer. A pickle of 4 GiB or more is an error, because its positions do not fit a [`Span`]. The pickles
+    /// of checkpoints contain no tensor data, so they are far shorter.
     pub fn new(bytes: &'a [u8]) -> Result<Self, PickleError> {
         if bytes.len() >= u32::MAX as usize {
             return Err(PickleError::limit(0, "the pickle is 4 GiB or longer"));
@@ -130,21 +130,23 @@ impl<'a> Lexer<'a> {
         Ok(Self { bytes, pos: 0 })
     }
 
-    /// Returns the number of bytes consumed so far.
+    /// Returns the position of the lexer: the number of bytes that it has read.
     pub fn pos(&self) -> usize {
         self.pos
     }
 
-    /// Continues at a position after bytes that were read ahead.
+    /// Moves the lexer to the position `pos`, after bytes that other code has already read.
     pub fn seek(&mut self, pos: usize) {
         self.pos = pos;
     }
 
-    /// Walks to the end, and passes the memo indices that a GET fetches to `fetch`.
+    /// Walks the opcodes up to STOP or to the end of the input. Passes the index of each memo entry that a GET fetches
+    /// to `fetch`.
     pub fn gets(&mut self, mut fetch: impl FnMut(u32)) -> Result<End, PickleError> {
         while let Some(op) = self.bytes.get(self.pos) {
             match WIDTHS[usize::from(*op)] {
-                // Besides opcodes of fixed length, these three make up most of a pickle.
+                // Together with the opcodes of fixed length, these three opcodes (BINGET, LONG_BINGET,
+                // SHORT_BINUNICODE) make up most of a pickle.
                 0 if *op == b'h' => {
                     self.pos += 1;
                     fetch(self.u8()?.into());
@@ -165,7 +167,7 @@ impl<'a> Lexer<'a> {
                 width => self.pos += usize::from(width),
             }
         }
-        // A fixed argument may have moved the position beyond the end.
+        // A truncated opcode of fixed length moves the position beyond the end of the input.
         if self.pos == self.bytes.len() { Ok(End::Input) } else { Err(PickleError::truncated(self.bytes.len())) }
     }
 
@@ -241,16 +243,16 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Reads a frame. A frame is only a hint for buffering, but a frame longer than the input shows that the file is
-    /// truncated.
+    /// Reads the opcode FRAME. A frame is only a hint for buffering, but a frame longer than the input shows that the
+    /// input is truncated.
     fn frame(&mut self) -> Result<Op, PickleError> {
         let len = u64::from_le_bytes(self.array()?);
         self.need(len)?;
         Ok(Op::Nothing)
     }
 
-    /// Checks a memo index. CPython numbers memo entries from 0, so an index past the input's length is invalid. This
-    /// check keeps the memo as small as the input.
+    /// Checks a memo index. CPython numbers memo entries from 0, so an index larger than the length of the input is
+    /// invalid. This check keeps the memo as small as the input.
     fn memo_index(&mut self, at: usize) -> Result<u32, PickleError> {
         let index = u32::from_le_bytes(self.array()?);
         if index as usize >= self.bytes.len() {
@@ -322,7 +324,7 @@ impl<'a> Lexer<'a> {
     #[inline]
     fn span(&mut self, len: u64) -> Result<Span, PickleError> {
         self.need(len)?;
-        // Both bounds fit: the input is shorter than 4 GiB and has `len` more bytes.
+        // Both values fit 32 bits: the input is shorter than 4 GiB and has `len` more bytes.
         let span = Span { start: self.pos as u32, len: len as u32 };
         self.pos += len as usize;
         Ok(span)

@@ -10,13 +10,13 @@ const MAX_NAME: usize = 256;
 
 #[derive(Clone, Copy)]
 pub(super) enum Step<'a> {
-    /// An entry of a dict, or an attribute.
+    /// A step to the value of a dict key, or to an attribute of an object.
     Key(Ref<'a>),
-    /// An element of a sequence.
+    /// A step to an element of a sequence.
     Index(usize),
-    /// An argument of the call that makes an object.
+    /// A step to an argument of the call that makes an object.
     Argument(usize),
-    /// A part of an object for which Python has no subscript.
+    /// A step to a part of an object for which Python has no subscript, such as its state.
     Part(&'static str),
 }
 
@@ -59,7 +59,7 @@ fn subscript(path: &mut String, index: impl std::fmt::Display) {
     _ = write!(path, "[{index}]");
 }
 
-/// Appends a name. A name longer than any FQN is truncated.
+/// Appends a subscript with a text key. A text longer than any FQN is truncated.
 fn text_subscript(path: &mut String, name: &str) {
     match name.char_indices().nth(MAX_NAME) {
         Some((end, _)) => subscript(path, format_args!("'{}…'", name[..end].escape_debug())),

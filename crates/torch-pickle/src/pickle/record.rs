@@ -1,14 +1,14 @@
 //! Object records: objects with a few plain fields, read directly from their opcodes.
 //!
-//! Reason: nearly all of a large `.metadata` consists of five classes with numbers, texts, sizes and each other as
-//! state, always written with the same opcodes. Creating nodes for these objects, only to free the nodes when the
-//! object becomes a row, takes most of the reading time. This module creates only the entries that the memo needs
-//! later.
+//! Reason: nearly all of a large `.metadata` consists of objects of five classes, always written with the same opcodes.
+//! The state of such an object has numbers, texts, sizes and other such objects. Creating nodes for these objects, only
+//! to free the nodes when the object becomes a row, takes most of the reading time. This module creates nodes only for
+//! the values that the memo needs later.
 //!
-//! Invariant: an object record is read whole, or the machine is left unchanged. Unusual or invalid input is left to the
-//! machine, which runs or refuses it, so only one place decides what a pickle may contain. An attempt reads no further
-//! than the first unknown opcode, and object records are nested at most [`MAX_DEPTH`] deep, so the total work is
-//! linear. Rows of a failed attempt stay unreferenced.
+//! Invariant: an object record is read completely, or the machine is left unchanged. The machine then runs or refuses
+//! unusual or invalid input, so only the machine decides what a pickle may contain. An attempt reads no further than
+//! the first unknown opcode, and object records are nested at most [`MAX_DEPTH`] deep, so the total work is linear.
+//! Rows that a failed attempt made have no references.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -25,12 +25,12 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::{Row, Visitor};
 
-/// The maximum nesting of object records: the metadata of a tensor, and its chunks.
+/// The maximum nesting of object records: the metadata of a tensor contains the metadata of its chunks.
 const MAX_DEPTH: usize = 2;
 
 impl Machine<'_> {
-    /// Runs NEWOBJ as an object record. Returns true if the visitor made a row for the object; the row is then on the
-    /// stack.
+    /// Runs NEWOBJ and the opcodes after it as an object record. Returns true if the visitor made a row for the object;
+    /// the row is then on the stack. Returns false if the machine must run the opcodes.
     pub(super) fn record<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
@@ -64,7 +64,8 @@ impl Machine<'_> {
         Ok(true)
     }
 
-    /// Reads the following object of a class, and returns the memo entries that must be stored.
+    /// Reads the object record after the current position. Also returns the memo entries in it that a GET fetches
+    /// later. Returns `None` if the input is not an object record.
     fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
@@ -90,7 +91,7 @@ impl Machine<'_> {
         };
         let span = Span { start: start as u32, len: (pos - start) as u32 };
         let record = Ahead { class, span, entries: next - first, row };
-        // Comparing other object records takes as long as reading them.
+        // An object record without other objects is not cached, because comparing it takes as long as reading it.
         if holds_others && kept.is_empty() {
             self.alike.keep(record);
         }
@@ -101,13 +102,14 @@ impl Machine<'_> {
 /// Memo entries that are fetched later, by their index.
 type Entries = SmallVec<[(u32, Kept); 2]>;
 
-/// A value that a GET fetches later.
+/// A value in an object record that a GET fetches later.
 enum Kept {
     Text(Span),
     Dims(SmallVec<[u64; 4]>),
 }
 
-/// Reads ahead of the machine. `None` means that the input is not an object record.
+/// Reads an object record directly from its opcodes, before the machine runs them. Its functions return `None` if the
+/// input is not an object record.
 struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
     pickle: &'m Pickle<'a>,
@@ -115,17 +117,17 @@ struct Reader<'m, 'a, F: ?Sized> {
     visitor: &'m mut F,
     fields: &'m mut Fields<'a>,
     pos: usize,
-    /// The memo entry that the next MEMOIZE writes.
+    /// The index of the memo entry that the next MEMOIZE writes.
     next: u32,
     kept: Entries,
-    /// The number of objects around the current one.
+    /// The number of objects that contain the object that is being read.
     depth: usize,
-    /// True if the object record contains other objects.
+    /// True if the object record contains other objects, such as chunks.
     holds_others: bool,
 }
 
 impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
-    /// Reads the input after NEWOBJ: the state, and BUILD.
+    /// Reads the opcodes after NEWOBJ: the state of the object, and BUILD.
     fn object(&mut self) -> Option<()> {
         self.memo_of_none()?;
         match self.op()? {
@@ -136,7 +138,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.expect(b'b')
     }
 
-    /// Reads the input after an empty dict: MARK, fields and SETITEMS.
+    /// Reads a state that is a dict, after its EMPTY_DICT: MARK, the fields, and SETITEMS.
     fn dict(&mut self) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
@@ -153,7 +155,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         None
     }
 
-    /// Reads the input after MARK: items and TUPLE.
+    /// Reads a state that is a tuple, after its MARK: the items, and TUPLE.
     fn tuple(&mut self) -> Option<()> {
         let bottom = self.fields.top();
         loop {
@@ -175,7 +177,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.memo_of_none()
     }
 
-    /// The last items of the tuple belong to a nested tuple.
+    /// Makes a nested tuple of the last `len` items of the outer tuple, which TUPLE1, TUPLE2 or TUPLE3 takes from the
+    /// stack.
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let first = bottom.named.checked_sub(len).filter(|first| *first >= outer.named)?;
@@ -221,7 +224,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads an object of a class that was fetched from the memo.
+    /// Reads an object inside the object record. Its class was fetched from the memo.
     fn nested(&mut self, class: Global<'a>) -> Option<Row> {
         self.expect(b')')?;
         self.expect(0x81)?;
@@ -233,13 +236,13 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.depth += 1;
         self.object()?;
         self.depth -= 1;
-        // The machine reports objects that the visitor refuses.
+        // If the visitor refuses the object, the machine reads it again and reports the error.
         let row = self.visitor.record(class.symbol, &self.fields.record_from(bottom)).ok()?;
         self.fields.truncate(bottom);
         row
     }
 
-    /// Reads the objects of a list, appended one by one or from MARK to APPENDS.
+    /// Reads a list of objects. They are appended one by one with APPEND, or together from MARK to APPENDS.
     fn rows(&mut self) -> Option<Field<'a>> {
         self.memo_of_none()?;
         let bottom = self.fields.top();
@@ -279,7 +282,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads the name of a field: a text, or a text from the memo.
+    /// Reads the name of a field, which is a text or is fetched from the memo.
     fn name(&mut self, op: u8) -> Option<&'a [u8]> {
         match op {
             0x8c => self.text().map(str::as_bytes),
@@ -314,7 +317,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads the arguments of `torch.Size`, which are a tuple of one tuple, and the call.
+    /// Reads a call of `torch.Size`: its arguments, which are a tuple that contains one tuple, and REDUCE.
     fn size(&mut self) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let mut op = self.op()?;
@@ -350,7 +353,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// Reads the next opcode if it is MEMOIZE.
+    /// Reads MEMOIZE if it is the next opcode. If a GET fetches the entry later, `value` is kept for it.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;
@@ -361,7 +364,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads MEMOIZE of a value that is not a field and is not fetched.
+    /// Reads MEMOIZE if it is the next opcode. Returns `None` if a GET fetches the entry later, because such a value is
+    /// not kept.
     fn memo_of_none(&mut self) -> Option<()> {
         if self.peek() == Some(0x94) {
             self.pos += 1;

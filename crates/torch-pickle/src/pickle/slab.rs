@@ -19,7 +19,7 @@ impl<T: Default> Slab<T> {
             self.slots[slot as usize] = value;
             return slot;
         }
-        // The number fits: a slot takes at least one byte of an input shorter than 4 GiB.
+        // The number fits 32 bits, because each slot takes at least one byte of an input shorter than 4 GiB.
         let slot = self.slots.len() as u32;
         self.slots.push(value);
         slot

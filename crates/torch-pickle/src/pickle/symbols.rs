@@ -1,49 +1,50 @@
-//! The globals of a pickle that may become data, in three lists.
+//! The names of a pickle that may become data, in two lists, and the rule for all other names.
 //!
 //! * **Known**: decoded to a separate variant of `Value` (`OrderedDict`, `set`, `bytearray`, ...); `known.rs` has this
 //!   list.
-//! * **Inert**: carried by name with their arguments and state. If they are written again, they run in the program
-//!   that loads the result, so a name is on the list only if creating such an object has no other effect.
+//! * **Inert**: carried by name with their arguments and state. If an inert name is written again, it runs in the
+//!   program that loads the result. So a name is on the list only if creating such an object has no other effect.
 //! * All other names are refused. The lists have no pattern, no prefix and no module: `builtins.getattr`,
 //!   `os.system` and `torch.load` are each a name that is not listed.
 //!
-//! Invariant: a listed name only stores its arguments, or calls the listed types among them, as `defaultdict` does
-//! with its factory. A name that would call anything else is not listed.
+//! Invariant: a name on a list only stores its arguments, or calls the listed types among them, as `defaultdict` does
+//! with its factory. A name that would call anything else is not on a list.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py` for the names of torch, the `__reduce_ex__` of each class
 //! for the others, and CPython `Lib/_compat_pickle.py` for the spellings of protocol 2.
 
-/// The allowed uses of an inert global.
+/// The ways in which a name on the inert list may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Bare only: a type or a constant that is stored and never called.
+    /// The name itself may be a value, such as a type or a constant. It must not be called.
     Type,
-    /// Only called by REDUCE.
+    /// The name may be called by REDUCE. It must not be a value itself.
     Function,
-    /// Bare, called, or made by NEWOBJ. It may get items, entries and state.
+    /// The name may be a value, may be called by REDUCE, and may be made by NEWOBJ. Its objects may have items, entries
+    /// and state.
     Class,
 }
 
 impl Use {
-    /// Returns whether the name itself may be a value.
+    /// Returns whether the name may be a value without a call.
     pub fn bare(self) -> bool {
         self != Use::Function
     }
 
-    /// Returns whether the name may be called.
+    /// Returns whether the name may be called, by REDUCE or NEWOBJ.
     pub fn made(self) -> bool {
         self != Use::Type
     }
 }
 
-/// Returns the allowed use of an inert global, or `None` for an unlisted name.
+/// Returns the allowed use of a name on the inert list; `None` for a name that is not on the list.
 pub fn inert(module: &str, name: &str) -> Option<Use> {
     let listed = |(modules, names, _): &&(&[&str], &[&str], Use)| modules.contains(&module) && names.contains(&name);
     INERT.iter().find(listed).map(|&(_, _, usage)| usage)
 }
 
-/// Returns the Python 3 spelling of a name. Protocol 2 uses Python 2's spelling. No module of Python 3 has one of the
-/// old names, so old names are converted for every protocol, as in torch's reader.
+/// Returns the Python 3 spelling of a name. Protocol 2 uses the spelling of Python 2. No module of Python 3 has one of
+/// the old names, so old names are converted for every protocol, as in torch's reader.
 pub(super) fn modern<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("__builtin__", "xrange") => ("builtins", "range"),
@@ -69,7 +70,7 @@ pub(super) fn legacy<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
 
 type Row = (&'static [&'static str], &'static [&'static str], Use);
 
-/// Rows of (modules, names, use). Each name of a row may come from each module of the row.
+/// The inert list. A row has modules, names and their use; each name of a row may come from each module of the row.
 #[rustfmt::skip]
 const INERT: &[Row] = &[
     (&["builtins"], &[
@@ -99,8 +100,8 @@ const INERT: &[Row] = &[
     (&["torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"], &[
         "Shard", "_StridedShard", "Replicate", "Partial",
     ], Use::Class),
-    // A member of an enum is pickled as its class and a value. A name does not show that a class is an enum; these
-    // classes are enums.
+    // A member of an enum is pickled as a call of its class with a value. The name of a class does not show that it is
+    // an enum; these classes are enums.
     (&["torch.distributed.distributed_c10d", "torch._C._distributed_c10d"], &[
         "ReduceOp", "ReduceOp.RedOpType", "RedOpType",
     ], Use::Class),
@@ -111,7 +112,7 @@ const INERT: &[Row] = &[
     (&["numpy._core.multiarray", "numpy.core.multiarray"], &["_reconstruct", "scalar"], Use::Function),
     (&["numpy._core.numeric", "numpy.core.numeric"], &["_frombuffer"], Use::Function),
     (&["numpy.random._pickle"], &["__randomstate_ctor", "__generator_ctor"], Use::Function),
-    // numpy 1.24 to 1.26 passes this function to the other two.
+    // numpy 1.24 to 1.26 passes this function as an argument to the two functions in the row above.
     (&["numpy.random._pickle"], &["__bit_generator_ctor"], Use::Class),
     (&["numpy.random._mt19937"], &["MT19937"], Use::Type),
     (&["numpy.random._pcg64"], &["PCG64", "PCG64DXSM"], Use::Type),

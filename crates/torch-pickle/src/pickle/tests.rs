@@ -13,7 +13,7 @@ type Value = crate::Value<u32>;
 type Dict = crate::Dict<u32>;
 type Object = crate::Object<u32>;
 
-/// One object graph in protocols 2 to 5.
+/// One object graph, pickled with each of the protocols 2 to 5.
 const EVERYTHING: [&[u8]; 4] = [
     include_bytes!("tests/everything.2.pkl"),
     include_bytes!("tests/everything.3.pkl"),

@@ -1,6 +1,6 @@
-//! Decides whether the name of a node is allowed, and for which use. No other module makes this decision.
+//! Decides whether the name in a node is allowed, and for which use. No other module makes this decision.
 //!
-//! Invariant: every returned symbol is on a list, in a use that the list allows.
+//! Invariant: every returned name is on a list, and the list allows its use.
 
 use super::Ref;
 use super::decode_error::DecodeError;
@@ -9,7 +9,7 @@ use super::symbols::{self, Use};
 use crate::value::Symbol;
 
 pub(super) enum ClassDecision {
-    /// A bare name: `getattr` of a class inside a class.
+    /// The name of a class inside another class, which protocol 2 writes as a call of `getattr`.
     Bare(Symbol),
     OrderedDict,
     /// A known call, which is decoded to a separate variant of `Value`.
@@ -39,7 +39,7 @@ pub(super) fn of_made(r: Ref<'_>) -> Result<ClassDecision, DecodeError> {
     }
 }
 
-/// Decides whether a name that is not called is allowed.
+/// Decides whether a name may be a value without a call.
 pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     match r.symbol() {
         Some((module, name)) if symbols::inert(module, &name).is_some_and(Use::bare) => Ok(Symbol::new(module, &name)),
@@ -47,7 +47,8 @@ pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     }
 }
 
-/// Returns the name to show for a called node. A call may itself be the callee; a few levels are enough.
+/// Returns the name to show in an error about a call. The callee may itself be a call; only a few levels of calls are
+/// followed.
 fn blame(mut r: Ref<'_>) -> String {
     for _ in 0..8 {
         match (r.symbol(), r.callee()) {

@@ -1,5 +1,5 @@
-//! Typed, cheap views of a node. No view recurses, allocates for borrowed data, or panics: a node of another type
-//! gives `None`, which the caller interprets.
+//! Typed, cheap views of a node. No view recurses, allocates for borrowed data, or panics. If the node has another type
+//! than the view, the view gives `None`, and the caller decides what that means.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,7 +11,7 @@ use super::items::{Entries, Items};
 use super::long;
 use super::visitor::Row;
 
-/// A node of a [`Pickle`].
+/// A reference to a node of a [`Pickle`].
 #[derive(Clone, Copy)]
 pub struct Ref<'a> {
     pickle: &'a Pickle<'a>,
@@ -47,13 +47,13 @@ impl<'a> Ref<'a> {
         Self { pickle, id }
     }
 
-    /// Returns the id of the node. Equal ids are the same Python object. While the pickle is being read, an id stays
-    /// valid only if the node [is shared](Self::is_shared).
+    /// Returns the id of the node. References with equal ids are references to one Python object. While the pickle is
+    /// being read, an id stays valid only if the node [is shared](Self::is_shared).
     pub fn id(self) -> NodeId {
         self.id
     }
 
-    /// Returns the pickle of the node.
+    /// Returns the pickle that contains the node.
     pub fn pickle(self) -> &'a Pickle<'a> {
         self.pickle
     }
@@ -63,12 +63,12 @@ impl<'a> Ref<'a> {
         self.pickle.is_pinned(self.id)
     }
 
-    /// Returns whether this is `None`.
+    /// Returns whether the node is `None`.
     pub fn is_none(self) -> bool {
         matches!(self.node(), Node::None)
     }
 
-    /// Returns a bool.
+    /// Returns the value of a bool.
     pub fn as_bool(self) -> Option<bool> {
         match self.node() {
             Node::Bool(value) => Some(value),
@@ -76,7 +76,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns an int within 64 bits.
+    /// Returns the value of an int that fits 64 bits.
     pub fn as_i64(self) -> Option<i64> {
         match self.node() {
             Node::Int(value) => Some(value),
@@ -84,7 +84,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns an int within 64 bits that is not negative.
+    /// Returns the value of an int that fits 64 bits and is not negative.
     pub fn as_u64(self) -> Option<u64> {
         match self.node() {
             Node::Int(value) => u64::try_from(value).ok(),
@@ -93,7 +93,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns an int of any size as minimal little-endian two's complement.
+    /// Returns the value of an int of any size as little-endian two's complement without redundant sign bytes.
     pub fn as_int_bytes(self) -> Option<SmallVec<[u8; 8]>> {
         match self.node() {
             Node::Int(value) => Some(SmallVec::from_slice(long::minimal(&value.to_le_bytes()))),
@@ -102,7 +102,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a float. Ints are not converted.
+    /// Returns the value of a float. Ints are not converted.
     pub fn as_f64(self) -> Option<f64> {
         match self.node() {
             Node::Float(value) => Some(value),
@@ -110,7 +110,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a text.
+    /// Returns the text of a string.
     pub fn as_str(self) -> Option<&'a str> {
         match self.node() {
             Node::Str(span) => std::str::from_utf8(span.of(self.pickle.bytes)).ok(),
@@ -118,7 +118,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a string with lone surrogates, in Python's `surrogatepass` form.
+    /// Returns the bytes of a string with lone surrogates, in Python's `surrogatepass` form.
     pub fn as_surrogates(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Surrogates(span) => Some(span.of(self.pickle.bytes)),
@@ -126,7 +126,8 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns bytes that an opcode for bytes wrote. In protocol 2, bytes are a call of `_codecs.encode` instead.
+    /// Returns the content of `bytes` that an opcode for bytes wrote. In protocol 2, `bytes` are a call of
+    /// `_codecs.encode` instead.
     pub fn as_bytes(self) -> Option<&'a [u8]> {
         match self.node() {
             Node::Bytes(span) => Some(span.of(self.pickle.bytes)),
@@ -190,7 +191,7 @@ impl<'a> Ref<'a> {
         entries.find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
     }
 
-    /// Returns a `torch.Size` of up to 16 dims.
+    /// Returns the sizes of a `torch.Size` with up to 16 dims.
     pub fn as_dims(self) -> Option<&'a [u64]> {
         match self.node() {
             Node::Dims(block) => Some(self.pickle.dims(block)),
@@ -198,13 +199,13 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a `torch.Size`, or a tuple or list of non-negative ints.
+    /// Returns the sizes in a `torch.Size`, or in a tuple or list of non-negative ints.
     pub fn to_dims(self) -> Option<SmallVec<[u64; 4]>> {
         self.to_dims_up_to(usize::MAX)
     }
 
-    /// Returns dims like [`to_dims`](Self::to_dims), but at most `max_ndim`, because a long shared tuple may be
-    /// converted very often.
+    /// Returns sizes like [`to_dims`](Self::to_dims), but `None` for more than `max_ndim` sizes, because a long shared
+    /// tuple may be converted very often.
     pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
         if let Some(dims) = self.as_dims() {
             return Some(SmallVec::from_slice(dims));
@@ -216,13 +217,13 @@ impl<'a> Ref<'a> {
         (items.len() <= max_ndim).then(|| items.map(Ref::as_u64).collect())?
     }
 
-    /// Returns a bare name: a class, a function or a dtype.
+    /// Returns the module and the name of a global that is not called: a class, a function or a dtype.
     pub fn global(self) -> Option<(&'a str, &'a str)> {
         self.pickle.global(self.id).map(|global| global.symbol)
     }
 
-    /// Returns a bare name, or `getattr` of one. Protocol 2 has no other spelling for a class inside a class, such as
-    /// `ShardedTensor.ProcessGroupState`.
+    /// Returns the module and the name of a global that is not called, or of a `getattr` of such a global. Protocol 2
+    /// has no other spelling for a class inside a class, such as `ShardedTensor.ProcessGroupState`.
     pub fn symbol(self) -> Option<(&'a str, Cow<'a, str>)> {
         if let Some((module, name)) = self.global() {
             return Some((module, name.into()));
@@ -235,7 +236,7 @@ impl<'a> Ref<'a> {
         Some((module, format!("{name}.{}", attribute.as_str()?).into()))
     }
 
-    /// Returns a call of a name.
+    /// Returns the call of a global by REDUCE.
     pub fn call(self) -> Option<Call<'a>> {
         let Node::Call(make) = self.node() else {
             return None;
@@ -259,7 +260,7 @@ impl<'a> Ref<'a> {
         matches!(self.node(), Node::New(_))
     }
 
-    /// Returns the function that REDUCE called, or the class of NEWOBJ; usually a global.
+    /// Returns the function that REDUCE called, or the class of NEWOBJ. It is usually a global.
     pub fn callee(self) -> Option<Ref<'a>> {
         Some(self.at(self.make()?.callee))
     }
@@ -274,24 +275,25 @@ impl<'a> Ref<'a> {
         self.at(self.pickle.more(self.make()?)?.kwargs?).as_dict()
     }
 
-    /// Returns the BUILD state of a made object.
+    /// Returns the state that BUILD set on an object.
     pub fn state(self) -> Option<Ref<'a>> {
         Some(self.at(self.pickle.more(self.make()?)?.state?))
     }
 
-    /// Returns the items appended to a made object: a subclass of list, a deque.
+    /// Returns the items that were appended to an object made by a call, such as a deque or an object of a subclass of
+    /// list.
     pub fn items(self) -> Items<'a> {
         let more = self.make().and_then(|make| self.pickle.more(make));
         self.items_of(more.map_or(Seq::EMPTY, |more| more.items))
     }
 
-    /// Returns the entries set on a made object: an `OrderedDict`, a `defaultdict`.
+    /// Returns the entries that were set on an object made by a call, such as an `OrderedDict` or a `defaultdict`.
     pub fn entries(self) -> Entries<'a> {
         let more = self.make().and_then(|make| self.pickle.more(make));
         Entries::new(self.items_of(more.map_or(Seq::EMPTY, |more| more.entries)))
     }
 
-    /// Returns the argument of BINPERSID. In torch it is a tuple that names a storage.
+    /// Returns the argument of BINPERSID. In torch files, the argument is a tuple that names a storage.
     pub fn persistent_id(self) -> Option<Ref<'a>> {
         match self.node() {
             Node::PersistentId(id) => Some(self.at(id)),
@@ -307,7 +309,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a description for messages: `dict`, `call of torch.Size`.
+    /// Returns a description of the node for messages: `dict`, `call of torch.Size`.
     pub fn describe(self) -> String {
         let kind = match self.node() {
             Node::None => "None",

@@ -5,31 +5,31 @@
 //! leaves a [`Row`] number in the tree. The nodes that only the object owned are freed for the next object, so memory
 //! depends on the retained values only.
 //!
-//! Invariant: an object is shown whole or not at all. An object with list items, dict entries or keyword arguments is
-//! never shown, because a row would lose them.
+//! Invariant: a visitor sees an object completely or not at all. An object with list items, dict entries or keyword
+//! arguments is never shown to a visitor, because a row would lose them.
 
 use super::{Record, Ref};
 
-/// The row in a table of the caller that replaces an object.
+/// A number that replaces an object in the tree. It refers to a row in a table of the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Row {
     /// The number of the table, chosen by the caller.
     pub kind: u32,
-    /// The index of the row.
+    /// The index of the row in the table.
     pub index: u32,
 }
 
-/// Recognises objects while the pickle is read. `Ok(None)` leaves the object unchanged; an `Err` ends reading with
-/// that message.
+/// Recognises objects while the pickle is read, and replaces them by rows. A method returns `Ok(None)` to leave the
+/// object unchanged. An `Err` ends reading with that message.
 pub trait Visitor {
     /// Returns whether objects of `class` are shown as object records. Called once per class.
     fn keeps(&self, _class: (&str, &str)) -> bool {
         false
     }
 
-    /// Receives an object of a `class` that [`keeps`](Self::keeps) accepts, if the object has no arguments and a plain
-    /// state. Of several objects with equal bytes, possibly only one is shown. All other objects are shown to
-    /// [`build`](Self::build), and so is an object for which this method returns `None`.
+    /// Receives the fields of an object of a `class` that [`keeps`](Self::keeps) accepts, if the object has no
+    /// arguments and a plain state. If several objects have equal bytes, the method may be called for only one of them.
+    /// All other objects are shown to [`build`](Self::build), and so is an object for which this method returns `None`.
     fn record(&mut self, _class: (&str, &str), _record: &Record<'_, '_>) -> Result<Option<Row>, String> {
         Ok(None)
     }

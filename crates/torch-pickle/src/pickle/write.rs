@@ -13,7 +13,7 @@
 use super::long;
 use super::symbols;
 
-/// The number of items in one APPENDS or SETITEMS, as in CPython.
+/// The maximum number of items in one APPENDS or SETITEMS, as in CPython.
 const BATCH: usize = 1000;
 
 /// A pickle that is being written. The low-level methods append one opcode each and can be chained; the caller ensures
@@ -30,17 +30,17 @@ impl Default for Writer {
 }
 
 impl Writer {
-    /// Creates a pickle that contains PROTO 2.
+    /// Creates a pickle that contains only the opcode PROTO 2.
     pub fn new() -> Self {
         Self { out: vec![0x80, 2], depth: 0 }
     }
 
-    /// Returns the bytes written so far.
+    /// Returns the bytes that were written.
     pub fn written(&self) -> &[u8] {
         &self.out
     }
 
-    /// Ends the pickle with STOP and returns it.
+    /// Writes STOP, and returns the finished pickle.
     pub fn finish(mut self) -> Vec<u8> {
         self.out.push(b'.');
         self.out
@@ -69,7 +69,7 @@ impl Writer {
         }
     }
 
-    /// Writes the shortest opcode for a non-negative int.
+    /// Writes the shortest opcode for an int that is not negative.
     pub fn uint(&mut self, value: u64) -> &mut Self {
         match i64::try_from(value) {
             Ok(value) => self.int(value),
@@ -80,7 +80,7 @@ impl Writer {
     /// Writes an int of any size, given as little-endian two's complement.
     ///
     /// # Panics
-    /// If it takes 2 GiB or more, which LONG4 cannot count.
+    /// If the int takes 2 GiB or more, which LONG4 cannot count.
     pub fn big_int(&mut self, bytes: &[u8]) -> &mut Self {
         match long::to_i64(bytes) {
             Some(value) => self.int(value),
@@ -123,8 +123,8 @@ impl Writer {
         self.op(b')')
     }
 
-    /// Makes a tuple of the topmost `len` values. More than three values need a [`mark`](Self::mark) below them; up to
-    /// three must not have one.
+    /// Writes the opcode that makes a tuple of the topmost `len` values. If `len` is more than three, a
+    /// [`mark`](Self::mark) must be below the values; otherwise there must be no mark.
     pub fn tuple(&mut self, len: usize) -> &mut Self {
         match len {
             0 => self.empty_tuple(),
@@ -165,11 +165,11 @@ impl Writer {
         self.op(b'u')
     }
 
-    /// Writes a name in Python 3's spelling. A name with a dot is a class inside a class, which protocol 2 can only
-    /// access through `getattr`.
+    /// Writes a global. Module and name are in the spelling of Python 3. A name with a dot is a class inside a class,
+    /// which protocol 2 can only access through `getattr`.
     ///
     /// # Panics
-    /// If a part contains a line break, which would end it.
+    /// If the module or the name contains a line break.
     pub fn global(&mut self, module: &str, name: &str) -> &mut Self {
         if let Some((outer, inner)) = name.rsplit_once('.') {
             let builder = self.global("builtins", "getattr").global(module, outer);
@@ -200,7 +200,7 @@ impl Writer {
         self.op(b'Q')
     }
 
-    /// Stores the value on top in the memo under a number.
+    /// Stores the value on top of the stack in the memo, under the index `index`.
     pub fn put(&mut self, index: u32) -> &mut Self {
         match u8::try_from(index) {
             Ok(index) => self.op(b'q').raw(&[index]),
@@ -208,7 +208,7 @@ impl Writer {
         }
     }
 
-    /// Loads the stored object from the memo.
+    /// Loads the value that is stored in the memo under the index `index`.
     pub fn get(&mut self, index: u32) -> &mut Self {
         match u8::try_from(index) {
             Ok(index) => self.op(b'h').raw(&[index]),
@@ -216,7 +216,7 @@ impl Writer {
         }
     }
 
-    /// Appends `items` to the list on top, each written by `each` as one value.
+    /// Appends `items` to the list on top of the stack. `each` must write one item as one value.
     pub fn extend_list<T, E>(
         &mut self,
         items: impl ExactSizeIterator<Item = T>,
@@ -225,7 +225,7 @@ impl Writer {
         append_all(self, items, each)
     }
 
-    /// Sets `entries` on the dict on top, each written by `each` as a key and a value.
+    /// Sets `entries` on the dict on top of the stack. `each` must write one entry as a key and a value.
     pub fn extend_dict<T, E>(
         &mut self,
         entries: impl ExactSizeIterator<Item = T>,
@@ -268,7 +268,7 @@ impl AsMut<Self> for Writer {
     }
 }
 
-/// Appends items like [`Writer::extend_list`], for a type that contains a writer.
+/// Appends items like [`Writer::extend_list`], but `each` gets a type that contains a writer.
 pub fn append_all<W: AsMut<Writer>, T, E>(
     out: &mut W,
     items: impl ExactSizeIterator<Item = T>,
@@ -277,7 +277,7 @@ pub fn append_all<W: AsMut<Writer>, T, E>(
     batches(out, items, each, Writer::append, Writer::appends)
 }
 
-/// Sets entries like [`Writer::extend_dict`], for a type that contains a writer.
+/// Sets entries like [`Writer::extend_dict`], but `each` gets a type that contains a writer.
 pub fn set_all<W: AsMut<Writer>, T, E>(
     out: &mut W,
     entries: impl ExactSizeIterator<Item = T>,

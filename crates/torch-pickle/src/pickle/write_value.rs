@@ -1,7 +1,7 @@
 //! Writes values as opcodes of protocol 2.
 //!
-//! Invariant: only names that are listed in [`super::symbols`] are written, and only in the listed use. The program
-//! that loads the result runs these names, so this holds for values from any source.
+//! Invariant: only names that are listed in [`super::symbols`] are written, and only in the listed use. The invariant
+//! holds for values from any source, because the program that loads the result runs these names.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Pickler`, under protocol 2.
 
@@ -14,8 +14,8 @@ use super::symbols::{self, Use};
 use super::write::Writer;
 use crate::value::{Construct, Dict, DictEntry, DictKind, Extension, Object, Symbol, Value};
 
-/// The maximum nesting of a written value: more than any decoded value has, even within a few levels of a format, and
-/// small enough for any stack.
+/// The maximum nesting of a written value. It is more than any decoded value has, even with a few more levels that a
+/// format adds, and small enough for any stack.
 const MAX_DEPTH: usize = 300;
 
 /// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. If the caller
@@ -42,19 +42,19 @@ impl<T, F: FnMut(&mut Writer, T) -> Result<(), WriteError>> WriteLeaves<T, Infal
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// The name is not on any list, or not in this use.
+    /// The name of a class or function is not on any list, or the list does not allow this use.
     #[error("`{symbol}` is not among the Python objects that are known to be plain data")]
     Forbidden {
         /// The name: `os.system`.
         symbol: String,
     },
-    /// The object has keyword arguments.
+    /// An object has keyword arguments, which protocol 2 cannot store.
     #[error("`{symbol}` has keyword arguments, which protocol 2 cannot store")]
     Keywords {
         /// The class of the object.
         symbol: String,
     },
-    /// The text, bytes or int is too long for the opcodes of protocol 2.
+    /// A text, bytes or an int is too long for the opcodes of protocol 2.
     #[error("a {what} of {len} bytes is too long for pickle protocol 2")]
     TooLong {
         /// The type of the value.
@@ -62,16 +62,16 @@ pub enum WriteError {
         /// The length in bytes.
         len: usize,
     },
-    /// The value is nested too deeply for a reader.
+    /// The value is nested deeper than readers accept.
     #[error("a value nested deeper than {MAX_DEPTH}")]
     TooDeep,
-    /// The caller cannot write a leaf, for this reason.
+    /// The caller cannot write a tensor or a value of its own; the text is the reason.
     #[error("{0}")]
     Leaf(String),
 }
 
 impl Writer {
-    /// Writes a value, with `leaves` for the leaves that only the caller knows.
+    /// Writes a value. `leaves` writes the leaves that only the caller knows.
     pub fn value<T: Copy + fmt::Display, X: Extension<T>>(
         &mut self,
         value: &Value<T, X>,
@@ -99,7 +99,7 @@ impl Writer {
             Value::Float(value) => self.float(*value),
             Value::Str(text) => self.unicode(fits(text.as_bytes(), "str", u32::MAX as usize)?),
             Value::SurrogateStr(text) => self.unicode(fits(text, "str", u32::MAX as usize)?),
-            // In a text, a byte may take two bytes.
+            // Bytes are written as a text in which a byte may take two bytes.
             Value::Bytes(bytes) => self.bytes(fits(bytes, "bytes", i32::MAX as usize)?),
             Value::ByteArray(bytes) if bytes.is_empty() => self.global("builtins", "bytearray").empty_tuple().reduce(),
             Value::ByteArray(bytes) => {

@@ -9,7 +9,7 @@ pub enum ArchiveError {
     /// The archive is damaged, or the bytes are not an archive.
     #[error("{at}: expected {expected}, found {found}")]
     Malformed {
-        /// The part of the archive, or the byte of the source.
+        /// The part of the archive with the error, or the position in the source in bytes.
         at: String,
         /// The expected content.
         expected: String,
@@ -17,7 +17,8 @@ pub enum ArchiveError {
         found: String,
     },
 
-    /// An entry is compressed. torch.save stores entries uncompressed, so another tool has repacked the archive.
+    /// An entry of the archive is compressed. torch.save stores entries uncompressed, so another tool has repacked the
+    /// archive.
     #[error("entry `{entry}` is compressed")]
     Compressed {
         /// The name of the entry.
@@ -28,7 +29,7 @@ pub enum ArchiveError {
     #[error("a TorchScript archive, not a checkpoint")]
     TorchScript,
 
-    /// The source cannot be read. This is the error that its [`ReadAt`](crate::ReadAt) returned.
+    /// The source could not be read. The field is the error that its [`ReadAt`](crate::ReadAt) returned.
     #[error(transparent)]
     Io(#[from] io::Error),
 }

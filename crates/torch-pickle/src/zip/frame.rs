@@ -2,7 +2,8 @@
 //!
 //! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
 //! in each of a million archives takes a million reads of a directory and a pickle. Archives with the same frame have
-//! their data at the same location, so archives after the first with a frame are only compared with it.
+//! their data at the same location. So after the first archive with a frame, a tensor is located by comparing its
+//! archive with the frame.
 //!
 //! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
 //! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were
@@ -25,43 +26,45 @@ use crate::ReadAt;
 pub struct Frame {
     /// The length of the archive.
     len: u64,
-    /// All bytes before the data of the located zip record.
+    /// All bytes of the archive before the data of the located zip record.
     head: End,
-    /// All bytes from the directory on, and the bytes between the data and the directory if any of them were read.
+    /// The last bytes of the archive, from the directory on. If the reader read bytes between the data and the
+    /// directory, the tail also has these bytes.
     tail: End,
-    /// The offset in the directory of the CRC-32 of the located zip record.
+    /// The offset in the archive of the CRC-32 that the directory has for the located zip record.
     crc_at: u64,
-    /// The offsets of the local header and of the data of the located zip record.
+    /// The offset of the local header of the located zip record. The next field is the range of its data.
     header: u64,
     data: Range<u64>,
 }
 
-/// One end of an archive: its head or its tail.
+/// The first or the last bytes of an archive: its head or its tail.
 #[derive(Debug)]
 struct End {
-    /// The offset of the first byte.
+    /// The offset of the first byte of `bytes` in the archive.
     at: u64,
     bytes: Vec<u8>,
-    /// The ranges of `bytes` that belong to the frame.
+    /// The ranges of `bytes` that belong to the frame. Other bytes may differ between archives.
     fixed: Vec<Range<usize>>,
 }
 
-/// The maximum length of an end. Frames with a longer end are not worth caching.
+/// The maximum length of a head or tail in bytes. Frames with longer ends are not worth caching.
 const MAX_END_BYTES: u64 = 4 << 10;
 
-/// The minimum length of archives that are not copied from a mapping, because only their ends are needed.
+/// The maximum length, in bytes, of an archive that is looked up as one range of a mapped file. Of a longer archive,
+/// only the two ends are read.
 const SMALL_BYTES: u64 = 64 << 10;
 
-/// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
+/// The length in bytes of a directory entry, without its name, extra field and comment (APPNOTE.TXT 4.3.12).
 const ENTRY_BYTES: usize = 46;
 
-/// The end record of an archive, without a comment (APPNOTE.TXT 4.3.16).
+/// The length in bytes of the end record of an archive, without a comment (APPNOTE.TXT 4.3.16).
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// Returns the frame of an archive, which is in the bytes `range` of a source. `read` are the zip records that were
-    /// read, and `located` is the zip record that was located. Returns `None` for an unusual archive; a frame is only
-    /// an optimisation.
+    /// Returns the frame of an archive, which fills the bytes `range` of a source. `read` are the names of the zip
+    /// records that were read, and `located` is the name of the zip record that was located. Returns `None` for an
+    /// archive with an unusual structure; the frame is only an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -110,8 +113,9 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Locates the zip record of this frame in another archive, which is in the bytes `range` of a source. Returns the
-    /// start of its data, and the zip record; `None` if that archive has another frame. `buffer` is reused.
+    /// Locates the zip record of this frame in another archive, which fills the bytes `range` of a source. Returns the
+    /// start of its data, and the zip record; `None` if that archive has another frame. `buffer` is memory that calls
+    /// can reuse.
     ///
     /// # Errors
     /// `Io`.
@@ -138,8 +142,8 @@ impl Frame {
         Ok(self.record(base, head, tail))
     }
 
-    /// Returns the located zip record of the archive at `base` with these ends, or `None` if they do not match the
-    /// frame.
+    /// Returns the located zip record of the archive that starts at `base`. `head` and `tail` are the ends of that
+    /// archive. Returns `None` if they do not match the frame.
     fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
         let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
@@ -150,14 +154,14 @@ impl Frame {
 }
 
 impl End {
-    /// Converts a range of the archive to a range of `bytes`.
+    /// Converts a range of the archive to a range of `bytes`; `None` if this end does not contain the range.
     fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
         let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
         let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
         (start <= end && end <= self.bytes.len()).then_some(start..end)
     }
 
-    /// Returns this end of another archive of the same length.
+    /// Returns the bytes that another archive of the same length has in the position of this end.
     fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
         let start = usize::try_from(self.at).expect("within a small archive");
         &archive[start..start + self.bytes.len()]
@@ -167,9 +171,9 @@ impl End {
         self.fixed.iter().all(|range| self.bytes[range.clone()] == other[range.clone()])
     }
 
-    /// Returns whether the end record of the archive gives the location at which the directory was found. If not, the
-    /// reader first looked at the given location, which is not part of the frame, and the offsets in the directory
-    /// refer to other positions.
+    /// Returns whether the end record of the archive states the offset `directory` at which the reader found the
+    /// directory. If it states another offset, the reader also looked there, and that position is not part of the
+    /// frame. In that case the other offsets in the directory are not valid either.
     fn names(&self, directory: u64) -> bool {
         let Some([b'P', b'K', 5, 6, .., d0, d1, d2, d3, 0, 0]) = self.bytes.last_chunk::<END_BYTES>() else {
             return false;
@@ -177,8 +181,9 @@ impl End {
         u64::from(u32::from_le_bytes([*d0, *d1, *d2, *d3])) == directory
     }
 
-    /// Adds the directory to the frame, except for CRC-32s of zip records that were not `read`. Returns the offset of
-    /// the CRC-32 of the located zip record. Zip records are identified by the offsets of their local headers.
+    /// Adds the directory to the frame, except for the CRC-32s of zip records that were not read. `located` is the
+    /// offset of the local header of the located zip record, and `read` are the offsets of the zip records that were
+    /// read. Returns the offset of the CRC-32 of the located zip record.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
         let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
         let (mut entry, mut crc_at) = (fixed, None);
@@ -217,7 +222,8 @@ mod tests {
         bytes
     }
 
-    /// Returns an archive with one zip record `a/x` of 100 bytes, whose offsets do not count the bytes `before` it.
+    /// Returns an archive with one zip record `a/x` of 100 bytes, after `before` other bytes. The offsets in its
+    /// directory do not count these bytes.
     fn archive(before: usize) -> Vec<u8> {
         let mut bytes = vec![0; before];
         bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());

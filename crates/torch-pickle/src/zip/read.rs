@@ -17,9 +17,9 @@ type Result<T, E = ArchiveError> = std::result::Result<T, E>;
 /// An uncompressed entry of an archive, as listed in the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The offset of the local header in the source.
+    /// The offset of the local header in the source, in bytes.
     pub header: u64,
-    /// The length of the data.
+    /// The length of the data in bytes.
     pub len: u64,
     /// The CRC-32 of the data; 0 if the writer did not compute it.
     pub crc: u32,
@@ -28,16 +28,16 @@ pub struct Record {
 /// The directory of an archive.
 #[derive(Debug)]
 pub struct Archive {
-    /// The text before the first `/` of every name.
+    /// The folder with which the names of all entries start.
     prefix: String,
-    /// The zip records by name without the prefix.
+    /// The zip records by name. The names are without the folder `prefix`.
     records: HashMap<Box<str>, Record>,
-    /// The start of the directory in the source.
+    /// The offset of the directory in the source, in bytes.
     directory: u64,
     ends: Ends,
 }
 
-/// The minimum length of a directory entry. It bounds the number of entries by the length of the file.
+/// The minimum length of a directory entry in bytes. With it, the length of the file bounds the number of entries.
 const MIN_ENTRY_BYTES: u64 = 46;
 
 impl Archive {
@@ -64,7 +64,7 @@ impl Archive {
         }
         let ends = Ends::read(source, base, len)?;
         let window = Window { source, ends: &ends };
-        // A DCP file may have a thousand items of a few hundred kB, so small archives get small buffers.
+        // A DCP file may have a thousand archives of a few hundred kB each, so small archives get small buffers.
         let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
         let archive = ZipLocator::new()
             .locate_in_reader(&window, &mut buffer, len)
@@ -82,13 +82,13 @@ impl Archive {
         Ok(Self { prefix, records, directory, ends })
     }
 
-    /// Returns the zip record of a name. The name is given without the folder with which all names of an archive start.
+    /// Returns the zip record with this name. `name` is without the folder with which the names of all entries start.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Record> {
         self.records.get(name).copied()
     }
 
-    /// The start of the directory in the source.
+    /// Returns the offset of the directory in the source, in bytes.
     #[must_use]
     pub fn directory(&self) -> u64 {
         self.directory
@@ -102,7 +102,8 @@ impl Archive {
         records
     }
 
-    /// Returns the start and the zip record of the data of `name`, if the archive has it.
+    /// Returns the offset of the data of the zip record `name` in the source, and the zip record. Returns `None` if the
+    /// archive has no such zip record.
     ///
     /// # Errors
     /// `Malformed` if the local header differs from the directory.
@@ -117,8 +118,8 @@ impl Archive {
         Ok(Some((data, record)))
     }
 
-    /// Reads the content of `name`, if the archive has it. Only for zip records that are not tensor data. A zip record
-    /// longer than `max_len` is not read, because a sparse file can have any length.
+    /// Reads the content of the zip record `name`, if the archive has it. This function is not meant for tensor data. A
+    /// zip record longer than `max_len` is an error, because a sparse file can have any length.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -147,8 +148,8 @@ impl Archive {
 }
 
 impl Archive {
-    /// Checks the CRC-32 of each zip record if the writer computed any, and calls `each_block` with the length of every
-    /// block that was read.
+    /// Checks the CRC-32 of each zip record, and calls `each_block` with the length of every block that was read. If
+    /// all CRC-32s are 0, the writer did not compute them, and nothing is checked.
     ///
     /// # Errors
     /// `Malformed` with the changed zip record, `Io`, which includes the errors of `each_block`.
@@ -157,7 +158,7 @@ impl Archive {
         source: &S,
         each_block: &mut dyn FnMut(u64) -> io::Result<()>,
     ) -> Result<()> {
-        // If all are zero, the writer did not compute them (the sum of an empty zip record is zero anyway).
+        // If all CRC-32s are 0, the writer did not compute them. The CRC-32 of an empty zip record is always 0.
         if self.records.values().all(|record| record.crc == 0) {
             return Ok(());
         }
@@ -199,15 +200,16 @@ impl Archive {
     }
 }
 
-/// The maximum length of zip records that are read from memory, if the source has their bytes in memory.
+/// The maximum length, in bytes, of a zip record whose local header is read from memory, if the source has it in
+/// memory.
 const SHORT_BYTES: u64 = 64 << 10;
 
-/// Returns the start of the data of a zip record.
+/// Returns the offset of the data of a zip record in the source, in bytes.
 ///
 /// # Errors
 /// `Malformed` if there is no local header, `Io`.
 pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: Record) -> Result<u64> {
-    // The caller is likely to read the data from there.
+    // For a short zip record, the caller is likely to read the data from memory as well.
     let is_mapped = len < SHORT_BYTES;
     let read = |buffer: &mut [u8], offset: u64| {
         let len = buffer.len() as u64;
@@ -221,7 +223,8 @@ pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: R
 
 const LOCAL_HEADER: usize = 30;
 
-/// Returns the offset after a local header with its name and its extra field, if there is such a header before `end`.
+/// Returns the offset at which the data after a local header starts. The name and the extra field of the header are
+/// before it. Returns `None` if there is no such header before `end`.
 fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<(), E>) -> Result<Option<u64>, E> {
     let fits = |offset: u64, len: u64| offset.checked_add(len).filter(|after| *after <= end);
     let Some(name) = fits(header, LOCAL_HEADER as u64) else { return Ok(None) };
@@ -231,13 +234,13 @@ fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<
     let extra_len = u16::from_le_bytes([e0, e1]);
     let Some(at) = fits(name, u64::from(u16::from_le_bytes([n0, n1]))) else { return Ok(None) };
     let Some(data) = fits(at, u64::from(extra_len)) else { return Ok(None) };
-    // No other check detects a wrong length of the extra field, which would shift the data.
+    // The extra field is checked, because a wrong length of it would shift the data, and no other check detects that.
     let mut extra = vec![0; usize::from(extra_len)];
     read(&mut extra, at)?;
     Ok(is_extra_field(&extra).then_some(data))
 }
 
-/// Returns whether the bytes are whole pairs of an id and a value.
+/// Returns whether the bytes of an extra field are complete pairs of an id and a value.
 fn is_extra_field(mut extra: &[u8]) -> bool {
     while let [_, _, low, high, rest @ ..] = extra {
         match rest.get(usize::from(u16::from_le_bytes([*low, *high]))..) {
@@ -252,7 +255,7 @@ fn bad_header(name: &str, header: u64) -> ArchiveError {
     ArchiveError::malformed(format!("byte {header}"), format!("the local header of `{name}`"), "other bytes")
 }
 
-/// Returns a buffer of `len` bytes.
+/// Returns a buffer of `len` zero bytes, or an error if there is not enough memory.
 fn zeroed(len: u64) -> io::Result<Vec<u8>> {
     let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
     let mut buffer = Vec::new();
@@ -268,7 +271,7 @@ fn place(base: u64, what: &str) -> String {
 enum Fault {
     Malformed(String),
     Compressed(String),
-    /// The source could not be read; the archive may be valid.
+    /// The source could not be read, so it is unknown whether the archive is valid.
     Unread(io::Error),
 }
 
@@ -281,7 +284,8 @@ impl Fault {
     }
 }
 
-/// An error of the source, passed through the ZIP reader, which has errors of the same type.
+/// Marks an I/O error as an error of the source while it passes through the ZIP reader, which has I/O errors of its
+/// own.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Unread(io::Error);
@@ -292,7 +296,7 @@ impl Unread {
     }
 }
 
-/// Returns the error that a [`Window`] gave to a reader of archives.
+/// Converts an I/O error of the ZIP reader to an archive error, and removes the mark of an error of the source.
 fn unwrapped(error: io::Error) -> ArchiveError {
     error.downcast::<Unread>().map_or_else(ArchiveError::Io, |Unread(error)| error.into())
 }
@@ -339,7 +343,7 @@ fn read_entries<S: ReadAt + ?Sized>(
         if entry.compression_method() != CompressionMethod::STORE {
             return Err(Fault::Compressed(full.to_owned()));
         }
-        // PyTorch takes the prefix from the first entry and looks up all others below it.
+        // PyTorch takes the folder of the first entry as the prefix, and looks up all other names below it.
         let Some((own, name)) = full.split_once('/') else {
             return Err(Fault::Malformed(format!("the entry `{full}` outside of a folder")));
         };
@@ -362,7 +366,7 @@ fn read_entries<S: ReadAt + ?Sized>(
             return Err(Fault::Malformed(format!("two entries `{full}`")));
         }
     }
-    // A damaged header offset or size would return the bytes of another zip record.
+    // If a header offset or a size were damaged, the bytes of another zip record would be returned.
     let mut spans: Vec<(u64, u64)> = Vec::with_capacity(records.len());
     for (name, record) in &records {
         spans.push((record.header, name.len() as u64 + record.len));
@@ -376,8 +380,8 @@ fn read_entries<S: ReadAt + ?Sized>(
     Ok((prefix, records))
 }
 
-/// The first and the last bytes of an archive. The directory is in the tail, the pickle and the local headers are in
-/// the head, so locating a tensor in an item takes two reads.
+/// The first and the last bytes of an archive, kept in memory. The tail has the directory, and the head has the pickle
+/// and the local headers. So locating a tensor in an item takes only two reads.
 #[derive(Debug)]
 struct Ends {
     base: u64,
@@ -390,7 +394,7 @@ const HEAD_BYTES: u64 = 2 << 10;
 const TAIL_BYTES: u64 = 1 << 10;
 
 impl Ends {
-    /// Reads both ends of a range, which must be within the source.
+    /// Reads both ends of an archive. Its range must be within the source.
     fn read<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> io::Result<Self> {
         let head_len = if len <= HEAD_BYTES + TAIL_BYTES { len } else { HEAD_BYTES };
         let tail_len = TAIL_BYTES.min(len - head_len);
@@ -405,7 +409,8 @@ impl Ends {
     }
 }
 
-/// An archive to read from. Bytes between the ends are read from the source.
+/// An archive as input of the ZIP reader. The bytes of both ends are in memory, and all other bytes are read from the
+/// source.
 struct Window<'a, S: ?Sized> {
     source: &'a S,
     ends: &'a Ends,

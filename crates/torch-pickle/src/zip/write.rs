@@ -1,45 +1,45 @@
 //! Lays out an archive exactly like `PyTorchStreamWriter`: uncompressed entries, data at multiples of 64 bytes from
 //! the start of the archive, a data descriptor after each non-empty entry, and always zip64 end records.
 //!
-//! All bytes except the tensor data are known at layout time. The CRC-32s of the data are computed later; each is
-//! written to two places, the descriptor and the directory.
+//! All bytes except the tensor data are known at layout time. The CRC-32s of the data are computed later. Each CRC-32
+//! is written to two positions, in the descriptor and in the directory.
 
 use std::ops::Range;
 
-/// The alignment of zip record data, as recorded in `.storage_alignment`.
+/// The alignment of the data of zip records in bytes, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
-/// The value from which a 32-bit field is replaced by a zip64 field.
+/// The value of a 32-bit field whose true value is in a zip64 field. This value and larger values need a zip64 field.
 const ZIP64: u64 = 0xFFFF_FFFF;
 
-/// The layout of an archive. Offsets count from its first byte.
+/// The layout of an archive. All offsets count from the first byte of the archive.
 #[derive(Debug, Default)]
 pub struct ArchiveLayout {
     /// The length of the archive in bytes.
     pub len: u64,
-    /// The known bytes, each block with its offset, in ascending order and without empty blocks. All other bytes are
-    /// the caller's data.
+    /// The bytes that are known at layout time, as blocks with their offsets, in ascending order and without empty
+    /// blocks. All other bytes of the archive are data that the caller writes.
     pub known: Vec<(u64, Vec<u8>)>,
-    /// The checksums to compute when all data is written, in ascending order of disjoint ranges.
+    /// The checksums to compute when all data is written. Their ranges are disjoint and in ascending order.
     pub checksums: Vec<Checksum>,
 }
 
-/// A range of the archive whose CRC-32 (IEEE, little-endian, 4 bytes) is written to two places of the archive. These
-/// are 0 in the known bytes.
+/// A range of the archive whose CRC-32 (IEEE, little-endian, 4 bytes) is written to two positions of the archive. In
+/// the known bytes, these positions have the value 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
     /// The range of the data of a zip record.
     pub range: Range<u64>,
-    /// The offsets of the checksum: after the data, and in the directory.
+    /// The offsets of the two positions for the CRC-32: after the data, and in the directory.
     pub places: [u64; 2],
 }
 
-/// A part of a zip record.
+/// A contiguous part of the data of a zip record.
 #[derive(Clone, Copy, Debug)]
 pub enum Span<'a> {
     /// Tensor data of this many bytes.
     Payload(u64),
-    /// Known bytes.
+    /// Bytes that are known at layout time.
     Known(&'a [u8]),
 }
 
@@ -58,7 +58,7 @@ struct ZipEntry {
     header: u64,
     len: u64,
     crc: u32,
-    /// The range of the data and the offset of the CRC in the descriptor, if the data comes later.
+    /// If the data is written later, the range of the data and the offset of its CRC-32 in the descriptor.
     payload: Option<(Range<u64>, u64)>,
 }
 
@@ -94,7 +94,7 @@ struct ZipEntry {
 pub struct ArchiveWriter<'a> {
     layout: ArchiveLayout,
     prefix: &'a str,
-    /// Known bytes that are not yet in the layout.
+    /// Known bytes at the end of the archive that are not yet a block of the layout.
     pending: Vec<u8>,
     entries: Vec<ZipEntry>,
 }
@@ -110,8 +110,8 @@ impl<'a> ArchiveWriter<'a> {
         self.start_in_parts(pickle, &[]);
     }
 
-    /// Adds the same zip records as [`start`](Self::start), with the pickle divided into parts that end at `cuts`
-    /// (ascending), so that the caller can store parts that several archives share only once.
+    /// Adds the same zip records as [`start`](Self::start). The pickle is divided into blocks that end at the offsets
+    /// `cuts`, in ascending order. So the caller can store blocks that several archives have in common only once.
     pub fn start_in_parts(&mut self, pickle: &[u8], cuts: &[usize]) {
         let header = self.header("data.pkl", pickle.len() as u64);
         let mut start = 0;
@@ -128,14 +128,14 @@ impl<'a> ArchiveWriter<'a> {
         self.literal("byteorder", b"little");
     }
 
-    /// Adds a zip record with known content.
+    /// Adds a zip record whose content is known.
     pub fn literal(&mut self, name: &str, content: &[u8]) {
         let header = self.header(name, content.len() as u64);
         self.pending.extend_from_slice(content);
         self.known(name, header, content);
     }
 
-    /// Adds the bytes that follow known content.
+    /// Adds the descriptor and the directory entry for known content that was just added.
     fn known(&mut self, name: &str, header: u64, content: &[u8]) {
         let crc = crc32fast::hash(content);
         self.descriptor(header, content.len() as u64, crc);
@@ -147,7 +147,7 @@ impl<'a> ArchiveWriter<'a> {
         self.mixed(name, &[Span::Payload(len)])[0]
     }
 
-    /// Adds a zip record of tensor data and known bytes, and returns the offset of each span in the archive.
+    /// Adds a zip record that consists of tensor data and known bytes. Returns the offset of each span in the archive.
     pub fn mixed(&mut self, name: &str, spans: &[Span<'_>]) -> Vec<u64> {
         let len = spans.iter().map(Span::len).sum();
         let header = self.header(name, len);
@@ -169,7 +169,7 @@ impl<'a> ArchiveWriter<'a> {
         let waits = spans.iter().any(|span| matches!(span, Span::Payload(1..)));
         let crc = if waits { 0 } else { known.finalize() };
         self.descriptor(header, len, crc);
-        // The CRC follows the signature of the descriptor.
+        // In the descriptor, the CRC-32 follows the signature of 4 bytes.
         let payload = waits.then(|| (data..data + len, data + len + 4));
         self.entries.push(ZipEntry { name: self.full(name), header, len, crc, payload });
         offsets
@@ -179,8 +179,9 @@ impl<'a> ArchiveWriter<'a> {
     #[must_use]
     pub fn finish(mut self) -> ArchiveLayout {
         self.literal("version", b"3\n");
-        // PyTorch writes a hash of names and a hash of contents here; any value is accepted. Contents are not known
-        // yet, and the id must not depend on other data, so it is the hash of the names and the pickle.
+        // PyTorch writes a hash of the names and a hash of the contents here, and readers accept any value. The tensor
+        // data is not known yet, and the id must not depend on anything else, so it is a hash of the names and the
+        // known contents.
         let names =
             self.entries.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, entry| fnv1a(hash, entry.name.as_bytes()));
         let contents = self.entries.iter().fold(names, |hash, entry| fnv1a(hash, &entry.crc.to_le_bytes()));
@@ -201,7 +202,7 @@ impl<'a> ArchiveWriter<'a> {
         self.layout
     }
 
-    /// Returns the offset from the start of the archive.
+    /// Returns the offset of the next byte from the start of the archive.
     fn position(&self) -> u64 {
         self.layout.len + self.pending.len() as u64
     }
@@ -219,14 +220,15 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// Writes the local header, padded so that data starts at a multiple of the alignment. Returns the offset of the
-    /// header in the archive.
+    /// Adds the local header of a zip record, padded so that its data starts at a multiple of the alignment. Returns
+    /// the offset of the header in the archive.
     fn header(&mut self, name: &str, len: u64) -> u64 {
         let header = self.position();
         let name = self.full(name);
         let mut zip64 = Vec::new();
         if len >= ZIP64 {
-            // These are the uncompressed and the compressed size; the latter is in the descriptor.
+            // The first value is the uncompressed size. The second is the compressed size, which is only in the
+            // descriptor.
             zip64.extend_from_slice(&len.to_le_bytes());
             zip64.extend_from_slice(&0_u64.to_le_bytes());
         }
@@ -255,7 +257,7 @@ impl<'a> ArchiveWriter<'a> {
         header
     }
 
-    /// Writes the data descriptor. Empty zip records have no data descriptor.
+    /// Adds the data descriptor of a zip record. An empty zip record has no data descriptor.
     fn descriptor(&mut self, header: u64, len: u64, crc: u32) {
         if len == 0 {
             return;
@@ -294,7 +296,7 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// Writes the zip64 end record, its locator and the classic end record. PyTorch always writes all three.
+    /// Adds the zip64 end record, its locator and the classic end record. PyTorch always writes all three.
     fn end_records(&mut self, directory: u64, count: u64) {
         let end = self.position();
         let size = end - directory;
@@ -317,10 +319,10 @@ impl<'a> ArchiveWriter<'a> {
     }
 }
 
-/// The offset of the CRC in a directory entry.
+/// The offset of the CRC-32 in a directory entry, in bytes.
 const DIRECTORY_CRC_OFFSET: u64 = 16;
 
-/// Returns the flags: UTF-8 names, and a data descriptor if there is data.
+/// Returns the flags of a zip entry: its name is UTF-8, and it has a data descriptor if it has data.
 fn flags(len: u64) -> u16 {
     if len == 0 { 0x0800 } else { 0x0808 }
 }
@@ -349,8 +351,8 @@ fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
 
-    /// The expected offsets are the offsets that PyTorch 2.15 writes for the zip records of `tiny.pt`: `{w: f32[2,3],
-    /// wt: w.t()[1:], b: bf16 scalar}`.
+    /// The expected values are the offsets that PyTorch 2.15 gives the zip records of `tiny.pt`: `{w: f32[2,3], wt:
+    /// w.t()[1:], b: bf16 scalar}`.
     #[test]
     fn record_offsets_equal_those_of_pytorch() {
         let mut writer = ArchiveWriter::new("tiny");
@@ -374,7 +376,8 @@ mod tests {
         assert!(writer.finish().checksums.is_empty());
     }
 
-    /// Known bytes are inside the range of the checksum. The checksum of a zip record with only known bytes is known.
+    /// In a zip record of data and known bytes, the range of the checksum includes the known bytes. If all bytes are
+    /// known, the checksum is known as well.
     #[test]
     fn mixed_record_has_data_and_known_bytes() {
         let mut writer = ArchiveWriter::new("m");
@@ -398,9 +401,9 @@ mod tests {
         let first = writer.payload("data/0", 5 << 30);
         let second = writer.payload("data/1", 8);
         assert_eq!((first % ALIGNMENT, second % ALIGNMENT), (0, 0));
-        // A 24-byte descriptor is followed by a header with a zip64 extra for its own offset.
+        // The descriptor of 24 bytes is followed by a header whose own offset is in a zip64 field.
         assert_eq!(writer.entries[1].header, first + (5 << 30) + 24);
-        // The descriptor of an entry with a header beyond 4 GiB is of the long kind as well.
+        // If the header of an entry is beyond 4 GiB, its descriptor also has the long form.
         assert_eq!(writer.finish().checksums[1].places[0], second + 8 + 4);
     }
 }

@@ -1,8 +1,8 @@
-//! Mutations of valid inputs, for parsers that must read or refuse any.
+//! Mutations of valid inputs, for tests of parsers that must read or refuse every input.
 
 use bolero::TypeGenerator;
 
-/// One change of a file. Positions are taken modulo the length of the file.
+/// One change of a file. A position is taken modulo the length of the file.
 #[derive(Clone, Debug, TypeGenerator)]
 pub enum Edit {
     Replace { at: u16, byte: Byte },
@@ -11,7 +11,7 @@ pub enum Edit {
     Copy { at: u16, len: u8, to: u16 },
 }
 
-/// A byte, often one that parsers treat in a special way.
+/// A byte to write. Often it is a byte that parsers treat in a special way.
 #[derive(Clone, Debug, TypeGenerator)]
 pub enum Byte {
     Any(u8),
@@ -48,8 +48,8 @@ impl Edit {
     }
 }
 
-/// Gives each of the valid inputs, and mutations of them, to a parser. A macro, since bolero names a target by the
-/// function that it is in.
+/// Gives each of the valid inputs, and mutations of them, to a parser. This is a macro, since bolero names a fuzz
+/// target after the function in which it is called.
 macro_rules! fuzz {
     ($corpus:expr, $mutations:expr, $parse:expr) => {{
         let (corpus, parse): (Vec<Vec<u8>>, _) = ($corpus, $parse);

@@ -14,7 +14,7 @@ use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 use crate::name_list::{FEW, short_list};
 
-/// Compares a state dict with flat parameters to its layout. `source` names the origin of the layout in error messages.
+/// Compares a state dict that has flat parameters with the layout. `source` names the origin of the layout in messages.
 ///
 /// # Errors
 /// `Conflict` for the first difference, naming the rank file and the unit or parameter.

@@ -25,8 +25,8 @@ use crate::format::torch::TensorNode;
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::ArchiveContents;
 
-/// Returns the paths of dicts that may hold gradients of flat parameters: dicts with the name of gradients that contain
-/// 1-d tensors.
+/// Returns the paths of dicts that may hold gradients of flat parameters: the key of the dict is a usual name for
+/// gradients, and the dict contains 1-d tensors.
 #[must_use]
 pub fn find(series: &SeriesFiles) -> Vec<Path> {
     let mut paths: Vec<Path> = Vec::new();
@@ -46,7 +46,7 @@ pub fn find(series: &SeriesFiles) -> Vec<Path> {
     paths
 }
 
-/// Returns a plain tensor with its dtype and its number of dims.
+/// Returns the id, the dtype and the number of dims of a plain tensor; `None` for any other value.
 fn plain_tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, Dtype, usize)> {
     let Value::Tensor(id) = value else { return None };
     match &contents.tensors[id.0 as usize] {
@@ -77,14 +77,14 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
     Ok(())
 }
 
-/// Resolves the keys of gradients.
+/// Maps the keys of a dict of gradients to parameters of the layout.
 struct GradientNames<'a> {
     layout: &'a FlatLayout,
     slots: &'a HashMap<Fqn, ParameterSlot>,
 }
 
 impl GradientNames<'_> {
-    /// Returns the flat parameter, or the parameter next to it, that a key names.
+    /// Returns the flat parameter that a key names, or the parameter that the key names with `use_orig_params`.
     fn find(&self, key: &Value) -> Option<(Fqn, ParameterSlot)> {
         let name = Fqn::from(clean_name(key.as_str()?));
         let slot = self.slots.get(&name).copied();
@@ -96,8 +96,8 @@ impl GradientNames<'_> {
         Some((name.clone(), slot.or_else(flat)?))
     }
 
-    /// Returns every name that has a gradient on any rank, with its dtype; `None` if the gradients are whole tensors or
-    /// ShardedTensors.
+    /// Returns every name that has a gradient on any rank, with its dtype. Returns `None` if the gradients have the
+    /// full shapes of parameters or are ShardedTensors.
     fn known_gradients(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (ParameterSlot, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {
@@ -114,8 +114,8 @@ impl GradientNames<'_> {
         Some(known)
     }
 
-    /// Returns the entries by parameter name. A gradient that this rank lacks is added as an empty tensor, so that all
-    /// ranks have the same order.
+    /// Returns the gradients of one rank by parameter name. If only other ranks have a gradient, this rank gets an
+    /// empty tensor, so that all ranks have the same names in the same order.
     fn entries(
         &self,
         stored: &Dict,

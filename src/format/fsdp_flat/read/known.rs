@@ -13,11 +13,11 @@ use crate::format::fsdp_flat::document;
 use crate::format::fsdp_flat::unknown_layout_error;
 use crate::storage::lookup;
 
-/// Knowledge about a model that does not come from its rank files.
+/// The source of the information about a model that its rank files do not contain.
 #[derive(Debug)]
 pub enum ModelKnowledge {
-    /// A flat layout. A document next to the files describes these files. A document that the user gives describes the
-    /// model, for whatever number of ranks it was made.
+    /// A flat layout file. If it is next to the rank files, it describes exactly these files. If the user gives it, it
+    /// describes the model, and may have been made for another number of ranks.
     Document {
         path: PathBuf,
         layout: FlatLayout,
@@ -49,10 +49,11 @@ impl ModelKnowledge {
         }
     }
 
-    /// Returns the layout that all these state dicts share.
+    /// Returns the flat layout that all of `states` have.
     ///
     /// # Errors
-    /// `Unsupported` if the layout would be a guess, or if the state dicts have different layouts; as [`recover`].
+    /// `Unsupported` if the layout would be a guess, or if the state dicts have different layouts; the errors of
+    /// [`recover`].
     pub fn layout(&self, states: &[&FlatState], raw: bool) -> Result<FlatLayout> {
         let shapes = match self {
             Self::Document { layout, given: true, .. } => return adapt_to_files(layout, states),
@@ -104,7 +105,7 @@ fn adapt_to_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayo
     }
     if layout.use_orig_params != state.has_views() {
         layout.use_orig_params = !layout.use_orig_params;
-        // The optimizer numbers different things with and without use_orig_params.
+        // With `use_orig_params` an optimizer numbers parameters; without it, an optimizer numbers flat parameters.
         layout.optimizer = None;
     }
     match layout.check() {

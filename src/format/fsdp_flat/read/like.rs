@@ -1,5 +1,6 @@
-//! Another checkpoint of the same model (`options::like`), which provides the shapes of parameters, which names are
-//! tied, and, if its format keeps the order of a state dict, the order of registration. Unit of shapes: elements.
+//! Reads another checkpoint of the same model (`options::like`). It provides the shapes of parameters and the tied
+//! names. It also provides the order of registration, if its format keeps the order of a state dict. Unit of shapes:
+//! elements.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use crate::format::fsdp_flat::order::{self, ElementOrder};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
 
-/// The model in another checkpoint.
+/// The model in the checkpoint that `options::like` names.
 #[derive(Debug)]
 pub struct LikeModel {
     pub path: PathBuf,
@@ -24,13 +25,13 @@ pub struct LikeModel {
     checkpoint: Checkpoint,
 }
 
-/// A parameter of the other checkpoint.
+/// A parameter of the checkpoint that `options::like` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LikeParam {
     id: TensorId,
     pub shape: Dims,
     pub order: ElementOrder,
-    /// The first name of the same tensor, for a tied parameter.
+    /// The first name of the same tensor, if this name is a further name of a tied parameter.
     pub shared_with: Option<Fqn>,
 }
 

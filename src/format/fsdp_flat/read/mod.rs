@@ -5,9 +5,9 @@
 //! its name and with its shape, with the boxes that the rank holds. Later steps never see a flat parameter. Unit of
 //! lengths: elements.
 //!
-//! Information that the files lack comes from a flat layout, given by the user or found next to the files, or from a
-//! checkpoint of the same model. This information is checked against everything that the files do contain. Nothing is
-//! guessed.
+//! The files do not contain all the information about flat parameters. A flat layout, given by the user or found next
+//! to the files, or a checkpoint of the same model provides it. This information is checked against everything that the
+//! files do contain. Nothing is guessed.
 
 mod check;
 mod gradients;
@@ -36,7 +36,7 @@ use survey::{FlatState, survey};
 pub struct SeriesFiles {
     pub name: String,
     pub files: Vec<RankFile>,
-    /// Whether some ranks are missing and `options::allow_missing` permits that.
+    /// True if some ranks have no file, and `options::allow_missing` permits this.
     pub has_missing_ranks: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct SeriesFiles {
 pub struct Unflattened {
     /// Whether the files had flat parameters.
     pub has_flat_params: bool,
-    /// The layout of the files, if it is known completely.
+    /// The flat layout of the files, if all of it is known.
     pub layout: Option<FlatLayout>,
     pub warnings: Vec<String>,
 }
@@ -54,8 +54,8 @@ pub struct Unflattened {
 /// among `series`.
 ///
 /// # Errors
-/// `Unsupported` if the layout would be a guess; `Malformed` or `Conflict` if the files do not match the layout; as
-/// reading the files.
+/// `Unsupported` if the layout would be a guess; `Malformed` or `Conflict` if the files do not match the layout; the
+/// errors of reading the files.
 pub fn read(
     folder: &Path,
     series: &mut [SeriesFiles],
@@ -73,10 +73,11 @@ pub fn read(
     let known = ModelKnowledge::find(folder, knowledge, &all)?;
     if all.is_empty() {
         match &known {
-            // Under NO_SHARD the files hold whole parameters.
+            // Without flat parameters, the layout is still needed for optimizer state and gradients: under NO_SHARD, or
+            // if no series has a model.
             ModelKnowledge::Document { layout, .. }
                 if layout.shard_group_size == 1 || candidates.have_no_model(series) => {}
-            // The given layout describes the target only.
+            // The layout that the user gave may describe the target only.
             ModelKnowledge::Document { given: true, .. } => return Ok(found),
             ModelKnowledge::Document { path, .. } => {
                 found.warnings.push(format!(
@@ -109,7 +110,8 @@ pub fn read(
     Ok(found)
 }
 
-/// Paths in the files that may hold flat parameters or their state, each with the index of its series.
+/// The paths in rank files at which flat parameters, their optimizer state or their gradients may be. Each path comes
+/// with the index of its series.
 struct Candidates {
     states: Vec<(usize, FlatState)>,
     optimizers: Vec<(usize, state::Path)>,
@@ -127,7 +129,8 @@ impl Candidates {
         Ok(candidates)
     }
 
-    /// Returns whether there is state that only flat parameters in a model series would explain.
+    /// Returns whether the series have no flat parameters, but may have optimizer state or gradients of flat
+    /// parameters. In that case the model series must be read as well.
     fn need_model(&self, series: &[SeriesFiles]) -> bool {
         let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
         self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
@@ -139,8 +142,8 @@ impl Candidates {
         (0..series.len()).all(has_some)
     }
 
-    /// Replaces flat parameters by parameters everywhere and returns warnings. Stores the names of the optimizer's
-    /// parameters in the layout.
+    /// Replaces flat parameters by parameters in all series, and returns warnings. Stores the names of the optimizer's
+    /// parameters in `layout`.
     fn unflatten(
         &self,
         series: &mut [SeriesFiles],
@@ -170,7 +173,8 @@ impl Candidates {
     }
 }
 
-/// Returns a warning for each tie that was derived from totals and equal values.
+/// Returns a warning for each pair of parameters that is assumed to be tied, because both have equal values and the
+/// unit has space for only one.
 fn assumed_tie_warnings(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
     let all = layout.units.iter().flat_map(|unit| &unit.shared).filter(|_| !layout.use_orig_params);
     let copies = all.filter(|shared| like.params.get(&shared.fqn).is_some_and(|param| param.shared_with.is_none()));
@@ -194,7 +198,7 @@ fn raw_warning(layout: &FlatLayout) -> &'static str {
     }
 }
 
-/// Checks that every rank has a file, unless missing ranks are already known.
+/// Checks that every rank has a file. A series whose missing ranks are permitted is not checked.
 fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, source: &str) -> Result<()> {
     let expected = layout.world_size;
     match series.iter().find(|own| !own.has_missing_ranks && own.files.len() as u64 != u64::from(expected)) {
@@ -213,7 +217,7 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
 }
 
 /// Returns the names that an optimizer with one parameter group updates: all parameters, in the order of the state
-/// dict. The order of the flat layout is not used, because people may write it in another order.
+/// dict. The order in the flat layout is not used, because a user may have written the parameters in another order.
 fn default_optimizer_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
     if !layout.use_orig_params {
         let Some(state) = state else { return Some(layout.units.iter().map(FlatUnit::key).collect()) };

@@ -2,10 +2,10 @@
 //! `FSDP.optim_state_dict` would return it.
 //!
 //! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these tensors are
-//! flat parameters, whose state is as long as a shard in memory with its padding. With `use_orig_params` they are
-//! parameters, whose state is as long as the rank's part, and absent if the rank has no part. A 0-d state tensor (a
-//! step counter) belongs to all parameters in a flat parameter. Every parameter gets a tensor of its own, because an
-//! optimizer would step a shared tensor several times. Unit of lengths: elements.
+//! flat parameters, and their state is as long as a shard in memory with its padding. With `use_orig_params` these
+//! tensors are parameters, and their state is as long as the rank's part of the parameter. A rank without a part has no
+//! state. A 0-d state tensor (a step counter) belongs to all parameters in a flat parameter. Every parameter gets a
+//! tensor of its own, because an optimizer would step a shared tensor several times. Unit of lengths: elements.
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
@@ -39,8 +39,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
-/// Returns whether the state of an optimizer may be state of flat parameters, which is true if no tensor has more than
-/// 1 dim.
+/// Returns whether the state of an optimizer may be state of flat parameters. This is possible if no tensor has more
+/// than 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
@@ -56,7 +56,7 @@ fn optimizer_state<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
     at.find(value)?.as_dict()?.get(STATE)
 }
 
-/// Returns the state of the optimizer at a path, mutably.
+/// Returns the state of the optimizer at a path, for modification.
 fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Value> {
     let Value::Dict(dict) = at.find_mut(value)? else { return None };
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
@@ -76,14 +76,15 @@ fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
-/// The names for the parameter numbers of an optimizer, one list per parameter group.
+/// The parameter names of an optimizer that numbers its parameters. There is one list per parameter group, in the order
+/// of the numbers.
 pub struct NumberedParameters {
     names: Vec<Vec<Fqn>>,
 }
 
-/// In the files of all ranks, replaces the parameter numbers of an optimizer with parameter names, and its flat
-/// parameters with the parameters in them. An optimizer with one group has the parameters of `default`, which lists the
-/// names of the model in order. Returns the names of each group.
+/// Replaces the parameter numbers of an optimizer by names, and the state of flat parameters by state of their
+/// parameters, in the files of all ranks. If the layout has no groups and the optimizer has one group, the names of its
+/// parameters are `default`, in this order. Returns the names of each group.
 ///
 /// # Errors
 /// `Unsupported` if the names for the parameter numbers are unknown, `Malformed` for state of an unexpected size.
@@ -178,14 +179,14 @@ fn describe_path(at: &Path) -> String {
     if at.0.is_empty() { String::from("the optimizer") } else { format!("the optimizer at {at}") }
 }
 
-/// The meaning of a parameter number or name: the flat parameter of a unit, or one parameter of a unit.
+/// The target of a parameter number or name: the flat parameter of a unit, or one parameter of a unit.
 #[derive(Clone, Copy)]
 pub enum ParameterSlot {
     Unit(usize),
     Param(usize, usize),
 }
 
-/// Returns the parameters or flat parameters of a layout by name.
+/// Maps the names that an optimizer can use to the parameters or flat parameters of a layout.
 pub fn parameter_slots(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
     let mut slots = HashMap::new();
     for (index, unit) in layout.units.iter().enumerate() {
@@ -199,7 +200,7 @@ pub fn parameter_slots(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
     slots
 }
 
-/// Converts the state in the file of one rank.
+/// Converts optimizer state and gradients in the file of one rank.
 pub struct RankUnflattener<'a> {
     layout: &'a FlatLayout,
     flat_params: &'a [FlatParameter],
@@ -210,7 +211,7 @@ pub struct RankUnflattener<'a> {
 }
 
 impl<'a> RankUnflattener<'a> {
-    /// Returns the converter for the file of a rank.
+    /// Returns a converter for the file of a rank.
     pub fn new(
         layout: &'a FlatLayout,
         flat_params: &'a [FlatParameter],
@@ -244,8 +245,8 @@ impl RankUnflattener<'_> {
         })
     }
 
-    /// Returns the state by parameter name. State that this rank lacks is added empty, so that all ranks have the same
-    /// order.
+    /// Returns the optimizer state by parameter name. If only other ranks have state for a parameter, this rank gets
+    /// empty state, so that all ranks have the same names in the same order.
     fn named_states(
         &self,
         contents: &mut ArchiveContents,
@@ -294,8 +295,8 @@ impl RankUnflattener<'_> {
                         return Err(self.wrong_size_error(&unit_shard.unit.key(), state, id, expected, view));
                     }
                 },
-                // A DTensor or ShardedTensor in the state is not part of the flat parameter, so every parameter gets it
-                // unchanged.
+                // A DTensor or ShardedTensor in the state has no part for each parameter, so every parameter gets the
+                // same tensor.
                 other => vec![other.clone(); unit_shard.unit.params.len()],
             };
             new_ids.insert(id, tensors.into_iter().map(|found| contents.push(found)).collect());
@@ -323,13 +324,13 @@ impl RankUnflattener<'_> {
         let piece = (start < end).then(|| start - whole.start..end - whole.start);
         let numel = piece.as_ref().map_or(0, |elements| elements.end - elements.start);
         let empty = Value::Dict(Dict::default());
-        // Some optimizers create state immediately, also for parameters of which the rank has no part. They never
-        // update this state.
+        // Some optimizers create state even for parameters of which the rank has no part. Such state is never updated,
+        // so it is left out.
         let state = if piece.is_none() && known.numel() > 0 { &empty } else { state };
         let mut new_ids: HashMap<TensorId, TensorId> = HashMap::new();
         for id in state.tensor_ids() {
             let tensor = match &contents.tensors[id.0 as usize] {
-                // Without sharding, the state has the shape of its parameter.
+                // Without sharding, state already has the shape of its parameter.
                 TensorNode::Plain(view) if self.layout.shard_group_size == 1 && view.sizes == known.shape => continue,
                 TensorNode::Plain(view) => match (view.sizes.as_slice(), &piece) {
                     ([], _) => continue,

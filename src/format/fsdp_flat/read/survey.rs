@@ -2,8 +2,8 @@
 //!
 //! A state dict with flat parameters has one key `<module>._flat_param` per unit: a 1-d ShardedTensor of which the rank
 //! holds at most one shard. With `use_orig_params` the parameters are stored next to it, as 1-d views of the same
-//! storage; a parameter of which the rank has no part is empty. All other tensors are buffers. Ranges and lengths count
-//! elements.
+//! storage. A parameter of which the rank has no part is an empty tensor. All other tensors are buffers. Ranges and
+//! lengths count elements.
 //!
 //! Source: `_local_post_state_dict_hook` in `torch/distributed/fsdp/_state_dict_utils.py`.
 
@@ -24,7 +24,7 @@ use crate::format::torch::ranks::RankFile;
 use crate::format::torch::{TensorNode, View};
 use crate::layout::{Rank, Region};
 
-/// A state dict with flat parameters, with its parts from all rank files.
+/// A state dict with flat parameters, collected from all rank files.
 #[derive(Debug)]
 pub struct FlatState {
     pub path: Path,
@@ -34,16 +34,16 @@ pub struct FlatState {
     pub module_positions: Option<HashMap<Box<str>, usize>>,
 }
 
-/// A state dict with flat parameters in one rank's file.
+/// A state dict with flat parameters as the file of one rank has it, with the part of that rank.
 #[derive(Debug)]
 pub struct RankState {
     /// The index of the file in its series.
     pub file_index: usize,
     pub rank: u32,
     pub file_path: PathBuf,
-    /// The rank's parts of flat parameters, by module.
+    /// The rank's part of each flat parameter, by the path of the module.
     pub flat_parts: IndexMap<Box<str>, FlatPart>,
-    /// All other tensors, in the order of the file.
+    /// The tensors that are not flat parameters, in the order of the file.
     pub other_tensors: IndexMap<Fqn, PlainTensor>,
 }
 
@@ -53,16 +53,15 @@ pub struct FlatPart {
     pub key: Fqn,
     pub dtype: Dtype,
     pub total: u64,
-    /// The rank's shard: its range in the flat parameter, and the view of the file that holds it; `None` if it is
-    /// empty.
+    /// The rank's shard: its range in the flat parameter, and the view that stores it; `None` if the shard is empty.
     pub shard: Option<(Range<u64>, View)>,
-    /// The number of ranks in the shard group and in the job.
+    /// The number of ranks in the shard group, and the number of ranks in the job.
     pub group_sizes: Option<(u32, u32)>,
     /// The shards of all ranks, as this file lists them.
     pub listed_shards: Arc<[Region]>,
 }
 
-/// A tensor that is stored next to flat parameters.
+/// A tensor in a state dict that also has flat parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlainTensor {
     /// A view of its unit's flat parameter, with its range in the flat parameter.
@@ -98,12 +97,13 @@ impl FlatState {
             );
         }
         let mut seen = HashSet::new();
-        // Every rank has all names, but not all of them as views.
+        // All ranks have the same names, but a name may be a view on some ranks only.
         let names = self.ranks.iter().flat_map(|rank| rank.other_tensors.keys());
         names.filter(|name| views.contains(name) && seen.insert(*name)).collect()
     }
 
-    /// Returns the modules of all units: outer units before inner units, siblings in the order of the files.
+    /// Returns the module paths of all units. An outer unit comes before its inner units; units in the same outer unit
+    /// are in the order of the files.
     #[must_use]
     pub fn unit_modules(&self) -> Vec<&str> {
         let mut seen = HashSet::new();
@@ -124,7 +124,7 @@ impl FlatState {
     }
 }
 
-/// Returns the innermost unit that contains a module and is not the module itself.
+/// Returns the innermost unit around a module. A unit of the module itself does not count.
 fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     if module.is_empty() {
         return None;
@@ -132,7 +132,7 @@ fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str>
     innermost_unit(module_of(module), units)
 }
 
-/// Returns the innermost unit that is the module itself or contains it.
+/// Returns the innermost unit that contains a module. A unit of the module itself counts.
 pub fn innermost_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     let mut at = module;
     loop {
@@ -146,7 +146,7 @@ pub fn innermost_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a 
     }
 }
 
-/// Returns the module of a flat parameter's key, without wrappers; `None` for other keys.
+/// Returns the module path, without wrappers, in the key of a flat parameter; `None` for other keys.
 pub fn flat_module(key: &str) -> Option<Box<str>> {
     let module = match key.strip_suffix(FLAT_PARAM)? {
         "" => "",
@@ -179,7 +179,7 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
     Ok(states.into_values().collect())
 }
 
-/// Returns the positions of modules in the order in which a state dict visits them.
+/// Returns the position of each module in the `_metadata` of a state dict, which is the order of registration.
 fn module_positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
     let mut positions = HashMap::new();
     for (position, module) in modules::registered_modules(dict)?.into_iter().enumerate() {
@@ -303,10 +303,10 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
 pub mod tests {
     use super::*;
 
-    /// A rank with the module, name and range of each of its views.
+    /// A rank, and the views in its file: for each view the module, the name and the range in the flat parameter.
     pub type Views<'a> = (u32, &'a [(&'a str, &'a str, Range<u64>)]);
 
-    /// Returns a state dict with these views.
+    /// Returns a state dict whose rank files have these views.
     pub fn state_of_views(total: u64, sizes: (u32, u32), ranks: &[Views<'_>]) -> FlatState {
         let rank_state = |(rank, views): &Views<'_>| {
             let (mut flat_parts, mut other_tensors) = (IndexMap::new(), IndexMap::new());

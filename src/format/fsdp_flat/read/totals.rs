@@ -7,7 +7,7 @@ use crate::catalog::flat::{FlatParam, FlatUnit};
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::flat::FlatParameter;
 
-/// A layout and a file that does not match it.
+/// The origin of a flat layout, and a file that does not match this layout.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutMismatch<'a> {
     pub file: &'a Path,
@@ -16,7 +16,8 @@ pub struct LayoutMismatch<'a> {
 }
 
 impl LayoutMismatch<'_> {
-    /// Returns the error for `name`, with the value in the layout and the value in the file.
+    /// Returns the error for the item `name`, with its value in the layout (`expected`) and its value in the file
+    /// (`found`).
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {
             fqn: name.to_owned(),
@@ -31,7 +32,8 @@ impl LayoutMismatch<'_> {
     }
 }
 
-/// Compares the length that the layout gives with the length in the file. `align` is set with `use_orig_params`.
+/// Compares the length of a flat parameter in the layout with its length in the file. `align` is the alignment of
+/// parameters with `use_orig_params`; `None` without it.
 ///
 /// # Errors
 /// `Conflict` naming the unit, both lengths and the likely cause.
@@ -57,7 +59,7 @@ fn describe_count(params: usize) -> String {
     format!("its {params} parameter{}", if params == 1 { "" } else { "s" })
 }
 
-/// Returns an explanation if padding explains the difference.
+/// Explains the difference of lengths by padding, if that gives the length in the file.
 fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<u64>, found: u64) -> Option<String> {
     if align.is_some() && total(None) == Some(found) {
         return Some(String::from(", the length without padding, which is usual when use_orig_params is false"));
@@ -71,7 +73,8 @@ fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<
     })
 }
 
-/// Returns an explanation if a parameter that is counted twice, or not at all, explains the difference.
+/// Explains the difference of lengths by two parameters that are tied in the layout but not in the file, or in the file
+/// but not in the layout.
 fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String> {
     let params = &unit.params;
     if let Some(extra) = expected.checked_sub(found) {
@@ -107,7 +110,7 @@ mod tests {
         let shared = vec![SharedName { fqn: "tail".into(), with: "emb".into() }];
         let unit = FlatUnit { params, shared, ..FlatUnit::new("", Some(Dtype::F32)) };
         assert_eq!(mismatch_message(&unit, None, 35), None);
-        // 15 elements, 1 of padding, 5, 3 of padding, 15, and 1 of padding for 2 shards.
+        // The unit has 15 elements, 1 of padding, 5, 3 of padding, 15, and 1 of padding for 2 shards.
         assert_eq!(mismatch_message(&unit, Some(4), 40), None);
         let cases = [
             (

@@ -1,7 +1,7 @@
 //! Replaces flat parameters in state dicts by their parameters, with their shapes and names.
 //!
-//! Only views change, no data is copied: a rank's range of a parameter becomes boxes of that parameter, at most `2n -
-//! 1` boxes for `n` dims, each a view of the flat parameter's storage. Unit of lengths and offsets: elements. If the
+//! Only views change, and no data is copied. A rank's range of a parameter of `n` dims becomes at most `2n-1` boxes of
+//! the parameter. Each box is a view of the flat parameter's storage. Unit of lengths and offsets: elements. If the
 //! files contain the order of the modules, names come in the order that the model's state dict has without FSDP.
 
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ pub struct UnitShard<'a> {
 }
 
 impl UnitShard<'_> {
-    /// Returns the rank's part of every parameter of the unit; `shard` is the tensor that holds the shard.
+    /// Returns the rank's part of every parameter of the unit; `shard` is the view that stores the rank's shard.
     pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<TensorNode> {
         let mut local: Vec<Vec<_>> = vec![Vec::new(); self.unit.params.len()];
         if let Some(view) = shard {
@@ -40,7 +40,7 @@ impl UnitShard<'_> {
         self.unit.params.iter().zip(local).map(|(param, local)| self.sharded(param, dtype, local)).collect()
     }
 
-    /// Returns a parameter of which the rank holds these boxes.
+    /// Returns a parameter as a ShardedTensor of which this rank has the boxes `local`.
     pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> TensorNode {
         let all = local.iter().map(|(region, _)| region.clone()).collect();
         let stride = param.stride.as_ref().and_then(|stride| permuted_stride(&param.shape, stride));
@@ -48,13 +48,14 @@ impl UnitShard<'_> {
     }
 }
 
-/// Returns the distance between neighboring elements of a 1-d view. The stride of a view with one element is
-/// meaningless.
+/// Returns the distance between neighboring elements of a 1-d view, in elements of the storage. A view with one element
+/// has distance 1, because its stride has no meaning.
 fn element_stride(view: &View) -> u64 {
     if view.sizes[0] > 1 { view.strides[0] } else { 1 }
 }
 
-/// Splits a range of a parameter's elements into boxes. The range starts at element `at` of the storage of `view`.
+/// Splits a range of a parameter's elements into boxes. The first element of the range is element `at` of the storage
+/// of `view`.
 pub fn boxes(param: &FlatParam, elements: Range<u64>, view: &View, mut at: u64) -> Vec<(Region, View)> {
     let order = param.order().expect("a layout that was checked");
     let step = element_stride(view);
@@ -71,12 +72,12 @@ pub fn boxes(param: &FlatParam, elements: Range<u64>, view: &View, mut at: u64) 
     boxes.collect()
 }
 
-/// Returns the flat parameter of each unit.
+/// Returns the positions of parameters and shards in the flat parameter of each unit.
 pub fn flat_parameters(layout: &FlatLayout) -> Vec<FlatParameter> {
     layout.units.iter().map(|unit| layout.flat(unit)).collect()
 }
 
-/// Replaces the flat parameters of a state dict by parameters. The state dict must have been checked against the
+/// Replaces the flat parameters of a state dict by parameters. `check` must have accepted the state dict and the
 /// layout.
 pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout) {
     let flat_params = flat_parameters(layout);

@@ -1,8 +1,9 @@
-//! Optimizer state with dotted names as keys: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`, as PyTorch writes it
+//! Optimizer state whose keys are dotted names: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`. PyTorch writes it
 //! with `flatten_optimizer_state_dict`.
 //!
-//! Such state has options per parameter, but no parameter groups and no order. Both come from the layout. If all flat
-//! parameters have equal options they form one group, which needs no layout.
+//! Such state has options for each parameter, but no parameter groups and no order of parameters. The flat layout
+//! provides both. If the layout has no groups, and all parameters have equal options, the flat parameters form one
+//! group.
 //!
 //! Source: `_flatten_optim_state_dict` in `torch/distributed/checkpoint/state_dict.py`.
 
@@ -15,14 +16,14 @@ use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Path, Value};
 use crate::error::{Error, Result};
 
-/// Returns whether a dict is optimizer state in this form.
+/// Returns whether a dict is optimizer state with dotted names as keys, such as `state.w.exp_avg`.
 pub fn has_dotted_keys(dict: &Dict) -> bool {
     let has = |container: &str| dict.entries.iter().any(|(key, _)| strip_container(container, key).is_some());
     has(STATE) && has(GROUPS)
 }
 
-/// Returns the optimizer state as nested dicts, with a separate group for each parameter, or with one group for all
-/// parameters.
+/// Returns optimizer state with dotted keys as nested dicts. If the layout has parameter groups, each parameter becomes
+/// a group; otherwise all parameters form one group.
 pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();

@@ -17,7 +17,8 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// Plans the dict of gradients; tensors in the result are indices of planned tensors.
+/// Adds the gradients to the plan, and returns the dict of gradients for the target. Its tensors are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let mut gradients: IndexMap<ParameterIndex, TensorId> = IndexMap::new();
     let mut entries = Vec::new();
@@ -33,7 +34,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                         &format!("{name} has the shape {own:?}, but its parameter has {shape:?}"),
                     ));
                 }
-                // A tied parameter has one gradient, under any of its names.
+                // A tied parameter has one gradient. The source may store it under any name of the parameter.
                 match gradients.get(&at) {
                     Some(kept) if *kept != id => plan.merged.push((*kept, id)),
                     Some(_) => {}
@@ -66,7 +67,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
     Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
-/// Plans one gradient per flat parameter.
+/// Adds one gradient for each flat parameter to the plan (without `use_orig_params`).
 fn unit_gradients(
     gradients: &IndexMap<ParameterIndex, TensorId>,
     path: &Path,
@@ -102,7 +103,7 @@ fn unit_gradients(
 }
 
 fn unsupported_error(path: &Path, what: &str) -> Error {
-    // The gradients are a separate series.
+    // An empty path means that the gradients are a series of their own, which is called `grads`.
     let at = if path.0.is_empty() { String::from("grads") } else { path.to_string() };
     Error::unsupported(format!("{at}: {what}"), format!("leave the gradients out with options::exclude {at}"))
 }

@@ -1,7 +1,7 @@
 //! Maps the parameter groups of the source's optimizer to the parameter groups of the target's optimizer.
 //!
-//! The source identifies parameters by name or, as `optimizer.state_dict()` does, by number. The optimizer of the
-//! target updates parameters or flat parameters. Every one of them is in exactly one group.
+//! The source identifies parameters by name or by number, as `optimizer.state_dict()` does. The optimizer of the target
+//! updates parameters or flat parameters, and each of them is in exactly one group.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,7 +13,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
 
-/// A parameter or flat parameter that the target's optimizer updates; it gets one number.
+/// A parameter or flat parameter that the target's optimizer updates and numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GroupMember {
     Parameter(ParameterIndex),
@@ -31,7 +31,7 @@ impl GroupMember {
     }
 }
 
-/// The optimizer of the source: its groups and states by parameter.
+/// The optimizer in the source: its parameter groups, and its state for each parameter.
 pub struct SourceOptimizer<'v> {
     /// Path of the optimizer, for messages.
     path: &'v Path,
@@ -146,7 +146,8 @@ impl<'v> SourceOptimizer<'v> {
         }
     }
 
-    /// Returns the units in the order of the layout, each in the group of its parameters.
+    /// Returns one group for each group of the source. It contains the units whose parameters are in that group, in the
+    /// order of the layout.
     fn unit_groups(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
             self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
@@ -177,7 +178,8 @@ impl<'v> SourceOptimizer<'v> {
         Ok(groups)
     }
 
-    /// Returns the options of a group of the layout: the options that its parameters have in the source.
+    /// Returns the options for a parameter group of the layout. All parameters of the group must have equal options in
+    /// the source.
     fn common_options(&self, index: usize, params: &[ParameterIndex], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
         let Some(first) = params.first() else {
             let options = self.groups.get(index).map(|(options, _)| *options);
@@ -213,13 +215,13 @@ impl<'v> SourceOptimizer<'v> {
         Ok(self.groups[own].0)
     }
 
-    /// Returns an error about this optimizer.
+    /// Returns the error for an optimizer that cannot be converted; the message begins with the path of the optimizer.
     pub fn unsupported_error(&self, what: String, hint: &str) -> Error {
         Error::unsupported(format!("{}{what}", message_prefix(self.path)), hint)
     }
 }
 
-/// The parameters for the parameter numbers of a plain `optimizer.state_dict()`; empty if the optimizer uses names.
+/// The parameter for each parameter number in a plain `optimizer.state_dict()`; empty if the state dict has names.
 struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
 
 impl OptimizerNumbers {
@@ -242,7 +244,7 @@ impl OptimizerNumbers {
         if !numbered {
             return Self(HashMap::new());
         }
-        // The layout distinguishes parameters from buffers.
+        // Only names that the layout lists as parameters count; all other tensors are buffers.
         let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
         let in_order = || {
             let known = numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
@@ -262,7 +264,8 @@ impl OptimizerNumbers {
     }
 }
 
-/// Reads `param_names`, which optimizers of named parameters store next to the numbers.
+/// Resolves parameter numbers by `param_names`, the list of names that optimizers store if they were created with named
+/// parameters.
 fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
     let mut known = HashMap::new();
     for (options, params) in groups {
@@ -277,8 +280,9 @@ fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) ->
     Some(known)
 }
 
-/// Uses the layout's groups if there are several and they have the same sizes as the groups of the source. A single
-/// group holds all parameters, in an order that shapes can confirm.
+/// Resolves parameter numbers by the parameter groups of the layout, if there are several groups and they have the same
+/// sizes as the groups of the source. For a single group it returns `None`: the group holds all parameters, and shapes
+/// can confirm their order.
 fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
@@ -303,7 +307,8 @@ pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<Parame
     }
 }
 
-/// Returns whether two parameter groups have equal options, apart from their lists of parameters.
+/// Returns whether two parameter groups have equal options, such as the learning rate. The lists of parameters are
+/// ignored.
 pub fn same_options(left: &Dict, right: &Dict) -> bool {
     let options = |dict: &Dict| {
         let is_option = |key: &Value| !matches!(key.as_str(), Some(PARAMS | PARAM_NAMES));
@@ -314,7 +319,7 @@ pub fn same_options(left: &Dict, right: &Dict) -> bool {
     options(left) == options(right)
 }
 
-/// Returns the prefix of messages about a path; empty at the top.
+/// Returns the path and a colon as the beginning of a message; an empty string for the top of the state dict.
 pub fn message_prefix(path: &Path) -> String {
     if path.0.is_empty() { String::new() } else { format!("{path}: ") }
 }

@@ -1,4 +1,4 @@
-//! Writes the `_metadata` of a model's state dict: the version of each module, by its path.
+//! Writes the `_metadata` of a model's state dict, which maps the path of each module to its version.
 //!
 //! A wrapped module has two entries, one for the wrapper and one for the module inside: `layers.0` and
 //! `layers.0._fsdp_wrapped_module`. The wrapper is part of the path of everything below it.
@@ -23,9 +23,9 @@ pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     join(&inner, last)
 }
 
-/// Returns the attributes of a state dict for a model with these units wrapped. If the source has exactly these
-/// wrappers, its attributes are kept; otherwise its wrappers are removed and these are added. Returns `None` if the
-/// attributes are not `_metadata`.
+/// Returns the attributes of a state dict for a model in which these units are wrapped. If the source has exactly these
+/// wrappers, its attributes are kept. Otherwise the wrappers of the source are removed, and the wrappers of the layout
+/// are added. Returns `None` if the attributes are not `_metadata`.
 pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
@@ -39,7 +39,8 @@ pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value>
     let entries = if units.clone().all(|unit| known.contains(unit.as_str())) && wrappers == units.count() {
         metadata.entries.clone()
     } else {
-        // The wrapped module comes after its wrapper, so the last entry of a clean name is the module.
+        // A wrapper and its module have the same clean name. The module comes second, so its entry replaces that of the
+        // wrapper.
         let modules: IndexMap<String, &Value> =
             paths.iter().zip(&metadata.entries).map(|(path, (_, value))| (clean_name(path), value)).collect();
         modules.iter().flat_map(|(module, value)| wrapped_entries(module, value, layout)).collect()
@@ -49,7 +50,7 @@ pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value>
     Some(Value::Dict(Dict { kind: attributes.kind, entries, attributes: None }))
 }
 
-/// Returns the entries of a module: one, or two for a unit, the wrapper first.
+/// Returns the `_metadata` entries of a module. A unit has two: its wrapper comes first, then the module itself.
 fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Value, Value)> {
     let outside = wrapped_path(module, layout);
     if !is_unit(module, layout) {
@@ -60,7 +61,7 @@ fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Val
     vec![(Value::Str(outside.into()), Value::Dict(version)), (Value::Str(inside.into()), value.clone())]
 }
 
-/// Returns the path of a module with all wrappers around it, without its own wrapper.
+/// Returns the path of a module, including the wrappers of the modules around it, but not its own wrapper.
 fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     let mut path = String::new();
     let mut plain = String::new();
@@ -74,7 +75,7 @@ fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     path
 }
 
-/// Returns whether a module is wrapped. The root always is, even if all its parameters are in inner units.
+/// Returns whether FSDP1 wraps a module. It always wraps the root, even if all parameters are in inner units.
 fn is_unit(module: &str, layout: &FlatLayout) -> bool {
     module.is_empty() || layout.units.iter().any(|unit| *unit.module == *module)
 }

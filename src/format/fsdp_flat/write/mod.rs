@@ -47,7 +47,7 @@ pub struct FlatTarget<'a> {
     pub model: Option<Path>,
     /// The path of the dict of gradients, if there are gradients.
     pub gradients: Option<Path>,
-    /// Returns the file name of a rank.
+    /// A function that returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
@@ -86,13 +86,13 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// Facts about a part of the state dict that are needed before any part is laid out.
+/// Information about a part of the state dict that is needed before the files of any part are laid out.
 pub struct PartSurvey {
-    /// Pairs of source tensors that become one: the tensor that is kept, and a tensor that must be equal to it. These
-    /// are tied parameters that the source stores separately, and scalars of optimizer state, of which a flat parameter
-    /// has only one.
+    /// Pairs of source tensors that are written as one tensor: the tensor that is kept, and a tensor that must be equal
+    /// to it. Such pairs are tied parameters that the source stores separately, and scalars of optimizer state, because
+    /// a flat parameter has only one of each.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names that an optimizer in this part will number, group by group.
+    /// The names of the parameters that the optimizer in this part numbers, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -105,7 +105,7 @@ pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Resul
     Ok(PartSurvey { merged, numbered })
 }
 
-/// The tree that all rank files share; tensors in it are indices of planned tensors.
+/// The state dict of the target, which is the same in all rank files. Its tensors are indices of [`FlatPlan::tensors`].
 struct PlannedTree<'a> {
     tree: Value,
     plan: FlatPlan<'a>,
@@ -163,7 +163,8 @@ impl<'a> PlannedTree<'a> {
 }
 
 impl PlannedTree<'_> {
-    /// Converts the model, and the entries next to it if the model is at the top of the state dict.
+    /// Converts the model. If the model is at the top of the state dict, its dict may also contain trainer state, which
+    /// is converted as well.
     fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
         let Value::Dict(dict) = value else {
             return Err(no_model_error(path));

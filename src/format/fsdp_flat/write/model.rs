@@ -1,4 +1,4 @@
-//! Plans the model's dict as a rank's file has it.
+//! Plans the dict of the model in the file of a rank.
 //!
 //! Flat parameters come where PyTorch's traversal of the modules puts them. Without `use_orig_params` they are the only
 //! parameters, and the first entry of their module. With `use_orig_params`, a flat parameter comes after all entries of
@@ -9,7 +9,7 @@
 //! with      freqs, emb.weight, layers.0.scale, layers.0.w, layers.0._flat_param, head.weight, _flat_param
 //! ```
 //!
-//! Without sharding there are no flat parameters, and the dict is the dict of the whole model.
+//! Without sharding there are no flat parameters, and every file has the dict of the full model.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,14 +21,15 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// The meaning of an entry.
+/// The kind of an entry in the model's dict.
 enum ModelEntry<'v> {
     Parameter(ParameterIndex),
     Other(TensorId),
     Object(&'v Value),
 }
 
-/// Plans the model's dict; tensors in the result are indices of planned tensors.
+/// Adds the model to the plan, and returns the dict of the model for the target. Its tensors are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(
     model: &Dict,
     names: &ParameterNames<'_>,
@@ -74,7 +75,7 @@ pub fn plan(
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// Adds names of tied parameters that the source lacks, after the other names of their unit.
+/// Adds entries for names of tied parameters that the source lacks. They come after the other entries of their unit.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
@@ -103,16 +104,17 @@ fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     (others > 0).then(|| format!("{others} {what}"))
 }
 
-/// The storages that hold the shards of the units.
+/// For each unit, the storages that hold its shard or its parameters.
 struct FlatParameters {
     units: Vec<UnitStorage>,
 }
 
 /// The storages of a unit's parameters.
 enum UnitStorage {
-    /// One storage for the shard; `empty` is a second one for parameters of which a rank has no part.
+    /// One storage with the rank's shard of the flat parameter. `empty` is the storage of a parameter of which the rank
+    /// has no part.
     Shard { storage: usize, empty: usize },
-    /// One storage for each whole parameter.
+    /// One storage per parameter, which holds the full parameter on every rank.
     Whole(Vec<usize>),
 }
 
@@ -138,7 +140,8 @@ impl FlatParameters {
         Ok(Self { units: storages })
     }
 
-    /// Returns the units whose flat parameter comes before, and after, each entry.
+    /// Returns the positions of flat parameters among the entries: the units before each entry, and the units after
+    /// each entry.
     fn flat_positions(
         &self,
         entries: &[(String, ModelEntry<'_>)],
@@ -151,7 +154,7 @@ impl FlatParameters {
         let layout = plan.layout;
         let mut order: Vec<usize> =
             (0..self.units.len()).filter(|&unit| !layout.units[unit].params.is_empty()).collect();
-        // Outer modules come first.
+        // A module has a shorter path than the modules in it, so outer units come first.
         order.sort_by_key(|&unit| layout.units[unit].module.len());
         let below = |unit: usize, name: &str| is_within(name, &layout.units[unit].module);
         if layout.use_orig_params {
@@ -177,7 +180,7 @@ impl FlatParameters {
         (Value::Str((&plan.layout.units[unit].key()).into()), plan.add_tensor(storage, TensorRole::Flat))
     }
 
-    /// Returns the tensor under the parameter's own name, if the state dict has one.
+    /// Returns the planned tensor for the entry of a parameter; `None` if only its flat parameter is in the state dict.
     fn parameter(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Option<Value> {
         match &self.units[at.unit] {
             UnitStorage::Whole(storages) => Some(plan.add_tensor(storages[at.param], TensorRole::Whole)),
@@ -189,5 +192,5 @@ impl FlatParameters {
     }
 }
 
-/// Units by the index of the entry that they come before or after.
+/// A map from the index of an entry to the units whose flat parameters come directly before or after it.
 type UnitsByEntry = HashMap<usize, Vec<usize>>;

@@ -1,9 +1,9 @@
 //! Plans optimizer state as `optimizer.state_dict()` of an FSDP1 job has it on each rank.
 //!
 //! Parameters are identified by numbers, in the order of the parameter groups. With `use_orig_params` each parameter
-//! has its own state, as long as the rank's part of it, and no state if the rank has no part. Without
-//! `use_orig_params`, the optimizer updates flat parameters only: state in the shape of a parameter is stored like
-//! the flat parameter, and all other state must be the same for all parameters of the unit. Lengths count elements.
+//! has its own state, as long as the rank's part of the parameter. If the rank has no part, there is no state. Without
+//! `use_orig_params`, the optimizer updates flat parameters only: state in the shape of a parameter is stored like the
+//! flat parameter, and all other state must be the same for all parameters of the unit. Lengths count elements.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
@@ -23,7 +23,8 @@ pub fn is_optimizer(dict: &Dict) -> bool {
     groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
 }
 
-/// Plans the state dict; tensors in the result are indices of planned tensors.
+/// Adds an optimizer to the plan, and returns its state dict for the target. Tensors in it are indices of
+/// [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;
     let groups = source.target_groups(names, plan)?;
@@ -178,7 +179,7 @@ impl SourceOptimizer<'_> {
 /// The kind of one entry of optimizer state.
 #[derive(Clone, Copy)]
 enum StateKind {
-    /// A tensor with the shape of its parameter.
+    /// A tensor with the shape of its parameter, such as `exp_avg`.
     ParamShaped(TensorId),
     Scalar(TensorId),
     Object,

@@ -8,17 +8,17 @@ use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list_of_counted};
 
-/// The names of a layout's parameters.
+/// Finds the parameters of a flat layout by name.
 pub struct ParameterNames<'a> {
-    /// Parameters by name; tied parameters are found under all of their names.
+    /// The parameter of each name. A tied parameter has several names.
     params: HashMap<&'a str, ParameterIndex>,
-    /// The other names of tied parameters.
+    /// The further names of each tied parameter.
     aliases: HashMap<ParameterIndex, Vec<&'a str>>,
     units: HashMap<Box<str>, usize>,
 }
 
 impl<'a> ParameterNames<'a> {
-    /// Returns the names of all parameters of a layout.
+    /// Returns the table of all parameter names of a layout.
     pub fn new(layout: &'a FlatLayout) -> Self {
         let mut params = HashMap::new();
         for (unit, flat) in layout.units.iter().enumerate() {
@@ -37,7 +37,7 @@ impl<'a> ParameterNames<'a> {
         Self { params, aliases, units }
     }
 
-    /// Returns the parameter of this name, which may be a tied name.
+    /// Returns the parameter with this name. If the parameter is tied, each of its names finds it.
     pub fn find(&self, fqn: &str) -> Option<ParameterIndex> {
         self.params.get(fqn).copied()
     }
@@ -52,13 +52,13 @@ impl<'a> ParameterNames<'a> {
     }
 }
 
-/// The tensors of a unit's parameters, and their common dtype.
+/// The source tensors of a unit's parameters, in the order of the layout, and their common dtype.
 pub struct UnitTensors {
     pub dtype: Dtype,
     pub tensors: Vec<TensorId>,
 }
 
-/// The tensors of all parameters of a layout.
+/// The source tensors of all parameters of a layout.
 pub struct FoundParameters {
     pub units: Vec<UnitTensors>,
     /// Pairs of tied tensors: the tensor that is kept, and a tensor that must be equal to it.
@@ -142,7 +142,7 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
 /// Returns the common dtype of a unit's parameters.
 fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Result<Dtype> {
     let known = &layout.units[unit];
-    // A unit without parameters has no flat parameter.
+    // The dtype of a unit without parameters has no effect, because such a unit has no flat parameter.
     let Some(first) = entries.first() else { return Ok(known.dtype.unwrap_or(Dtype::F32)) };
     if let Some((param, other)) = entries.iter().enumerate().find(|(_, entry)| entry.dtype != first.dtype) {
         return Err(Error::unsupported(

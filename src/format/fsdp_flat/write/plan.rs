@@ -1,4 +1,5 @@
-//! The plan that all rank files share: storages, and tensors that are views of them.
+//! The plan of an FSDP1 target, which is the same for all rank files: storages, and tensors that are views of the
+//! storages.
 //!
 //! Unit of ranges and lengths: elements. A storage has the same key on all ranks; the rank's part of it depends only on
 //! the index of the rank's shard.
@@ -13,14 +14,14 @@ use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
 
-/// The index of a parameter in a layout.
+/// The indices of a parameter in a layout: its unit, and its position in the unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ParameterIndex {
     pub unit: usize,
     pub param: usize,
 }
 
-/// A tensor in the planned tree: a view of a storage.
+/// A tensor in the planned state dict, which is a view of a storage.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeTensor {
     pub storage: usize,
@@ -28,51 +29,52 @@ pub struct TreeTensor {
 }
 
 #[derive(Clone, Copy, Debug)]
-/// The part of its storage that a tensor covers, and the ranks that have it.
+/// The kind of a planned tensor. It determines which part of the storage the tensor covers, and which ranks have the
+/// tensor.
 pub enum TensorRole {
-    /// The whole storage, on every rank.
+    /// A tensor that covers its storage completely, and that every rank has.
     Whole,
-    /// The whole storage, on ranks that have a part of the parameter.
+    /// A tensor that covers its storage completely. Only ranks with a part of the parameter have it.
     WithParameter(ParameterIndex),
-    /// The flat parameter.
+    /// A flat parameter, of which each rank has its shard.
     Flat,
-    /// A parameter inside the shard of its unit; `empty` is the storage for ranks that have no part of it.
+    /// A parameter that is a view of its unit's shard. Ranks without a part of the parameter use the storage `empty`.
     View { at: ParameterIndex, empty: usize },
-    /// State of one parameter, absent on ranks that have no part of it.
+    /// Optimizer state of one parameter. Ranks without a part of the parameter do not have it.
     Slice(ParameterIndex),
-    /// The gradient of one parameter, absent on ranks that have no part of it. Other entries of the same dict exist on
-    /// all ranks.
+    /// The gradient of one parameter. Ranks without a part of the parameter do not have it, but they have the other
+    /// entries of the same dict.
     Gradient(ParameterIndex),
-    /// State of a flat parameter, as long as the shard in memory.
+    /// Optimizer state or the gradient of a flat parameter, which is as long as the shard in memory.
     State,
 }
 
 #[derive(Debug)]
-/// A storage of the target.
+/// A storage in the rank files. Its part on each rank depends on the rank's shard.
 pub struct PlannedStorage {
     pub dtype: Dtype,
     pub content: StorageContent,
 }
 
 #[derive(Debug)]
-/// The data of a storage.
+/// The content of a storage.
 pub enum StorageContent {
     Nothing,
     Whole(TensorId),
-    /// A shard of a unit, filled from one tensor for each of its parameters.
+    /// The rank's shard of a unit, filled from one source tensor for each parameter.
     Shard {
         unit: usize,
         tensors: Vec<TensorId>,
         padding: Padding,
     },
-    /// The rank's part of one parameter, filled from one tensor.
+    /// The rank's part of one parameter, filled from one source tensor.
     Slice {
         at: ParameterIndex,
         tensor: TensorId,
     },
 }
 
-/// The value of padding elements, which PyTorch never reads.
+/// The value of the padding elements in a storage. PyTorch never reads these elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
     /// The value 42, as in PyTorch's `_construct_padding_tensor`.
@@ -80,24 +82,25 @@ pub enum Padding {
     Zero,
 }
 
-/// The storages and tensors of a target.
+/// The planned storages and tensors of an FSDP1 target.
 pub struct FlatPlan<'a> {
     pub source: &'a Catalog,
     pub layout: &'a FlatLayout,
     pub flat_params: Vec<FlatParameter>,
     pub tensors: Vec<TreeTensor>,
     pub storages: Vec<PlannedStorage>,
-    /// The storages of tensors that are whole on every rank.
+    /// The storage of each source tensor that all ranks have in full.
     replicated: HashMap<TensorId, usize>,
-    /// The dtype of each unit's parameters; set when the model is planned.
+    /// The dtype of each unit's parameters; `None` until the model is planned.
     pub dtypes: Option<Vec<Dtype>>,
-    /// Pairs of source tensors of which one is written: the tensor that is kept, and a tensor that must be equal to it.
+    /// Pairs of source tensors that are written as one tensor: the tensor that is kept, and a tensor that must be equal
+    /// to it.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names that the first planned optimizer numbers, group by group.
+    /// The names of the parameters that the first planned optimizer numbers, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
-/// The most elements that fit into 16 bytes.
+/// The maximum alignment of parameters, in elements: 16 bytes have at most 16 elements.
 const MAX_ALIGN: u64 = 16;
 
 impl<'a> FlatPlan<'a> {
@@ -133,7 +136,7 @@ impl<'a> FlatPlan<'a> {
         })
     }
 
-    /// Returns the layout with all optional fields filled in.
+    /// Returns the layout to write next to the rank files, with the optional fields of units filled in.
     pub fn written_layout(&self) -> FlatLayout {
         let mut layout = self.layout.clone();
         for (index, unit) in layout.units.iter_mut().enumerate() {
@@ -167,7 +170,7 @@ impl<'a> FlatPlan<'a> {
         start..param.end.min(shard.end).max(start)
     }
 
-    /// Returns whether the tensor is in the files of ranks with this shard.
+    /// Returns whether ranks with this shard have the tensor in their files.
     pub fn is_present(&self, item: TreeTensor, shard: u64) -> bool {
         match item.role {
             TensorRole::WithParameter(at) | TensorRole::Slice(at) | TensorRole::Gradient(at) => {
@@ -177,7 +180,7 @@ impl<'a> FlatPlan<'a> {
         }
     }
 
-    /// Returns the number of elements of a storage on ranks with this shard.
+    /// Returns the number of elements that a storage has on ranks with this shard.
     pub fn numel(&self, storage: usize, shard: u64) -> u64 {
         match &self.storages[storage].content {
             StorageContent::Nothing => 0,
@@ -196,7 +199,7 @@ impl<'a> FlatPlan<'a> {
         self.storages.len() - 1
     }
 
-    /// Adds a tensor to the target and returns its reference for the tree.
+    /// Adds a tensor, and returns its index as a value for the planned state dict.
     pub fn add_tensor(&mut self, storage: usize, role: TensorRole) -> Value {
         Value::Tensor(self.add_tensor_id(storage, role))
     }
@@ -207,8 +210,8 @@ impl<'a> FlatPlan<'a> {
         id
     }
 
-    /// Returns the storage of a tensor that is whole on every rank. Each such tensor has one storage, however often it
-    /// occurs.
+    /// Returns the storage of a source tensor that all ranks have in full. A tensor that occurs several times has only
+    /// one storage.
     pub fn replicated_storage(&mut self, id: TensorId) -> usize {
         if let Some(storage) = self.replicated.get(&id) {
             return *storage;
@@ -218,7 +221,7 @@ impl<'a> FlatPlan<'a> {
         storage
     }
 
-    /// Returns a copy of a value in which all tensors are whole on every rank.
+    /// Returns a copy of a value in which each tensor is a planned tensor that all ranks have in full.
     pub fn replicated_value(&mut self, value: &Value) -> Value {
         let mut value = value.clone();
         value.map_tensors(&mut |id| {
@@ -239,7 +242,7 @@ impl PlannedStorage {
         }
     }
 
-    /// Returns an empty chunk table for each of [`PlannedStorage::tensors`].
+    /// Returns a chunk table without chunks for each tensor of [`PlannedStorage::tensors`].
     pub fn chunk_tables(&self, source: &Catalog) -> Vec<ChunkTable> {
         self.tensors().iter().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect()
     }
@@ -252,7 +255,7 @@ impl Padding {
             (Self::Zero, _) => vec![0; usize::try_from(dtype.itemsize()).expect("a few bytes")],
             (Self::Parameter, Dtype::F64) => 42_f64.to_le_bytes().to_vec(),
             (Self::Parameter, Dtype::F32) => 42_f32.to_le_bytes().to_vec(),
-            // The value 42 is 1.3125 * 2^5.
+            // bfloat16 for 42, which is 1.3125 * 2^5.
             (Self::Parameter, Dtype::Bf16) => 0x4228_u16.to_le_bytes().to_vec(),
             (Self::Parameter, Dtype::F16) => 0x5140_u16.to_le_bytes().to_vec(),
             (Self::Parameter, _) => return None,

@@ -17,7 +17,7 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::{ArchiveWriter, Span};
 
-/// The number of tensors in one part of a pickle.
+/// The number of tensors in one part of a pickle. Equal parts of several rank files are in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 /// Lays out the file of one rank.
@@ -27,17 +27,19 @@ pub struct FlatRankFile<'a> {
     shard: u64,
 }
 
-/// One rank's pickle, and the storages that it uses.
+/// The pickle of one rank, and the storages that its tensors refer to.
 struct FlatRankPickle {
     bytes: Vec<u8>,
-    /// Positions at which the pickle is cut into parts. Most parts are equal on several ranks and are kept once.
+    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on several ranks, and are kept
+    /// in memory once.
     cuts: Vec<usize>,
     used: Vec<bool>,
 }
 
-/// A contiguous part of a storage.
+/// A contiguous part of a storage: elements of a source tensor, or known bytes.
 enum StoragePart {
-    /// Elements of one of the storage's tensors, in the order in which FSDP flattens the tensor.
+    /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`], in the order in which FSDP flattens the
+    /// tensor.
     Tensor {
         index: usize,
         param: Option<ParameterIndex>,
@@ -47,7 +49,7 @@ enum StoragePart {
 }
 
 impl<'a> FlatRankFile<'a> {
-    /// Returns the file of a rank.
+    /// Returns the writer of a rank's file.
     pub fn new(plan: &'a FlatPlan<'a>, rank: Rank) -> Self {
         Self { plan, rank, shard: plan.layout.shard_of(rank.0) }
     }
@@ -92,7 +94,7 @@ impl<'a> FlatRankFile<'a> {
         Ok(())
     }
 
-    /// Removes state and gradients of parameters of which this rank has no part.
+    /// Removes the optimizer state and gradients of parameters of which this rank has no part.
     fn prune(&self, value: &mut Value) {
         match value {
             Value::Dict(dict) => {
@@ -204,7 +206,7 @@ impl<'a> FlatRankFile<'a> {
         ShardedWriter::new(group, world_size as usize, 0)
     }
 
-    /// Returns this rank's content of a storage.
+    /// Returns the parts of a storage in the file of this rank, in the order of their data.
     fn storage_parts(&self, storage: usize) -> Vec<StoragePart> {
         let plan = self.plan;
         let dtype = plan.storages[storage].dtype;
@@ -245,7 +247,8 @@ impl<'a> FlatRankFile<'a> {
         }
     }
 
-    /// Splits elements of a tensor into boxes, whose data is consecutive from `offset` on.
+    /// Splits a range of a tensor's elements into boxes. The data of the boxes is consecutive, and starts at `offset`
+    /// in the file.
     fn chunks(
         &self,
         tensor: TensorId,
@@ -274,7 +277,8 @@ impl<'a> FlatRankFile<'a> {
     }
 }
 
-/// Returns `len` padding elements. `len` is less than the alignment, or less than the number of ranks.
+/// Returns the bytes of `len` padding elements. `len` is small: less than the alignment, or less than the number of
+/// ranks.
 fn padding_bytes(padding: Padding, dtype: crate::catalog::Dtype, len: u64) -> Vec<u8> {
     let element = padding.element(dtype).expect("dtypes of parameters are checked");
     element.repeat(usize::try_from(len).expect("short"))

@@ -35,8 +35,8 @@ fn unit(module: &str, params: Vec<FlatParam>) -> FlatUnit {
     FlatUnit { params, ..FlatUnit::new(module, Some(Dtype::F32)) }
 }
 
-/// Returns a layout: the root has `emb` [5, 3], tied to `head`, and `norm` [3]; the unit `blk` has `blk.w` [3, 5] and
-/// `blk.b` [5].
+/// Returns a layout with two units. The root has `emb` [5, 3], tied to `head`, and `norm` [3]. The unit `blk` has
+/// `blk.w` [3, 5] and `blk.b` [5].
 fn layout(use_orig_params: bool) -> FlatLayout {
     let mut root = unit("", vec![param("emb", &[5, 3]), param("norm", &[3])]);
     root.shared.push(SharedName { fqn: "head".into(), with: "emb".into() });
@@ -99,7 +99,7 @@ impl Source {
         reserve(&self.catalog, &self.state(), target(layout))
     }
 
-    /// Returns the tree that all ranks share.
+    /// Returns the planned state dict, which is the same in all rank files.
     fn tree(&self, layout: &FlatLayout) -> Value {
         PlannedTree::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
     }
@@ -136,16 +136,16 @@ fn optimizer_numbers_parameters_or_units() {
         (vec!["0".into(), "1".into()], "[{'lr': 0, 'params': [0, 1]}]".into())
     );
 
-    // Groups of units, each in the order of the layout.
+    // Each of the two parameter groups has the parameters of one unit.
     source.groups = vec![vec!["blk.w".into(), "blk.b".into()], vec!["norm".into(), "emb".into()]];
     assert_eq!(groups(&source.tree(&layout(false))), "[{'lr': 0, 'params': [0]}, {'lr': 1, 'params': [1]}]");
-    // The layout has the order of the job.
+    // The parameter groups in the layout are in the order of the job.
     let optimizer = Some(vec![names(&["norm", "emb"]), names(&["blk.b", "blk.w"])]);
     let tree = source.tree(&FlatLayout { optimizer, ..layout(true) });
     assert_eq!(groups(&tree), "[{'lr': 1, 'params': [0, 1]}, {'lr': 0, 'params': [2, 3]}]");
 }
 
-/// torchtitan saves options for each parameter in this form.
+/// torchtitan saves optimizer state with dotted names, which has options for each parameter but no groups.
 #[test]
 fn flattened_optimizer_needs_known_groups() {
     let mut source = Source::valid();
@@ -171,7 +171,7 @@ fn flattened_optimizer_needs_known_groups() {
     assert!(error.starts_with("optim: optimizer state saved with flatten_optimizer_state_dict does not"), "{error}");
 }
 
-/// FSDP2 rank files have `optimizer.state_dict()` with numbers.
+/// FSDP2 rank files contain `optimizer.state_dict()`, which numbers its parameters.
 #[test]
 fn numbered_source_optimizer_resolves_to_parameters() {
     let mut source = Source::valid();
@@ -194,7 +194,7 @@ fn numbered_source_optimizer_resolves_to_parameters() {
     let target = target(&layout);
     let planned = PlannedTree::new(&source.catalog, &state, &target).unwrap();
     assert_eq!(planned.tree, named);
-    // With several groups the parameters of the numbers are unknown.
+    // With several groups, parameter numbers cannot be resolved to parameters.
     let Value::Dict(whole) = &mut state else { unreachable!() };
     let Value::Dict(optimizer) = &mut whole.entries[1].1 else { unreachable!() };
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
@@ -202,7 +202,7 @@ fn numbered_source_optimizer_resolves_to_parameters() {
     let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
     assert!(error.starts_with("optim: the optimizer has state of number 0, which is not a parameter"), "{error}");
 
-    // A layout with such groups, or names next to the numbers, resolves them.
+    // A layout with such groups resolves the numbers; so do names next to the numbers.
     let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
     let listed = FlatLayout { optimizer: listed, ..self::layout(true) };
     let numbered = survey(&source.catalog, &state, &self::target(&listed)).unwrap().numbered;
@@ -226,12 +226,12 @@ fn merged_tensors_are_reported() {
         survey(&source.catalog, &source.state(), &target(layout)).unwrap().merged
     };
     assert_eq!(merged(&source, &layout(true)), []);
-    // The steps of two parameters in each unit are merged.
+    // The source has a step for each parameter. The two steps of each unit are merged into one.
     assert_eq!(merged(&source, &layout(false)).len(), 2);
     source.add("head", &[5, 3]);
     let Some((_, Value::Tensor(head))) = source.model.last() else { unreachable!() };
     assert_eq!(merged(&source, &layout(true)), [(TensorId(0), *head)]);
-    // A tied parameter may be stored under its other name only.
+    // A source may have a tied parameter only under its other name.
     let emb = source.model.remove(0).1;
     source.model.pop();
     source.model.push(("head".into(), emb));
@@ -242,7 +242,7 @@ fn merged_tensors_are_reported() {
     );
 }
 
-/// Makes a valid source or layout invalid.
+/// A change that makes a valid source or layout invalid.
 type Change<'c> = &'c dyn Fn(&mut Source, &mut FlatLayout);
 
 #[test]
@@ -340,7 +340,7 @@ fn metadata_lists_wrapped_modules() {
     assert_eq!(of(&wrapped, &layout(true)).unwrap(), wrapped);
     let mut others = layout(true);
     others.units[1].module = "norm".into();
-    // Wrappers of other units are removed.
+    // Wrappers of units that the layout does not have are removed.
     let rewrapped = metadata(&[
         ("", 1),
         ("_fsdp_wrapped_module", 2),
@@ -352,7 +352,7 @@ fn metadata_lists_wrapped_modules() {
     assert_eq!(of(&wrapped, &others).unwrap(), rewrapped);
 }
 
-/// 64 ranks, 100 units of 5 parameters each, and AdamW.
+/// The layout has 64 ranks, and 100 units of 5 parameters each with AdamW state.
 #[test]
 fn equal_bytes_of_ranks_are_kept_once() {
     let mut source = Source::empty();

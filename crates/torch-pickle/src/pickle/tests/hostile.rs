@@ -72,7 +72,7 @@ fn memo_index_beyond_the_input_is_an_error() {
 fn too_many_nodes_are_an_error() {
     let limits = Limits { max_nodes: 10, ..Limits::for_input(0) };
     let error = parse_with(&[b'N'; 20], &mut NoVisitor, limits).err().unwrap();
-    // The first walk already finds that STOP is missing.
+    // Already the first walk, which finds the fetched memo entries, finds that STOP is missing.
     assert_eq!(error.kind, PickleErrorKind::Truncated);
     let mut bytes = vec![b'N'; 20];
     bytes.push(b'.');
@@ -91,7 +91,8 @@ fn too_deep_value_is_an_error() {
     assert!(error.to_string().ends_with("[0][0]: values nested deeper than 256"));
 }
 
-/// The deepest value of each construction fits the stack of a thread, even without optimisation.
+/// The deepest allowed value of each kind can be decoded and dropped on the stack of a thread, even without
+/// optimisation.
 #[test]
 fn the_depth_limit_fits_the_stack() {
     for (before, after) in [
@@ -104,12 +105,12 @@ fn the_depth_limit_fits_the_stack() {
         ("ccollections\nOrderedDict\n)RK\x01", "s"),
         ("c__builtin__\nset\n](", "e\u{85}R"),
     ] {
-        // Characters as bytes, since TUPLE1 is not ASCII.
+        // The characters are converted to bytes one by one, since the opcode TUPLE1 is not ASCII.
         let nested = |n: usize| -> Vec<u8> {
             let text = [&before.repeat(n), "N", &after.repeat(n), "."].concat();
             text.chars().map(|c| c as u8).collect()
         };
-        // A set takes two levels.
+        // A set takes two levels of nesting.
         let levels = if after.starts_with('e') { 127 } else { 255 };
         let value = decoded(&nested(levels)).unwrap();
         assert_eq!(value.clone(), value);
@@ -120,7 +121,7 @@ fn the_depth_limit_fits_the_stack() {
     }
 }
 
-/// Each list contains the previous list twice: 40 lists are a tree of 2^40 nodes.
+/// Each list contains the previous list twice, so 40 lists are a tree of 2^40 nodes.
 #[test]
 fn exponentially_shared_lists_are_an_error() {
     let mut bytes = b"]q\x00".to_vec();
@@ -154,13 +155,13 @@ fn unlisted_calls_are_errors() {
         (b"\x80\x04}X\x03\x00\x00\x00cfg]\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85Ras.", "os.system"),
         (b"}X\x03\x00\x00\x00cfg]cbuiltins\neval\nas.", "builtins.eval"),
         (b"}X\x03\x00\x00\x00cfg]ctorch\nload\n)Ras.", "torch.load"),
-        // getattr(os, 'system')('id'), and getattr of something computed.
+        // These pickles contain `getattr(os, 'system')('id')`, and `getattr` of a value that is itself computed.
         (b"}X\x03\x00\x00\x00cfg]c__builtin__\ngetattr\ncos\npath\nU\x06system\x86R)Ras.", "os.path.system"),
         (b"}X\x03\x00\x00\x00cfg]c__builtin__\ngetattr\nK\x01U\x06system\x86R)Ras.", "builtins.getattr"),
-        // Listed types and functions, in a use that is not.
+        // These pickles use a type or function that is listed, but in a way that the list does not allow.
         (b"}X\x03\x00\x00\x00cfg]cbuiltins\ntype\n)Ras.", "builtins.type"),
         (b"}X\x03\x00\x00\x00cfg]cnumpy._core.multiarray\nscalar\nas.", "numpy._core.multiarray.scalar"),
-        // A known class, made by NEWOBJ.
+        // This pickle makes an object of a known class with NEWOBJ, which is not allowed for the class.
         (b"}X\x03\x00\x00\x00cfg]cbuiltins\nset\n)\x81as.", "builtins.set"),
     ] {
         let expected = DecodeError::Forbidden { symbol: symbol.into(), path: "cfg[0]".into() };
@@ -200,7 +201,8 @@ fn known_calls_with_unusual_arguments_are_errors() {
     }
 }
 
-/// A `torch.Size` of a long shared tuple takes five bytes, and is not copied each time.
+/// A `torch.Size` made of a long shared tuple takes only five bytes of a pickle, so the tuple must not be copied each
+/// time.
 #[test]
 fn long_sizes_are_not_copied() {
     let mut bytes = b"ctorch\nSize\nq\x000(".to_vec();
@@ -231,7 +233,7 @@ fn opcodes() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(piece, 0..80).prop_map(|pieces| pieces.concat())
 }
 
-/// Makes rows of every second built object and every third call, so that their nodes are freed.
+/// A visitor that makes rows of every second built object and every third call, so that their nodes are freed.
 struct VisitSome(u32);
 
 impl Visitor for VisitSome {
@@ -270,7 +272,7 @@ proptest! {
     fn random_opcodes_never_panic(mut bytes in opcodes()) {
         bytes.push(b'.');
         survives(&bytes);
-        // Without errors, far more programs run to their end.
+        // In this form the opcodes cause fewer errors, so far more programs run to their end.
         bytes.insert(0, b'(');
         bytes.insert(bytes.len() - 1, b't');
         survives(&bytes);

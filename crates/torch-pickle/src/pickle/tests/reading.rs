@@ -1,8 +1,8 @@
-//! Pickles that CPython wrote are read to the expected values.
+//! Tests that pickles written by CPython are read to the expected values.
 
 use super::*;
 
-/// Returns the object graph of `samples.py`.
+/// Returns the object graph that `samples.py` pickles.
 fn everything() -> Value {
     let ints = |ints: &[i64]| ints.iter().copied().map(Value::Int).collect::<Vec<_>>();
     let big = |low: u8, high: &[u8]| {
@@ -105,7 +105,7 @@ fn dict_of_several_batches_is_read() {
     let mut writer = Writer::new();
     writer.value(&dict(entries.clone()), &mut no_tensors).unwrap();
     let bytes = writer.finish();
-    // The dict has two batches, and one entry that needs no mark.
+    // CPython writes the entries of the dict in two batches, and one entry alone without a mark.
     assert!(bytes.ends_with(b"uM\xd0\x07J\x30\xf8\xff\xffs."));
     assert_eq!(decoded(&bytes), Ok(dict(entries)));
 }
@@ -124,7 +124,8 @@ fn numpy_scalars_are_carried() {
     assert_eq!(decoded(two), Ok(value));
 }
 
-/// `t = ([],); t[0].append(t)`: CPython builds the tuple twice and pops one, with its mark or without.
+/// For `t = ([],); t[0].append(t)`, CPython builds the tuple twice and removes one of the two with POP, with or without
+/// its mark.
 #[test]
 fn recursive_tuples_use_pop() {
     for bytes in [

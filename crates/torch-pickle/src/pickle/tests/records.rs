@@ -1,20 +1,22 @@
-//! Records equal objects read as nodes: for all input bytes, both ways of reading give the same result.
+//! Tests that object records equal objects that are read as nodes: for all input bytes, both ways of reading give the
+//! same result.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// Makes rows of all objects of `.metadata` that consist of fields, with or without nodes.
+/// A visitor that makes rows of all objects of a `.metadata` that consist of fields. `keeps` selects whether they are
+/// read as object records or as nodes.
 struct RowVisitor {
     keeps: bool,
-    /// The number of objects that were read without nodes.
+    /// The number of objects that were read as object records, without nodes.
     records: usize,
     rows: Vec<String>,
 }
 
 impl RowVisitor {
     fn push_row(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
-        // Row numbers differ after a failed attempt; the content of rows does not.
+        // After a failed attempt the numbers of rows differ, so a row is described by the content of the rows in it.
         let parts = rows(record).map(|row| self.rows[row.index as usize - 1].clone()).collect::<Vec<_>>();
         self.rows.push(format!("{} {} {parts:?}", class.1, described(record)));
         Row { kind: 0, index: u32::try_from(self.rows.len()).unwrap() }
@@ -62,11 +64,11 @@ fn is_kept(class: (&str, &str)) -> bool {
     nested || ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
 }
 
-/// Returns the rows, the number of objects read without nodes, and the result of reading.
+/// Returns the rows, the number of objects that were read without nodes, and the result of reading.
 fn events_of(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
     let mut visitor = RowVisitor { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
-    // The rows of a failed attempt are made again.
+    // Rows that a failed attempt made are made again, so each row is compared once.
     let mut seen = std::collections::HashSet::new();
     visitor.rows.retain(|row| seen.insert(row.clone()));
     (visitor.rows, visitor.records, end)
@@ -78,13 +80,14 @@ const METADATA: &[u8] = include_bytes!("metadata.4.pkl");
 fn real_metadata_is_read_as_records() {
     let (with, without) = (events_of(METADATA, true), events_of(METADATA, false));
     assert_eq!((&with.0, &with.2), (&without.0, &without.2));
-    // The tensor and its properties name their classes for the first time, which is never read ahead.
+    // The tensor and its properties are the first objects of their classes. Such objects are never read as object
+    // records.
     assert_eq!((with.0.len(), with.1, without.1), (10, 8, 0));
 }
 
 #[test]
 fn values_fetched_later_are_stored_in_the_memo() {
-    // The index that follows fetches the offsets of the chunk and the name of its field.
+    // The next index fetches from the memo the offsets of the chunk, and the name of the field with the offsets.
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94cm\nChunkStorageMetadata\n)\x81}(\x8c\x07offsets\x94h\x00".to_vec();
     bytes.extend(b"K\x01K\x02\x86\x85R\x94\x8c\x05sizesh\x00)\x85Rub");
     bytes.extend(b"cm\nMetadataIndex\n)\x81}(h\x01h\x02\x8c\x01xNubt.");
@@ -111,8 +114,8 @@ fn nested_records_are_read() {
     assert!(rows[3].contains("2 rows"), "{}", rows[3]);
 }
 
-/// Returns a tuple of tensors of one shape, with the given opcodes after each. Memo entry 5 is the size of a chunk,
-/// entry 6 a call.
+/// Returns a pickle with a tuple of tensors of one shape. `behind_each` has opcodes that follow each tensor. Memo entry
+/// 5 is the size of a chunk, and entry 6 is a call.
 fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
     bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n\x94h\x00K\x01K\x03\x86\x85R\x94");
@@ -131,11 +134,12 @@ fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
 fn records_with_equal_bytes_become_one_row() {
     for (behind_each, records) in [
         ([b"".as_slice(), b""], 3),
-        // A memo entry that the records fetch is written again.
+        // These opcodes write a memo entry again that the object records fetch.
         ([b"h\x00K\x09K\x03\x86\x85Rq\x05", b""], 6),
-        // A call is now a row, which the machine reads; the chunk is unchanged.
+        // These opcodes turn a call into a row. The machine must read the tensors that fetch the call; the chunk is
+        // unchanged.
         ([b"h\x06}b", b""], 4),
-        // The second record's size is fetched, or the record itself.
+        // These opcodes fetch the size in the second object record, or the second object record itself.
         ([b"", b"h\x0e"], 6),
         ([b"", b"h\x0c"], 5),
     ] {

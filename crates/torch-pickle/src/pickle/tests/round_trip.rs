@@ -1,4 +1,4 @@
-//! Written values are read back unchanged.
+//! Tests that values that were written are read back unchanged.
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
@@ -13,7 +13,7 @@ fn leaf() -> impl Strategy<Value = Value> {
         (-70_000..70_000i64).prop_map(Value::Int),
         any::<u64>().prop_map(Value::from),
         vec(any::<u8>(), 9..300).prop_map(|mut bytes| {
-            // The int has no redundant sign byte and does not fit 64 bits.
+            // With this byte the int has no redundant sign byte, and does not fit 64 bits.
             bytes.push(0x55);
             Value::BigInt(bytes.into())
         }),
@@ -62,7 +62,7 @@ fn tree() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Writes a tensor as a persistent id of its number.
+/// Returns the pickle of a value in which each tensor is a persistent id with its number.
 fn written(value: &Value) -> Result<Vec<u8>, WriteError> {
     let mut writer = Writer::new();
     writer.value(value, &mut |w: &mut Writer, id: u32| {
@@ -95,7 +95,7 @@ proptest! {
     }
 }
 
-/// The output equals that of `pickle.dumps(..., 2)` without its BINPUTs.
+/// The output equals the output of `pickle.dumps(..., 2)`, except that it has no BINPUT.
 #[test]
 fn output_equals_that_of_cpython() {
     let mut writer = Writer::new();

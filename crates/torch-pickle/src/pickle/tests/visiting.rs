@@ -1,4 +1,4 @@
-//! The objects of a `.metadata` become rows of columns: the rows are correct, and the nodes are freed.
+//! Tests that the objects of a `.metadata` become rows: the rows are correct, and the nodes of the objects are freed.
 
 use super::*;
 
@@ -7,16 +7,16 @@ const INDEX: u32 = 1;
 const STORAGE: u32 = 2;
 const TENSOR: u32 = 3;
 
-/// The columns of a reader of `.metadata`: a few numbers for each chunk.
+/// Columns with the content of a `.metadata`, as a reader of checkpoints could have them.
 #[derive(Default)]
 struct Columns {
-    /// The offsets and sizes of chunks.
+    /// The offsets and the sizes of each chunk.
     chunks: Vec<(Vec<u64>, Vec<u64>)>,
-    /// The FQN and offset of index keys.
+    /// The FQN of each index key, and its offset.
     indices: Vec<(String, Option<Vec<u64>>)>,
-    /// The file, offset and length of items.
+    /// The file, the offset and the length of each item.
     storage: Vec<(String, u64, u64)>,
-    /// The shape and the rows of chunks of tensors.
+    /// The shape of each tensor, and the rows of its chunks.
     tensors: Vec<(Vec<u64>, Vec<u32>)>,
 }
 
@@ -116,7 +116,8 @@ fn visitor_can_refuse_an_object() {
     assert_eq!(error.to_string(), "byte 63: a ChunkStorageMetadata with missing fields");
 }
 
-/// Writes a `.metadata` as CPython's pickler would write it: everything is memoized, repeated objects are fetched.
+/// Writes a `.metadata` as CPython's pickler writes it: every value is memoized, and repeated objects are fetched from
+/// the memo.
 struct Metadata {
     out: Vec<u8>,
     memo: u32,
@@ -149,7 +150,7 @@ impl Metadata {
         self.memoize()
     }
 
-    /// Stores the class in the memo only.
+    /// Stores a class in the memo, and leaves the stack unchanged.
     fn class(&mut self, module: &str, name: &str) -> u32 {
         self.text(module);
         self.text(name);
@@ -270,7 +271,7 @@ fn nodes_of_rows_are_freed() {
     assert_eq!(columns.chunks[count - 1], (vec![19_999, 0], vec![1, 8]));
     assert_eq!(columns.indices[count - 1].1, Some(vec![19_999, 0]));
 
-    // A key, a value, and the offsets that both tables share remain; the rest is a few names.
+    // For each item there remain a key, a value, and the offsets that two tables share. A few names remain as well.
     let live = pickle.live_nodes();
     assert!(live <= 3 * count + 100, "{live} nodes for {count} chunks");
 }

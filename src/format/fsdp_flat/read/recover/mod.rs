@@ -1,8 +1,8 @@
 //! Recovers the flat layout from rank files, with shapes from another checkpoint of the model.
 //!
-//! Files with [views](views) contain units, order, lengths and padding. Files without views contain only units and
-//! totals; the rest follows from [the order of registration](registered). Parameters are never sorted by name: if the
-//! order is unknown, recovery is an error. Unit of lengths: elements.
+//! Files with [views](views) contain units, order, lengths and padding. Files without views contain only the units and
+//! the total length of each; [the order of registration](registered) gives the remaining information. Parameters are
+//! never sorted by name: if the order is unknown, recovery is an error. Unit of lengths: elements.
 
 mod registered;
 mod views;
@@ -20,7 +20,7 @@ use crate::layout::Dims;
 #[derive(Clone, Copy, Debug)]
 pub enum ShapeSource<'a> {
     Like(&'a LikeModel),
-    /// No source: each parameter is 1-d, as in the flat parameter.
+    /// No source of shapes: each parameter is 1-d, as in the flat parameter.
     Raw,
 }
 
@@ -51,7 +51,7 @@ pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout>
     }
 }
 
-/// Returns the number of ranks in the shard group and in the job.
+/// Returns the number of ranks in a shard group, and the number of ranks in the job.
 fn sizes(state: &FlatState) -> Result<(u32, u32)> {
     let first = &state.ranks[0];
     let Some((_, part)) = first.flat_parts.first() else { unreachable!("a state with flat parameters") };

@@ -1,5 +1,6 @@
-//! Recovers units from another checkpoint of the model, for files without views. A unit holds every parameter below its
-//! module that no inner unit holds, in the order of registration. Unit of lengths: elements.
+//! Recovers units from another checkpoint of the model, for files without views. A unit has all parameters of its
+//! module and of the modules below it, except for the parameters of inner units. They are in the order of registration.
+//! Unit of lengths: elements.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 
@@ -67,7 +68,8 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
     Ok(units)
 }
 
-/// Ties two parameters if the unit is too long by exactly one weight and the other checkpoint stores that weight twice.
+/// Ties two parameters of a unit that have equal bytes in the other checkpoint, if the parameters of the unit are
+/// longer than its flat parameter by the length of one of the two.
 fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };

@@ -1,5 +1,5 @@
 //! Recovers units from the views in files with `use_orig_params`: the position of every parameter, ties and alignment.
-//! Shapes come from elsewhere. Unit of lengths and positions: elements.
+//! The shapes of parameters come from another checkpoint. Unit of lengths and positions: elements.
 //!
 //! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -27,7 +27,7 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
     }
     let unit = |module: &str| {
         let mut found = by_unit.remove(module).unwrap_or_default();
-        // Among tied names, the first in the order of the state dict names the parameter.
+        // If several names are tied, the first name in the order of the state dict becomes the name of the parameter.
         found.sort_by_key(|(_, range)| range.start);
         let (mut params, mut shared): (Vec<(&Fqn, Range<u64>)>, Vec<SharedName>) = (Vec::new(), Vec::new());
         for (name, range) in found {
@@ -73,7 +73,8 @@ fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     }
 }
 
-/// Returns the module and the range of a parameter in its flat parameter. The parts of all ranks must form one range.
+/// Returns the module whose flat parameter contains a parameter, and the range of the parameter in it. The parts of all
+/// ranks must form one range.
 fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a str, Range<u64>)> {
     let mut pieces: Vec<(u32, &str, &Range<u64>)> = Vec::new();
     for rank in &state.ranks {
@@ -82,7 +83,7 @@ fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a 
         }
     }
     pieces.sort_by_key(|(rank, _, range)| (range.start, range.end, *rank));
-    // Replicas of a shard have the same pieces.
+    // Replicas of a shard have equal parts.
     pieces.dedup_by(|next, piece| next.2 == piece.2 && next.0 % group == piece.0 % group);
     let (_, module, first) = pieces[0];
     let mut whole = first.clone();
@@ -98,7 +99,7 @@ fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a 
     Ok((module, whole))
 }
 
-/// Returns the alignment that explains the positions of all parameters.
+/// Returns the alignment, in elements, that gives every parameter its position in the flat parameter.
 fn alignment(
     state: &FlatState,
     module: &str,
@@ -108,8 +109,8 @@ fn alignment(
     params: &[(&Fqn, Range<u64>)],
 ) -> Result<u64> {
     let numels: Vec<u64> = params.iter().map(|(_, range)| range.end - range.start).collect();
-    // The candidates are, in order: the alignment of the dtype, the alignments of narrower dtypes in mixed precision,
-    // and no alignment (before PyTorch 2.1).
+    // The candidates are, in this order: the alignment of the dtype, the alignments of narrower dtypes in mixed
+    // precision, and no alignment, as before PyTorch 2.1.
     let candidates = [16 / dtype.itemsize(), 4, 8, 16, 2, 1];
     let fits = |align: &u64| {
         let flat = FlatParameter::new(&numels, Some(*align), u64::from(group));
@@ -171,7 +172,7 @@ mod tests {
         let ranks: [(u32, &[_]); 2] = [(0, &of_rank_0), (1, &of_rank_1)];
         let layout = recover(&state_of_views(38, (2, 2), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!(shown(&layout), [" align 4: emb 15, weight 15, bias 5, head=emb"]);
-        // Replicas of both shards; then one replica missing; then all replicas of one shard missing.
+        // All replicas of both shards exist; then one replica is missing; then all replicas of one shard are missing.
         let ranks: [(u32, &[_]); 4] = [(0, &of_rank_0), (1, &of_rank_1), (2, &of_rank_0), (3, &of_rank_1)];
         let hybrid = recover(&state_of_views(38, (2, 4), &ranks), ShapeSource::Raw).unwrap();
         assert_eq!((hybrid.units == layout.units, hybrid.shard_group_size, hybrid.world_size), (true, 2, 4));
