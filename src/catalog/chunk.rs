@@ -18,15 +18,15 @@ use crate::storage::{FileId, FileRange};
 /// The position where the bytes of a chunk start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileLocation {
-    /// At this byte of the file.
+    /// The chunk starts at this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// `within` bytes after the start of a stored zip record. The start of the zip record's data is in its local
-    /// header, which is read together with the chunk.
+    /// The chunk starts `within` bytes after the start of the data of a stored zip record. The data's start is in the
+    /// local header of the zip record, which is read together with the chunk.
     Record { file: FileId, record: Record, within: u64 },
-    /// In the torch.save archive at this range (an item of a DCP data file). Offset and strides are in the archive's
-    /// own directory and pickle, which are read together with the chunk.
+    /// The chunk is an item of a DCP data file: a torch.save archive at this range of the file. The directory and
+    /// pickle of this archive have the offset and strides of the chunk, and are read together with the chunk.
     Item(FileRange),
-    /// An empty chunk, which is stored nowhere.
+    /// The chunk is empty and stored nowhere.
     Empty,
 }
 
@@ -52,7 +52,7 @@ impl FileLocation {
     }
 }
 
-/// A range of data with a checksum from its writer.
+/// A byte range of a file with the CRC-32 that the writer of the file stored for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChecksummedRange {
     /// The absolute offset of the data.
@@ -73,7 +73,7 @@ impl ChecksummedRange {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedLocation {
     pub file: FileId,
-    /// The offset in bytes.
+    /// The offset of element 0 from the start of the file, in bytes.
     pub offset: u64,
     /// The strides in elements.
     pub strides: Dims,
@@ -194,7 +194,7 @@ impl ChunkTable {
         self.locations[index].0
     }
 
-    /// Adds `by` to every file id, because the files have become part of a longer list.
+    /// Adds `by` to the file id of every chunk, after the files of the table were appended to a list of `by` files.
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.locations {
             match place {
@@ -260,8 +260,8 @@ impl ChunkTable {
     }
 }
 
-/// Returns the row-major strides of a contiguous tensor, in elements. They saturate, because shapes that overflow are
-/// refused elsewhere.
+/// Returns the row-major strides of a contiguous tensor, in elements. Strides that exceed `u64` saturate; readers
+/// refuse the shapes of such tensors.
 #[must_use]
 pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
@@ -271,8 +271,8 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// Returns the strides of a tensor that is dense but not row-major, or `None` for any other tensor. The stride of a dim
-/// of size 1 is arbitrary, so strides beyond the number of elements are not returned.
+/// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. The stride of a dim of size 1 may be
+/// any number, so the result is also `None` if a stride exceeds the number of elements.
 #[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;

@@ -11,12 +11,12 @@ pub enum CatalogError {
     #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
     Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
 
-    /// Ranks or replicas that should store the same value store different values.
+    /// Ranks or replicas store different values where one value is expected.
     #[error("{}: {what} differs between {between}: {detail}", shown(fqn))]
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
 }
 
-/// Returns the name for messages; the path of the whole state dict is empty.
+/// Returns the name of a tensor or value for messages. The path of the whole state dict is empty, so words replace it.
 fn shown(fqn: &str) -> &str {
     if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }

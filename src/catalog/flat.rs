@@ -27,12 +27,12 @@ pub struct FlatLayout {
     pub use_orig_params: bool,
     /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
-    /// The names that the optimizer updates, one list for each parameter group, in order. With `use_orig_params` these
-    /// are parameters, otherwise flat parameters.
+    /// The names of the parameters that the optimizer updates: one list for each parameter group, in the optimizer's
+    /// order. With `use_orig_params` these are names of parameters, otherwise names of flat parameters.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
-/// A wrapped module.
+/// A module that FSDP1 wraps, with its parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatUnit {
     /// The path of the module; empty for the root.
@@ -41,7 +41,7 @@ pub struct FlatUnit {
     /// The alignment of parameters under `use_orig_params`: 16 bytes of the dtype of the forward pass.
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
-    /// Further names of parameters (tied parameters), which may be in any unit.
+    /// Additional names of tied parameters. The parameter that has the additional name may belong to any unit.
     pub shared: Vec<SharedName>,
 }
 
@@ -54,22 +54,23 @@ pub struct FlatParam {
     pub stride: Option<Dims>,
 }
 
-/// Another name of a parameter.
+/// An additional name of a tied parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedName {
     pub fqn: Fqn,
-    /// The parameter that has this further name.
+    /// The name of the parameter that also has the name `fqn`.
     pub with: Fqn,
 }
 
 impl FlatLayout {
-    /// Returns the number of copies of the model among the ranks.
+    /// Returns the number of copies of the model that the ranks hold together.
     #[must_use]
     pub fn replicas(&self) -> u32 {
         self.world_size / self.shard_group_size
     }
 
-    /// Returns the shard of each flat parameter on a rank. Shard groups are consecutive ranks.
+    /// Returns the index of the shard that a rank holds of each flat parameter. The ranks of a shard group are
+    /// consecutive.
     #[must_use]
     pub fn shard_of(&self, rank: u32) -> u64 {
         u64::from(rank % self.shard_group_size)
@@ -151,7 +152,7 @@ impl FlatLayout {
         self.check_shared(&names)
     }
 
-    /// Checks that further names refer to parameters, and that no name is used twice.
+    /// Checks that every additional name refers to a parameter, and that no name is used twice.
     fn check_shared(&self, names: &HashSet<&Fqn>) -> Result<(), Wrong> {
         for unit in &self.units {
             for SharedName { fqn, with } in &unit.shared {
@@ -205,7 +206,7 @@ impl FlatUnit {
         if !is_within(fqn.as_str(), &self.module) {
             return wrong("names below its module", format!("`{fqn}`"));
         }
-        // Without a dtype, assume the largest element size, 16 bytes.
+        // If the dtype is unknown, assume 16 bytes for each element, the largest element size.
         if checked_len_bytes(shape, self.dtype.unwrap_or(Dtype::C128)).is_none() {
             return wrong("shapes that fit memory", format!("{fqn} of {:?}", shape.as_slice()));
         }
@@ -306,7 +307,8 @@ mod tests {
         }
     }
 
-    /// Such an order occurs if the root unit has a norm after a wrapped embedding.
+    /// The flat parameter of the root is registered first, although a parameter of another unit comes first in the
+    /// model. This occurs if the root unit has a norm after a wrapped embedding.
     #[test]
     fn flat_parameter_of_the_root_is_first() {
         let names = |names: &[&str]| names.iter().map(|name| Fqn::from(*name)).collect::<Vec<_>>();

@@ -77,7 +77,7 @@ pub struct MeshId(pub u32);
 /// The placements of a tensor on a mesh of the catalog.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
-    /// The mesh; if the tensor is on a slice, the root mesh of the slice.
+    /// The mesh of the placements. If the tensor is on a slice of a mesh, this is the root mesh of the slice.
     pub mesh: MeshId,
     pub shared: SharedTensor,
 }
@@ -93,17 +93,17 @@ impl Sharding {
 /// The Python class in which ranks store a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
-    /// A plain tensor. It is complete on every rank; with a [`Sharding`], it is a local shard. Formats that do not
-    /// record placements (DCP) have plain tensors too.
+    /// A plain tensor. Without a [`Sharding`] it is complete on every rank, and with a [`Sharding`] each rank has a
+    /// local shard. Tensors of formats that do not record placements (DCP) are plain tensors too.
     #[default]
     Tensor,
     /// A `DTensor`, which has a [`Sharding`].
     DTensor,
-    /// A `ShardedTensor` of FSDP1: boxes and their ranks, without a mesh.
+    /// A `ShardedTensor` of FSDP1. The format records its boxes and their ranks, but no mesh.
     ShardedTensor,
 }
 
-/// One logical tensor. A catalog may have a million, so rarely used fields are boxed.
+/// One logical tensor of a checkpoint. A catalog may have a million tensors, so rarely used fields are boxed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorEntry {
     /// The first name of the tensor in the state dict. Tied tensors have several names.
@@ -114,25 +114,26 @@ pub struct TensorEntry {
     pub class: Class,
     /// The mesh and placements, if the format records them (DCP does not).
     pub sharding: Option<Box<Sharding>>,
-    /// The strides of the global tensor in elements, if it was dense in memory but not row-major (`channels_last`) and
-    /// the format records it. Each chunk also has its own strides.
+    /// The strides of the global tensor in elements, if the tensor was dense in memory but not row-major
+    /// (`channels_last`) and the format records the strides. Each chunk also has its own strides.
     pub stride: Option<Box<Dims>>,
-    /// The partial values, if ranks hold partial values: `Placement::Partial`.
+    /// The partial values of the tensor, if it has a `Placement::Partial`.
     pub partial_values: Option<Box<PartialValues>>,
     /// Every stored chunk, including replicas.
     pub chunks: ChunkTable,
 }
 
-/// The partial value of each chunk, and their reduction to the value.
+/// The number of the partial value to which each chunk belongs, and the reduction of the partial values to the complete
+/// value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialValues {
     pub reduction: PartialReduction,
-    /// The number of the partial value that each chunk belongs to, in the order of the chunk table.
+    /// For each chunk, the number of the partial value to which it belongs, in the order of the chunk table.
     pub by_chunk: Vec<u64>,
 }
 
 impl PartialValues {
-    /// Returns the partial values of the chunks of a tensor, or `None` if the ranks hold values.
+    /// Returns the partial values of the chunks of a tensor, or `None` if no placement of the tensor is `Partial`.
     ///
     /// # Errors
     /// `MixedReduction` if the ops of two mesh dims do not commute.
@@ -195,7 +196,7 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     i64::try_from(spanned).is_ok().then_some(bytes)
 }
 
-/// Returns the error for an object whose values differ between ranks.
+/// Returns the error about an object for which ranks stored different values.
 #[must_use]
 pub fn conflict_error(path: &Path, rank_values: &[RankValue]) -> Error {
     let between: Vec<String> = rank_values.iter().map(|rank_value| list_ranks(&rank_value.ranks)).collect();
@@ -226,18 +227,18 @@ pub struct Catalog {
     pub tensors: Vec<TensorEntry>,
     /// The state dict: containers and non-tensor values as saved, and tensors as references into `tensors`.
     pub state: Value,
-    /// The torch.save archives that were read, whose checksums can be verified. Archives that are opened later (DCP
-    /// items) are not in this list.
+    /// The byte ranges of the torch.save archives that the reader has read. Their checksums can be verified. Archives
+    /// that are opened later (DCP items) are not in this list.
     pub archives: Vec<FileRange>,
-    /// Objects that were left out because their classes are unknown: `FQN (symbol)`.
+    /// Objects that the reader left out because their classes are unknown, as `FQN (symbol)`.
     pub dropped: Vec<String>,
     /// The flat layout of an FSDP1 source, if it is known.
     pub flat: Option<flat::FlatLayout>,
     /// Problems that a reader found and the user should know.
     pub warnings: Vec<String>,
-    /// Actions that a reader took because of options.
+    /// Actions that a reader took because an option asked for them.
     pub notes: Vec<String>,
-    /// Further details, shown only on request.
+    /// Further details for the user, which are shown only on request.
     pub details: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Finds the model in a state dict, and the parameter of each gradient.
+//! Finds the tensors of the model in a state dict, and the parameter of each gradient.
 //!
 //! Invariant: the nesting of the state dict decides, not the dots in names.
 
@@ -9,7 +9,8 @@ use super::{Dict, Fqn, Key, Path, TensorId, Value};
 /// The keys under which trainers store the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
 
-/// Keys at the top of a state dict that are not part of a model at the top. Optimizer keys are not part of it either.
+/// Keys at the top level of a state dict that do not belong to the model, even if the tensors of the model are at the
+/// top level too. Keys of optimizers do not belong to the model either, but are not in this list.
 const BESIDE: [&str; 13] = [
     "lr_scheduler",
     "lr_schedulers",
@@ -26,16 +27,16 @@ const BESIDE: [&str; 13] = [
     GRADIENTS[1],
 ];
 
-/// The keys under which trainers store gradients, by the names of their parameters.
+/// The keys under which trainers store gradients. A gradient has the name of its parameter.
 pub const GRADIENTS: [&str; 2] = ["grads", "gradients"];
 
-/// Names of head modules. Beside one of them, a child called `model` is a part of the model, not the complete model.
+/// Names of head modules. If a dict has such a module, its child `model` is only a part of the model.
 const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];
 
-/// The model of a state dict.
+/// The model in a state dict: its path and its tensors.
 #[derive(Debug)]
 pub struct Model {
-    /// The path of the model; empty if it is at the top.
+    /// The path of the model in the state dict; empty if the tensors of the model are at the top level.
     pub root: Path,
     /// The tensors of the model, with names relative to the root.
     pub tensors: Vec<(Fqn, TensorId)>,
@@ -68,7 +69,7 @@ pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     if model.tensors.is_empty() { gradients().unwrap_or_default() } else { model.tensors }
 }
 
-/// Returns the path of the model; empty if it is at the top.
+/// Returns the path of the model in the state dict; empty if the tensors of the model are at the top level.
 #[must_use]
 pub fn model_root(state: &Value) -> Path {
     descend(state).0
@@ -96,7 +97,7 @@ fn is_alone(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
 }
 
-/// Returns whether a dict is a module with a head. Its child `model` is then only a part of the model.
+/// Returns whether a dict has a head module. If so, its child `model` is only a part of the model.
 fn has_head(value: &Value) -> bool {
     let head = |key: &Value, value: &Value| {
         key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()
@@ -104,7 +105,7 @@ fn has_head(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.iter().any(|(key, value)| head(key, value)))
 }
 
-/// Returns every tensor with its name.
+/// Returns every tensor in a state dict, with its name.
 #[must_use]
 pub fn all_tensors(state: &Value) -> Vec<(Fqn, TensorId)> {
     let mut found = Vec::new();
@@ -125,16 +126,18 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     })
 }
 
-/// Returns whether this is the name of random number generator state, which may differ from rank to rank.
+/// Returns whether a value of this name is the state of a random number generator. Such a state may differ from rank to
+/// rank.
 #[must_use]
 pub fn is_random_state(name: &str) -> bool {
     const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];
-    // Compares bytes, because this is called for every name.
+    // Compares bytes instead of decoded text, because this function is called for every name.
     let mut parts = name.as_bytes().split(|byte| *byte == b'.');
     parts.any(|part| part.ends_with(b"_rng_state") || NAMES.iter().any(|known| known.as_bytes() == part))
 }
 
-/// Returns whether a key at the top is not part of a model at the top. A tensor called `scaler` is a parameter.
+/// Returns whether a top-level key does not belong to a model at the top level. The value matters, because a tensor
+/// called `scaler` is a parameter.
 #[must_use]
 pub fn is_beside_model(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
@@ -144,7 +147,7 @@ pub fn is_beside_model(name: &str, value: &Value) -> bool {
         || name.ends_with("rng_state")
 }
 
-/// Returns the parameter of a gradient: `FQN` for `grads.FQN`.
+/// Returns the name of the parameter that a gradient belongs to: `FQN` for `grads.FQN`.
 #[must_use]
 pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     let is_gradients = |key: &Key| matches!(key, Key::Name(name) if GRADIENTS.contains(&name.as_ref()));
@@ -153,7 +156,7 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
 }
 
-/// Returns the path of the gradients beside a model.
+/// Returns the path of the dict of gradients that is stored beside the model, or `None` if there is none.
 #[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
@@ -219,7 +222,7 @@ pub(super) mod tests {
         let found = model(&dict(vec![("module", dict(vec![("state_dict", weights())])), ("epoch", Value::Int(3))]));
         assert_eq!(found.root.to_string(), "module.state_dict");
 
-        // torchtitan: the model at the top.
+        // torchtitan stores the parameters of the model at the top level.
         let found = model(&dict(vec![
             ("tok_embeddings.weight", tensor(0)),
             ("scaler", tensor(3)),

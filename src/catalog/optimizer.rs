@@ -19,13 +19,14 @@ pub fn is_optimizer_key(key: &str) -> bool {
     OPTIMIZER.contains(&key) || key.strip_prefix("optimizer_").is_some_and(is_number)
 }
 
-/// The key of the state: one dict for each parameter.
+/// The key of an optimizer state dict under which the state is stored: one dict for each parameter.
 pub const STATE: &str = "state";
-/// The key of the parameter groups: a list of dicts of options.
+/// The key of an optimizer state dict under which the parameter groups are stored: a list of dicts of options.
 pub const GROUPS: &str = "param_groups";
-/// The key of the parameters of a group.
+/// The key of a parameter group under which its parameters are listed.
 pub const PARAMS: &str = "params";
-/// The key of the parameter names of a group, which PyTorch has stored beside numbers since 2.6.
+/// The key of a parameter group under which PyTorch 2.6 and later list the names of its parameters, beside their
+/// numbers.
 pub const PARAM_NAMES: &str = "param_names";
 
 /// The optimizer and the parameter of a state tensor.
@@ -33,7 +34,7 @@ pub const PARAM_NAMES: &str = "param_names";
 pub struct OptimizerState {
     /// The path of the optimizer.
     pub optimizer: Path,
-    /// The name or number of the parameter.
+    /// The name or number of the parameter, as text.
     pub parameter: Fqn,
 }
 
@@ -53,13 +54,14 @@ pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     (!parameter.is_empty()).then(|| OptimizerState { optimizer: to(state), parameter: Path(parameter.to_vec()).fqn() })
 }
 
-/// Returns the parameter of an optimizer's state tensor.
+/// Returns the parameter that an optimizer state tensor at this path belongs to.
 #[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     optimizer_state(path).map(|state| state.parameter)
 }
 
-/// Returns whether a flat name looks like optimizer state: `optim.state.w.exp_avg`.
+/// Returns whether a name of a flat state dict looks like the name of an optimizer state tensor:
+/// `optim.state.w.exp_avg`.
 #[must_use]
 pub fn reads_as_optimizer_state(name: &str) -> bool {
     let mut parts = name.split('.');
@@ -81,7 +83,7 @@ fn groups_within(state: &Value, depth: usize) -> Option<Vec<Vec<Fqn>>> {
     own().or_else(below)
 }
 
-/// Returns `params` of each group, if they are names.
+/// Returns the list `params` of each parameter group, or `None` if these lists do not contain names.
 fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     let Value::List(groups) = groups else { return None };
     let names = |group: &Value| match group.as_dict()?.get(PARAMS)? {

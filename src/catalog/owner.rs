@@ -9,25 +9,25 @@ use std::collections::{HashMap, HashSet};
 use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE};
 use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, model};
 
-/// The parameter that a state tensor or gradient belongs to.
+/// The parameter that an optimizer state tensor or a gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// True if the optimizer refers to the parameter by number.
     pub by_number: bool,
     /// The name of the parameter; `None` for a number that could not be resolved.
     pub name: Option<Fqn>,
-    /// The tensor of the parameter, if the model has it.
+    /// The tensor of the parameter, if the model contains the parameter.
     pub id: Option<TensorId>,
 }
 
-/// A lookup of the owners of tensors.
+/// A lookup of the parameter that owns an optimizer state tensor or a gradient.
 #[derive(Debug)]
 pub struct Owners<'a> {
     catalog: &'a Catalog,
     pub model_root: Path,
     /// The tensors of the model, by name.
     pub parameters: HashMap<Fqn, TensorId>,
-    /// For each optimizer, its numbered parameters, if they could be resolved.
+    /// For each optimizer that was looked up, its parameters by number, or `None` if the numbers could not be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Owners<'a> {
         Self { catalog, model_root: found.root, parameters, numbered: HashMap::new() }
     }
 
-    /// Returns the owner of the tensor at this path, or `None` if it has no owner.
+    /// Returns the owner of the tensor at this path, or `None` if the tensor is neither optimizer state nor a gradient.
     pub fn owner_of(&mut self, path: &Path) -> Option<Owner> {
         let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
         if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
@@ -64,9 +64,9 @@ impl<'a> Owners<'a> {
         })
     }
 
-    /// Returns the names that rules match for a tensor. If `other_shape` is true, the state differs in shape from its
-    /// parameter (a step, a factored moment), so rules for the parameter do not apply. A number is never returned as a
-    /// name.
+    /// Returns the names of a tensor that rules are matched with. `other_shape` is true if the shape of an optimizer
+    /// state tensor differs from the shape of its parameter (a step, a factored moment), so rules for the parameter do
+    /// not apply. A parameter number is never returned as a name.
     #[must_use]
     pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
         let mut names = model::rule_names(path, &self.model_root);
@@ -162,10 +162,10 @@ mod tests {
             Some(found.iter().map(|(fqn, _)| fqn.to_string()).collect::<Vec<_>>())
         };
         assert_eq!(read([4, 2, 3], [4, 3], &[&[0, 1]]).unwrap(), ["a", "b"]);
-        // The buffer could also be the second parameter.
+        // The optimizer state could also belong to the buffer, so the assignment is not unique.
         assert_eq!(read([4, 3, 3], [4, 3], &[&[0, 1]]), None);
         assert_eq!(read([4, 2, 3], [4, 5], &[&[0, 1]]), None);
-        // The order of several groups is unknown.
+        // With several groups, the order of the parameters is unknown.
         assert_eq!(read([4, 2, 3], [4, 3], &[&[0], &[1]]), None);
         assert_eq!(read([4, 2, 3], [4, 3], &[&[1, 0]]), None);
     }

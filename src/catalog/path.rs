@@ -17,7 +17,7 @@ use crate::layout::Rank;
 /// One key of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {
-    /// A dict key; keys that are not strings appear as Python's `str(key)`.
+    /// A dict key. A key that is not a string appears as Python's `str(key)`.
     Name(Arc<str>),
     /// A position in a list.
     Index(u64),
@@ -68,15 +68,16 @@ impl fmt::Display for Path {
     }
 }
 
-/// A value that is not traversed further.
+/// A leaf of a state dict: a value that is not traversed further.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StateLeaf<'a> {
     Tensor(TensorId),
-    /// A value that is not a tensor.
+    /// A leaf that is not a tensor.
     Object(&'a Value),
 }
 
-/// Returns the leaves of a state dict, in the order of the state dict, as DCP flattens a state dict.
+/// Returns the leaves of a state dict in its order. The leaves are the entries that DCP makes when it flattens the
+/// state dict.
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
@@ -105,7 +106,8 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether a list that contains this item is traversed.
+/// Returns whether a list that contains this item is traversed. Lists with a tensor or a dict, at any depth, are
+/// traversed.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
@@ -121,12 +123,12 @@ pub fn object_names(state: &Value) -> Vec<String> {
     objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
 }
 
-/// The action for a leaf.
+/// The action that a visitor requests for a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeafAction {
     Keep,
-    /// Removes the leaf. A dict loses the key, and is removed itself if it becomes empty. A list has `None` at the
-    /// position.
+    /// Removes the leaf. A dict loses the key, and a dict that becomes empty is removed too. In a list, `None` replaces
+    /// the leaf.
     Remove,
 }
 
@@ -177,7 +179,7 @@ pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     found
 }
 
-/// Returns the key of one rank's value among the values of all ranks: `rank_3`.
+/// Returns the key under which the value of one rank is stored among the values of all ranks: `rank_3`.
 #[must_use]
 pub fn rank_key(rank: Rank) -> Key {
     Key::Name(format!("rank_{rank}").into())
@@ -234,7 +236,7 @@ pub fn dict_with_tensor_key(state: &Value) -> Option<Path> {
     tensor_key_below(state, &mut path).then_some(path)
 }
 
-/// Returns whether a tensor key was found; then `path` is the path of its dict.
+/// Returns whether the value has a tensor in a dict key. If it has, `path` becomes the path of this dict.
 fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
     let mut step = |key: Key, child: &Value| {
         path.0.push(key);
@@ -270,7 +272,7 @@ fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
     }
 }
 
-/// Returns Python's `str(key)`, for the kinds of keys that state dicts have.
+/// Returns Python's `str(key)`, for the kinds of dict keys that occur in state dicts.
 #[must_use]
 pub fn key_text(key: &Value) -> Arc<str> {
     match key {
@@ -294,7 +296,8 @@ enum NestedNode {
     List(BTreeMap<u64, NestedNode>),
 }
 
-/// The maximum number of positions that all lists may skip. A path that skips more positions is damaged.
+/// The maximum number of list positions without a value, over all lists of one state dict. A state dict with more such
+/// positions is damaged.
 const MAX_PADDING: u64 = 1 << 16;
 
 impl Unflatten {

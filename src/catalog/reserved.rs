@@ -17,14 +17,14 @@ use crate::layout::Rank;
 use crate::layout::partial::Share;
 use crate::layout::shards::SharedTensor;
 
-/// Everything that the executor needs to write a checkpoint.
+/// The result of laying out a checkpoint: everything that the executor needs to write the files.
 #[derive(Debug, Default)]
 pub struct Reservation {
     pub files: Vec<OutputFile>,
-    /// The tensors, in the order of their bytes in the files. Chunks are contiguous and row-major, at
-    /// [`FileLocation::Bytes`] of `files`.
+    /// The tensors, in the order of their bytes in the files. Each chunk is contiguous and row-major. Its location is
+    /// [`FileLocation::Bytes`], where the file id is an index in `files`.
     pub tensors: Vec<Reserved>,
-    /// The names of objects that the format cannot store.
+    /// The names of objects that are not written, because the format cannot store them.
     pub left_out: Vec<String>,
     /// Notes about the result for the user.
     pub notes: Vec<String>,
@@ -35,7 +35,8 @@ pub struct Reservation {
 pub struct Reserved {
     pub source: TensorId,
     pub entry: TensorEntry,
-    /// The partial values that each chunk gets; empty if the chunks get the value.
+    /// For each chunk, the partial values of the source that it gets and their reduction. The list is empty if every
+    /// chunk gets the complete value.
     pub shares: Vec<Arc<Share>>,
     /// The placements of the target tensor, if it is distributed.
     pub shared: Option<Box<SharedTensor>>,
@@ -49,14 +50,15 @@ pub struct OutputFile {
     /// The rank that writes this file in PyTorch, if the format has files for ranks.
     pub rank: Option<Rank>,
     pub len: u64,
-    /// The known bytes, ascending and disjoint. Together with the chunks of the tensors they cover the file.
+    /// The bytes that are known before tensor data is copied, ascending and disjoint. Together with the chunks of the
+    /// tensors they cover the file.
     pub header_bytes: Vec<HeaderBytes>,
-    /// The ranges with a CRC-32, ascending and disjoint.
+    /// The ranges that have a CRC-32, ascending and disjoint.
     pub checksums: Vec<ChecksumSpan>,
 }
 
-/// Bytes that are known in advance. They are shared, because items of equal shape and dtype have equal headers. A
-/// header may be large, so its bytes are not copied.
+/// Bytes of an output file that are known before tensor data is copied. Clones share the bytes, because headers may be
+/// large, and items of equal shape and dtype have equal headers.
 #[derive(Clone, Debug)]
 pub struct HeaderBytes {
     pub offset: u64,
@@ -66,9 +68,9 @@ pub struct HeaderBytes {
 /// The length of a CRC-32 in bytes.
 pub const CRC_BYTES: u64 = 4;
 
-/// A range of tensor data whose CRC-32 (IEEE, little-endian) is written at `crc_offsets`. Each entry of `header_bytes`
-/// is completely inside or outside the range. All ranges of a file have the same number of offsets, and the n-th
-/// offsets ascend with the ranges.
+/// A range of tensor data whose CRC-32 (IEEE, little-endian) is written at each of `crc_offsets`. Each entry of
+/// `header_bytes` is either completely inside or completely outside the range. All ranges of a file have the same
+/// number of CRC offsets. For every n, the n-th CRC offsets ascend in the order of the ranges.
 #[derive(Clone, Debug)]
 pub struct ChecksumSpan {
     pub range: Range<u64>,
@@ -88,7 +90,7 @@ impl OutputFile {
         Self { rank: Some(rank), ..Self::new(path) }
     }
 
-    /// Appends known bytes.
+    /// Appends bytes that are known in advance to the file.
     pub fn push_header(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
         let bytes = bytes.into();
         let offset = self.len;
@@ -105,7 +107,8 @@ impl OutputFile {
         offset
     }
 
-    /// Appends the complete layout of another file, including tensor data, and returns its offset.
+    /// Appends the layout of another file, including its tensor data, and returns the offset at which it starts in this
+    /// file.
     pub fn append(&mut self, other: &Self) -> u64 {
         let base = self.len;
         self.len += other.len;
@@ -132,7 +135,7 @@ impl OutputFile {
         self.checksum_at(offset).is_some()
     }
 
-    /// Returns the CRC offsets that overlap a range, ascending.
+    /// Returns the offsets of the CRC-32 values that overlap a byte range, ascending.
     #[must_use]
     pub fn crc_offsets_in(&self, range: &Range<u64>) -> Vec<u64> {
         let sums = self.checksums.as_slice();
@@ -148,13 +151,13 @@ impl OutputFile {
 }
 
 impl Reservation {
-    /// Returns the memory that the reservation needs until it is written: header bytes (shared bytes count once), chunk
-    /// tables, and the plan of the tensor with the most chunks.
+    /// Returns the memory in bytes that the reservation needs until the files are written: header bytes (shared bytes
+    /// count once), chunk tables, and the plan of the tensor with the most chunks.
     #[must_use]
     pub fn planning_bytes(&self, source: &Catalog) -> u64 {
-        /// The bounds, location and rank of a chunk with two dims.
+        /// The number of bytes that a chunk with two dims needs for its bounds, location and rank.
         const CHUNK_BYTES: u64 = 64;
-        /// The plan of one chunk. All chunks of a tensor are planned together.
+        /// The number of bytes that the plan of one chunk needs. All chunks of a tensor are planned at once.
         const PLANNED_BYTES: u64 = 1400;
         let mut seen = HashSet::new();
         let literals = self.files.iter().flat_map(|file| &file.header_bytes);
@@ -165,11 +168,12 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
-    /// Returns the memory of pending checksums, for write blocks of this length. A checksum is not pending if its range
-    /// and its CRC offsets are inside one write block.
+    /// Returns the memory in bytes of pending checksums, for write blocks of `write_block_bytes`. A checksum is not
+    /// pending if its range and its CRC offsets are inside one write block.
     #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
-        /// The size of a value, and of its range and open offsets. The lists that contain them have grown by doubling.
+        /// The number of bytes of a CRC-32 value. A pending checksum also needs its range and its open offsets, in
+        /// lists that may have twice the needed capacity.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
         let of_sum = |sum: &ChecksumSpan| {
@@ -185,7 +189,7 @@ impl Reservation {
         self.files.iter().flat_map(|file| &file.checksums).map(of_sum).sum::<u64>() / 1000
     }
 
-    /// Appends the reservation of another part of the checkpoint, with its files in `folder`.
+    /// Appends the reservation of another part of the checkpoint, and moves its files into `folder`.
     ///
     /// # Panics
     /// If there are 2^32 files.
@@ -217,7 +221,7 @@ impl Reservation {
 }
 
 impl Reserved {
-    /// Makes a target tensor whose chunks get the value, not partial values.
+    /// Makes a target tensor whose chunks get the complete value instead of partial values.
     #[must_use]
     pub fn new(source: TensorId, entry: TensorEntry) -> Self {
         Self { source, entry, shares: Vec::new(), shared: None }
@@ -235,13 +239,14 @@ impl Reserved {
         self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
-    /// Returns the number of source tiles that all chunks need: one for each chunk, or one for each partial value.
+    /// Returns the number of source tiles that all chunks of this tensor read: one for each chunk, or one for each
+    /// partial value of each chunk.
     #[must_use]
     pub fn tiles_read(&self, source: &TensorEntry) -> usize {
         (0..self.entry.chunks.len()).map(|index| self.tiles_read_by_chunk(index, source)).fold(0, usize::saturating_add)
     }
 
-    /// Returns the number of source tiles that one chunk needs.
+    /// Returns the number of source tiles that one chunk reads: one, or one for each of its partial values.
     #[must_use]
     pub fn tiles_read_by_chunk(&self, index: usize, source: &TensorEntry) -> usize {
         let whole = || source.partial_values.as_ref().map_or(1, |partial| partial.reduction.count());
@@ -249,7 +254,7 @@ impl Reserved {
         usize::try_from(tiles).unwrap_or(usize::MAX)
     }
 
-    /// Returns the dtype to write.
+    /// Returns the dtype in which the tensor is written.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.entry.dtype

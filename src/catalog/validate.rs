@@ -21,10 +21,10 @@ use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
 
-/// The chunks of one tile, in the order of the table.
+/// The indices of the chunks that hold one tile (a chunk and its replicas), in the order of the chunk table.
 pub type Holders = SmallVec<[u32; 4]>;
 
-/// Most tensors have one tile, which needs no allocation.
+/// A list of tiles. Most tensors have one tile, which is stored without allocation.
 type Tiles = SmallVec<[Tile; 1]>;
 
 /// The distinct tiles of a tensor or of one partial value, the chunks of each tile, and the proof that the tiles cover
@@ -32,14 +32,14 @@ type Tiles = SmallVec<[Tile; 1]>;
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Tiles,
-    /// The chunks of each tile. The first one is read.
+    /// The chunks of each tile. The first chunk of a tile is read, and the others are its replicas.
     pub holders: SmallVec<[Holders; 1]>,
     pub cover: Cover,
 }
 
 impl TensorEntry {
     /// Groups replicas and checks that the distinct tiles cover every element of the tensor exactly once. Returns one
-    /// tiling for each partial value,  or one tiling if the ranks hold values.
+    /// tiling for each partial value, or a single tiling if the tensor has no partial values.
     ///
     /// # Errors
     /// `Coverage` with the first invalid region.
@@ -63,7 +63,7 @@ impl TensorEntry {
         (0..).zip(of_each).map(|(number, chunks)| self.tiling(chunks, Some((&partial.reduction, number)))).collect()
     }
 
-    /// Checks that some of the chunks cover the tensor exactly once. With a partial value, these are the chunks of that
+    /// Checks that `chunks` cover the tensor exactly once. If `partial_value` is given, `chunks` are the chunks of that
     /// partial value.
     fn tiling(
         &self,
@@ -77,7 +77,7 @@ impl TensorEntry {
             .map(|cover| Tiling { tiles, holders, cover })
     }
 
-    /// Returns the distinct non-empty tiles of some of the chunks, and the chunks of each tile.
+    /// Returns the distinct non-empty tiles of `chunks`, and for each tile the chunks that hold it.
     fn distinct(&self, chunks: impl ExactSizeIterator<Item = u32>) -> (Tiles, SmallVec<[Holders; 1]>) {
         let count = chunks.len();
         let tiles = chunks.map(|chunk| (self.chunks.tile(chunk as usize), chunk)).filter(|(tile, _)| !tile.is_empty());

@@ -32,7 +32,7 @@ impl fmt::Display for TensorId {
     }
 }
 
-/// One of several values of an object, and the ranks that store it, ascending.
+/// One of the different values that ranks stored for an object, and the ranks that stored it, ascending.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankValue {
     pub value: Value,
@@ -40,8 +40,9 @@ pub struct RankValue {
 }
 
 impl RankValue {
-    /// Returns the value for a rank. If the same rank stored a value, it is that value. Otherwise the `n` ranks that
-    /// stored a value are numbered from 0, and rank `r` gets the value of number `r mod n`.
+    /// Returns the value for rank `r` of the target. If a rank of the same number stored a value, the result is that
+    /// value. Otherwise the `n` ranks that stored a value are numbered from 0, and the result is the value of number `r
+    /// mod n`.
     #[must_use]
     pub fn value_for(rank_values: &[Self], rank: Rank) -> Option<&Value> {
         if let Some(own) = rank_values.iter().find(|rank_value| rank_value.ranks.contains(&rank)) {
@@ -79,7 +80,7 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     }
 }
 
-/// Adds `by` to every tensor id in a value, because the tensors have become part of a longer list.
+/// Adds `by` to every tensor id in a value, after the tensors of the value were appended to a list of `by` tensors.
 pub fn shift_tensors(value: &mut Value, by: u32) {
     value.map_tensors(&mut |id| TensorId(id.0 + by));
 }

@@ -6,10 +6,11 @@
 //! Source: `torch/distributed/fsdp/_common_utils.py`, `torch/_dynamo/eval_frame.py` and
 //! `torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
 
-/// The attribute of the wrapped module in FSDP1.
+/// The component that FSDP1 adds to parameter names: the attribute that holds the wrapped module.
 pub const FSDP_WRAPPED: &str = "_fsdp_wrapped_module";
 
-/// The attributes of wrapped modules in FSDP1, `torch.compile` and activation checkpointing.
+/// The components that FSDP1, `torch.compile` and activation checkpointing add to parameter names: the attributes that
+/// hold wrapped modules.
 pub const WRAPPERS: [&str; 3] = [FSDP_WRAPPED, "_orig_mod", "_checkpoint_wrapped_module"];
 
 /// Returns a name without wrapper components. A final dot, as in `model.layers.`, is kept.
@@ -22,12 +23,13 @@ pub fn clean_name(name: &str) -> String {
 /// Returns whether a name contains a wrapper component.
 #[must_use]
 pub fn has_wrapper(text: &str) -> bool {
-    // Each wrapper starts with an underscore. This is called for every name.
+    // Each wrapper component starts with an underscore. This function is called for every name, so it tests only the
+    // parts of the name that start with an underscore.
     let begins = |(at, _): (usize, &str)| WRAPPERS.iter().any(|wrapper| text[at..].starts_with(wrapper));
     text.match_indices('_').any(begins)
 }
 
-/// Adds the clean form of each name that has wrapper components.
+/// Appends to the list, for each name with wrapper components, the name without these components.
 pub fn with_clean(names: &mut Vec<String>) {
     for index in 0..names.len() {
         if has_wrapper(&names[index]) {

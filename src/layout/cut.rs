@@ -1,4 +1,4 @@
-//! The origin of a tensor's split, used for errors when a tensor cannot be split in the requested way.
+//! The origin of a tensor's split rule, which errors name if the tensor cannot be split in the requested way.
 //!
 //! Unit of sizes: elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
 //! sizes; see [`Split`]. The hint of an error depends on the origin of the split: a rule, the layout, SRC, or the
@@ -10,16 +10,16 @@ use super::rules::Rule;
 use super::shards::SharedTensor;
 use super::{DeviceMesh, LayoutError, Split};
 
-/// The origin of the split of a tensor.
+/// The origin of the split rule of a tensor: who chose it.
 #[derive(Clone, Copy, Debug)]
 pub enum SplitChoice<'a> {
-    /// A rule that matches the tensor.
+    /// The split rule is that of a placement rule that matches the tensor.
     Rule(&'a Rule),
-    /// The default split of the layout.
+    /// The split rule is the default of the layout, for all tensors.
     AllTensors,
-    /// The split of SRC.
+    /// The split rule is that of the tensor in SRC.
     Source,
-    /// The split of the checkpoint in `options::like`.
+    /// The split rule is that of the tensor in the checkpoint given as `options::like`.
     Like,
 }
 

@@ -87,17 +87,20 @@ pub enum LayoutError {
     )]
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
-    /// Two mesh dims reduce by operations whose order matters.
+    /// Two Partial mesh dims have reduction operations that do not commute, so the reduced value depends on their
+    /// order.
     #[error("the mesh dims reduce by {first} and {second}, which do not commute, so the reduced value is not defined")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
-    /// Partial values would have to become partial values of another operation.
+    /// The source has partial values of operation `from`, and the target needs partial values of another operation,
+    /// `to`.
     #[error(
         "P({from}) cannot be converted to P({to}), because partial values of one op are not partial values of the other"
     )]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
-    /// A whole value would have to become partial values of an operation that does not allow this.
+    /// The target needs partial values of an operation for which a complete value cannot be converted to partial
+    /// values.
     #[error("a value without Partial cannot be converted to P({op}), because its partial values are not defined")]
     NoPartialValues { op: ReduceOp },
 
@@ -109,7 +112,7 @@ pub enum LayoutError {
     #[error("style `{text}`: expected {expected}")]
     Style { text: String, expected: &'static str },
 
-    /// The text is not a pattern of names.
+    /// The text is not a valid pattern for names.
     #[error("pattern `{text}`: {problem}")]
     Pattern { text: String, problem: String },
 
@@ -117,7 +120,7 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected one for each dim of the mesh {mesh}")]
     PlacementList { placements: String, mesh: String },
 
-    /// A placement shards on a mesh dim outside the slice.
+    /// A placement shards a tensor on a mesh dim outside the tensor's slice of the mesh.
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
@@ -129,11 +132,11 @@ pub enum LayoutError {
     #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
-    /// A tensor that cannot be split in the way that `by` asks for.
+    /// A tensor cannot be split as requested. `by` names the rule or option that requests the split.
     #[error("{fqn}: {source} ({by})")]
     Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 
-    /// An error with the name of the tensor.
+    /// An error about a tensor, with the name of the tensor.
     #[error("{fqn}: {source}")]
     Tensor { fqn: String, source: Box<LayoutError> },
 }
@@ -144,7 +147,7 @@ impl LayoutError {
         move |error| Self::Tensor { fqn: fqn.to_string(), source: Box::new(error) }
     }
 
-    /// Returns the hint for the user.
+    /// Returns the hint: an imperative sentence that tells the user how to correct the input.
     #[must_use]
     pub fn hint(&self) -> &str {
         match self {
@@ -177,7 +180,7 @@ impl LayoutError {
         }
     }
 
-    /// Returns the fields that this error adds to the JSON document.
+    /// Returns the fields that this error adds to the JSON document that describes the error.
     pub(crate) fn fields(&self) -> Json {
         match self {
             Self::File { file, .. } => json!({ "file": file }),

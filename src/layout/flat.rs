@@ -180,7 +180,7 @@ impl StorageOrder {
         boxes.collect()
     }
 
-    /// Splits the elements `range` of the storage into boxes that are each stored in row-major order.
+    /// Splits the elements `range` of the storage into boxes. The elements of each box are stored in row-major order.
     pub fn cut_row_major(&self, shape: &[u64], range: Range<u64>) -> Vec<Region> {
         let sizes = self.permuted(shape);
         let mut boxes = Vec::new();
@@ -204,7 +204,8 @@ impl StorageOrder {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }
 
-    /// Returns the leading sizes, in storage order, that precede the innermost dims which are already in tensor order.
+    /// Returns the leading `sizes` (given in storage order) that remain after removing the innermost dims whose storage
+    /// order is already the tensor's order of dims.
     fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
         let mut tail = sizes.len();
         let mut inner = usize::MAX;
@@ -343,7 +344,7 @@ mod tests {
             let order = StorageOrder(dims.into_iter().collect());
             let numel: u64 = shape.iter().product();
             let range = ends.0.min(ends.1).min(numel)..ends.0.max(ends.1).min(numel);
-            // Concatenated row-major boxes are the range itself.
+            // The boxes, concatenated in row-major order, are the range itself.
             let mut walked = Vec::new();
             for region in order.cut_row_major(&shape, range.clone()) {
                 for index in 0..region.numel() {
@@ -353,7 +354,7 @@ mod tests {
                 }
             }
             prop_assert!(walked.into_iter().eq(range.clone()));
-            // Strided boxes have each element at its storage position.
+            // In strided boxes, each element is at its position in the storage.
             let mut start = range.start;
             for (region, strides) in order.cut(&shape, range.clone()) {
                 for index in 0..region.numel() {

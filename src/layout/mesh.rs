@@ -27,8 +27,8 @@ pub struct DeviceMesh {
     shape: Dims,
     ranks: Vec<Rank>,
     names: Option<Vec<String>>,
-    /// Every rank with its index in `ranks`, sorted by rank. Empty for a row-major mesh, where rank and index are
-    /// equal. It is derived from `ranks`, so comparing it does not change equality.
+    /// Every rank with its index in `ranks`, sorted by rank. It is empty for a row-major mesh, where rank and index are
+    /// equal. It is computed from `ranks`, so comparing it does not change equality.
     by_rank: Vec<(Rank, u32)>,
 }
 

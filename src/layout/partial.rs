@@ -29,14 +29,14 @@ use super::{
     AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };
 
-/// The reduction of partial values to the value.
+/// The reduction of the partial values of a tensor to its complete value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialReduction {
-    /// The op; never `Avg`, which is stored as a sum that is divided.
+    /// The reduction op. It is never `Avg`, which is stored as `Sum` with a divisor.
     pub op: ReduceOp,
     /// The sizes of the Partial mesh dims, outermost first.
     pub dims: Dims,
-    /// True if each of these mesh dims averages.
+    /// For each Partial mesh dim, true if its op is `Avg`.
     averages: Vec<bool>,
 }
 
@@ -73,7 +73,7 @@ impl PartialReduction {
         format!("partial value {} of {}", AsTuple(&unravel(number, &self.dims)), AsTuple(&self.dims))
     }
 
-    /// Returns the share of a rank that gets the complete value.
+    /// Returns the share of a rank that gets the complete value: all partial values are reduced.
     #[must_use]
     pub fn full_reduction(&self) -> Share {
         let averaged = self.dims.iter().zip(&self.averages).filter(|(_, average)| **average);
@@ -95,13 +95,13 @@ pub fn partial_index(mesh_shape: &[u64], placements: &[Placement], coordinate: &
 }
 
 impl MeshPlacement<'_> {
-    /// Returns the elements that all ranks with this `coordinate` on the mesh dims in `stay` hold together. The mesh
-    /// dims in `stay` all shard.
+    /// Returns the union of the elements that a group of ranks holds. The group is all ranks whose coordinates on the
+    /// mesh dims marked in `stay` equal `coordinate`. Each marked mesh dim must shard the tensor.
     fn tile_held_by_group(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
         let own = &self.shared.placements;
         let mut placements = own.clone();
-        // Another mesh dim matters only if it splits a tensor dim before a mesh dim in `stay` splits the same tensor
-        // dim. Otherwise the union of its parts is the whole tensor dim.
+        // A mesh dim that is not marked in `stay` matters only if it splits a tensor dim before a marked mesh dim
+        // splits the same tensor dim. Otherwise the union of its parts is the complete tensor dim.
         let cuts_before = |dim: &usize| {
             let sharded = own[*dim].sharded_dim();
             let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
@@ -136,14 +136,15 @@ impl MeshPlacement<'_> {
     }
 }
 
-/// The partial values of the source that a rank of the target gets, and how they are combined.
+/// The partial values of the source from which a rank of the target gets its values, and the way they are combined.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
     /// The partial values to reduce, ascending.
     pub partial_values: Vec<u64>,
-    /// The divisor of the result.
+    /// The number by which the reduced value is divided.
     pub divisor: u64,
-    /// The elements of the global tensor that are kept, the others being zero; `None` keeps all elements.
+    /// The elements of the global tensor that keep the value; all other elements become zero. `None` keeps all
+    /// elements.
     pub within: Option<Tile>,
 }
 
@@ -175,7 +176,7 @@ impl Share {
             Some(source) => PartialReduction::new(source.mesh.shape(), &source.shared.placements)?,
             None => None,
         };
-        // On equal meshes, a coordinate belongs to the same rank.
+        // On equal meshes, a coordinate belongs to the same rank in source and target.
         let same = source.filter(|source| source.mesh == mesh).map(|source| source.shared);
         let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
         let mut divisor: u64 = 1;
@@ -195,7 +196,8 @@ impl Share {
                 }
                 _ => {}
             }
-            // On equal meshes, each mesh dim is compared with itself; otherwise with all mesh dims of the source.
+            // On equal meshes, each mesh dim of the target is compared with the same mesh dim of the source. Otherwise
+            // it is compared with all mesh dims of the source.
             let facing =
                 from.as_ref().map_or(source.map_or(&[][..], |source| &source.shared.placements), std::slice::from_ref);
             let other = facing.iter().find_map(|placement| match placement {
@@ -243,7 +245,7 @@ mod tests {
         parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
     }
 
-    /// The mesh of the source, compared with the mesh of the target.
+    /// The mesh of the source in a test: the mesh of the target, or another mesh.
     #[derive(PartialEq)]
     enum SourceMesh {
         Same,

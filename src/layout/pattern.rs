@@ -77,7 +77,7 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// Converts a name to a path: dots become separators, and slashes become a character that is not a separator.
+/// Converts a name to a file path for the glob: dots become slashes, and slashes become an ordinary character.
 fn as_path(name: &str) -> String {
     name.replace('/', "\u{1}").replace('.', "/")
 }

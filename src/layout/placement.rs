@@ -107,7 +107,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// A placement as the user wrote it, before it is applied to a tensor. A negative dim counts from the end.
+/// A placement as the user wrote it, before it is applied to a tensor. A negative tensor dim counts from the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PlacementSpec {
     Shard(i64),

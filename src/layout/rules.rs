@@ -2,8 +2,8 @@
 //!
 //! Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins. If that rule does
 //! not fit the tensor, this is an error. A tensor that no rule matches gets the placements of the fallback. If a
-//! placement of the fallback does not fit the tensor, as `S(1)` for a 1-d bias, the mesh dim gets Replicate instead.
-//! PyTorch has no counterpart: its jobs choose placements in code.
+//! placement of the fallback does not fit the tensor, such as `S(1)` for a 1-d bias, the tensor is replicated on that
+//! mesh dim. PyTorch has no counterpart: its jobs choose placements in code.
 
 use super::parallelize::ParallelizePlan;
 use super::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
@@ -33,7 +33,7 @@ pub fn unused_rule_warning(origin: &str) -> String {
     format!("{origin}: this rule has no effect, because earlier rules match the same tensors")
 }
 
-/// The choice of a rule, before the rule is applied to a tensor.
+/// The placements that a rule chooses for a tensor, before they are applied to the tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementChoice {
     /// A plain tensor, complete on every rank.
@@ -89,9 +89,10 @@ impl PlacementList {
 /// The placements of tensors without a rule.
 #[derive(Clone, Debug)]
 pub enum Fallback {
-    /// These placements; Replicate on each mesh dim where the placement does not fit the tensor.
+    /// The placements that the user gave. On each mesh dim where a placement does not fit the tensor, the tensor is
+    /// replicated.
     Placements(Vec<PlacementSpec>),
-    /// The placements of the source, on mesh dims of the same name.
+    /// The placements that the tensor has in the source, on mesh dims of the same name.
     Source,
 }
 
@@ -120,7 +121,7 @@ pub struct MeshLayout {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FallbackPlacement {
     pub shared: SharedTensor,
-    /// True if a placement did not fit and became Replicate.
+    /// True if at least one fallback placement did not fit the tensor and was replaced by Replicate.
     pub misfit: bool,
 }
 

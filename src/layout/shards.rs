@@ -25,7 +25,7 @@ pub struct MeshPlacement<'a> {
     pub shared: &'a SharedTensor,
 }
 
-/// The placements of one tensor: how the ranks of a mesh share it.
+/// The placements of one tensor: how its elements are distributed over the ranks of a mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedTensor {
     /// One placement for each mesh dim.
@@ -62,14 +62,15 @@ impl SharedTensor {
 /// A tile, and the ranks that hold it, ascending.
 pub type HeldTile = (Tile, SmallVec<[Rank; 4]>);
 
-/// The parts of one tensor dim.
+/// The distinct parts of one tensor dim, and the part that each mesh coordinate has.
 struct DimParts {
     parts: Vec<Intervals>,
-    /// The index of the empty part, if there is one.
+    /// The index in `parts` of the empty part, if there is one.
     empty: Option<u32>,
-    /// The index of the part of each combination of coordinates on the mesh dims that shard this dim, row-major.
+    /// For each combination of coordinates on the mesh dims that shard this tensor dim, the index in `parts` of its
+    /// part. The combinations are in row-major order.
     part_of: Vec<u32>,
-    /// The stride of each mesh dim in `part_of`; 0 for mesh dims that do not shard this dim.
+    /// For each mesh dim, the stride in `part_of`; 0 for mesh dims that do not shard this tensor dim.
     steps: Dims,
 }
 
@@ -124,7 +125,7 @@ pub fn shards(shape: &[u64], MeshPlacement { mesh, shared }: MeshPlacement<'_>) 
     }
     const NEW: u32 = u32::MAX;
     let mut shards: Vec<HeldTile> = Vec::new();
-    // Each cell is a combination of coordinates, so there are no more cells than ranks.
+    // Each cell is a combination of mesh coordinates, so there are no more cells than ranks.
     let mut known = vec![NEW; axes.iter().map(|axis| axis.parts.len()).product()];
     for (rank, coordinate) in mesh.coordinates() {
         let parts: SmallVec<[usize; 4]> = axes.iter().map(|axis| axis.part_at(&coordinate)).collect();
@@ -177,7 +178,7 @@ mod tests {
             let each = mesh.coordinates().map(|(rank, at)| Ok((shared.part(&shape, &mesh, &at)?, rank)));
             let each: Result<Vec<(Tile, Rank)>, LayoutError> = each.collect();
             let found = shards(&shape, MeshPlacement { mesh: &mesh, shared: &shared });
-            // With several errors, the two ways may report different ones.
+            // If a layout has several errors, `shards` and `part` may report different errors.
             prop_assert_eq!(found.is_err(), each.is_err());
             let (Ok(found), Ok(each)) = (found, each) else { return Ok(()) };
             each.into_iter().for_each(|(tile, rank)| expected.entry(tile).or_default().push(rank));

@@ -25,12 +25,13 @@ pub enum Split {
     /// `torch.chunk`, the only rule of DTensor.
     #[default]
     Chunk,
-    /// Parts that differ by at most one element; the first `n mod k` parts have one more element.
+    /// Parts whose sizes differ by at most one element. The first `n mod k` parts have one more element than the
+    /// others.
     Balanced,
-    /// Parts of `ceil(n / k)` elements, except the last part. If the last part would then be empty, parts of `floor(n /
-    /// k)` elements.
+    /// Parts of `ceil(n / k)` elements; the last part has the remaining elements. If the last part would be empty, the
+    /// parts have `floor(n / k)` elements instead.
     Makani,
-    /// Explicit sizes, one for each coordinate.
+    /// Explicit sizes, one for each coordinate of the mesh dim.
     Sizes(Arc<[u64]>),
 }
 
@@ -66,8 +67,8 @@ impl Split {
         })
     }
 
-    /// Returns the number of elements that this rule splits into parts of these sizes, or `None` if the rule never
-    /// makes such parts.
+    /// Returns the size of the dim that this rule splits into parts of these sizes, or `None` if the rule never makes
+    /// such parts.
     #[must_use]
     pub fn total(&self, sizes: &[u64]) -> Option<u64> {
         let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size))?;
@@ -77,7 +78,7 @@ impl Split {
     }
 }
 
-/// The name on the command line; explicit sizes are displayed as `3+1`.
+/// Displays the name that the split rule has on the command line; explicit sizes are displayed as `3+1`.
 impl fmt::Display for Split {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

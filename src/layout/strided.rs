@@ -12,11 +12,11 @@ use std::collections::BTreeSet;
 
 use super::{DeviceMesh, PlacementSpec};
 
-/// A change from one mesh to another.
+/// A conversion from one mesh to another, with the mesh dims that correspond.
 pub struct MeshChange<'a> {
     pub from: &'a DeviceMesh,
     pub to: &'a DeviceMesh,
-    /// The dim of the new mesh for each dim of the old mesh, if there is one.
+    /// For each dim of the old mesh, the corresponding dim of the new mesh, or `None` if there is none.
     pub dims: &'a [Option<usize>],
 }
 
@@ -66,15 +66,16 @@ pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &Devic
     list.iter().enumerate().map(follow).collect()
 }
 
-/// A split factor that is not a product of sizes of the mesh dims to its right that shard the same tensor dim.
+/// A split factor that cannot be explained: it is not a product of sizes of the mesh dims to its right that shard the
+/// same tensor dim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownSplitFactor {
-    /// The mesh dim with the split factor.
+    /// The index of the mesh dim that has the split factor.
     pub at: usize,
     pub spec: PlacementSpec,
-    /// The mesh dims to the right that shard the same tensor dim.
+    /// The indices of the mesh dims to the right that shard the same tensor dim.
     pub inner: Vec<usize>,
-    /// The placement with the split factor that these mesh dims need.
+    /// The placement with the split factor that follows from the mesh dims in `inner`.
     pub expected: PlacementSpec,
 }
 
@@ -114,7 +115,7 @@ mod tests {
         assert_eq!(of("_S(0,2),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,4),S(0)");
         assert_eq!(of("_S(-1,2),S(-1)", "dp=2,tp=2", "dp=4,tp=1"), "S(-1),S(-1)");
         assert_eq!(of("R,_S(0,6),S(0),S(0)", "r=2,dp=2,cp=3,tp=2", "r=1,dp=2,cp=3,tp=4"), "R,_S(0,12),S(0),S(0)");
-        // Fused weights, and factors that equal no mesh dim.
+        // Fused weights, and split factors that are not the size of a mesh dim.
         assert_eq!(of("S(1),_S(0,3)", "dp=2,tp=2", "dp=2,tp=4"), "S(1),_S(0,3)");
         assert_eq!(of("_S(0,3),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,3),S(0)");
         assert_eq!(of("_S(0,1),R", "dp=2,tp=2", "dp=2,tp=2"), "_S(0,1),R");

@@ -61,7 +61,7 @@ fn holders(shape: &[u64], tiles: &[Tile]) -> Vec<usize> {
     holders
 }
 
-/// Checks that `Cover` agrees with counting.
+/// Checks that `Cover` and a count of the holders of each element give the same result.
 fn check_verdict(shape: &[u64], tiles: &[Tile]) -> Result<(), TestCaseError> {
     let holders = holders(shape, tiles);
     match Cover::prove(shape, tiles) {
@@ -143,7 +143,7 @@ fn sharded() -> impl Strategy<Value = (Vec<u64>, Layout, Layout)> {
     })
 }
 
-/// Boxes from splitting a tensor repeatedly, in random order: a tiling, but rarely a grid.
+/// Generates boxes that tile a tensor, by splitting it repeatedly in random order. The boxes are rarely a grid.
 fn cut_up() -> impl Strategy<Value = (Vec<u64>, Vec<Tile>)> {
     let cuts = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0..9_u64), 0..12);
     (prop::collection::vec(1..=7_u64, 1..=3), cuts).prop_map(|(shape, cuts)| {
@@ -170,7 +170,7 @@ fn boxes_within(shape: &[u64]) -> impl Strategy<Value = Region> + use<> {
     })
 }
 
-/// Sets that are periodic, irregular, or both.
+/// Generates sets of indices that are periodic, irregular, or both.
 fn sets() -> impl Strategy<Value = Vec<u64>> {
     let stretch = prop_oneof![
         prop::collection::vec(any::<bool>(), 0..12),

@@ -168,7 +168,7 @@ impl Tile {
 struct Boxes<'a> {
     dims: &'a [Intervals],
     rest: SmallVec<[Pieces<'a>; 4]>,
-    /// The next box; `None` after the last box.
+    /// The piece of each dim that forms the next box; `None` after the last box.
     next: Option<SmallVec<[Piece; 4]>>,
 }
 

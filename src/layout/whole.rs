@@ -26,7 +26,7 @@ pub struct RankPart {
     pub sizes: Dims,
 }
 
-/// A global shape, and the tile of each rank.
+/// A global shape, and the tile of the global tensor that each rank holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AssembledTensor {
     pub shape: Dims,
@@ -43,7 +43,7 @@ pub enum PartError {
     Missing { rank: Rank },
     /// The part of a rank has an unexpected shape.
     WrongSizes { rank: Rank, expected: Dims, found: Dims, shape: Dims },
-    /// The sum of the sizes exceeds `u64`.
+    /// The sum of the local sizes along a dim exceeds `u64`.
     Overflow { dim: TensorDim },
     /// The placements do not fit a tensor of this shape.
     Layout { error: Box<LayoutError>, shape: Dims },

@@ -25,7 +25,7 @@ use crate::layout::{CommonRange, Dims, Segments, Tile};
 #[derive(Debug)]
 pub struct SourceTensor<'a> {
     pub entry: &'a TensorEntry,
-    /// One tiling for each partial value; a single tiling if the ranks hold values.
+    /// One tiling for each partial value, or a single tiling if the tensor has no partial values.
     tilings: Vec<Tiling>,
 }
 
@@ -38,14 +38,14 @@ impl<'a> SourceTensor<'a> {
         Ok(Self { entry, tilings: entry.tilings()? })
     }
 
-    /// Returns the chunks of each tile, that is, the chunk that plans use and its replicas. They are ordered by partial
-    /// value, then by tile.
+    /// Returns the chunks of each source tile: first the chunk that plans read, then its replicas. The tiles are
+    /// ordered by partial value.
     pub fn holders(&self) -> impl Iterator<Item = &Holders> {
         self.tilings.iter().flat_map(|tiling| &tiling.holders)
     }
 
-    /// Returns the plan of a target tile: its overlaps with one partial value of the source (0 if the ranks hold
-    /// values). If `within` is given, only elements inside it are copied.
+    /// Returns the plan of a target tile: its overlaps with one partial value of the source. `partial_index` is 0 if
+    /// the source has no partial values. If `within` is given, only elements inside it are copied.
     #[must_use]
     pub fn plan(&self, target: &Tile, partial_index: u64, within: Option<&Tile>) -> TilePlan {
         let mut overlaps = SmallVec::new();
@@ -67,22 +67,23 @@ impl<'a> SourceTensor<'a> {
     }
 }
 
-/// The sources of a target tile: overlaps that together hold every element exactly once, except elements that will be
-/// zero.
+/// The sources of a target tile: overlaps with source chunks. Together they hold every element of the tile exactly
+/// once, except elements that will be zero.
 #[derive(Debug)]
 pub struct TilePlan {
-    /// The sizes of the target's local tensor.
+    /// The shape of the target's local tensor.
     pub sizes: Dims,
     /// The overlaps with source chunks. Most tiles have one.
     pub overlaps: SmallVec<[Overlap; 1]>,
 }
 
-/// The intersection of one source chunk and the target tile, as a product over dims.
+/// The intersection of one source chunk and one target tile, as a product over dims.
 #[derive(Debug)]
 pub struct Overlap {
-    /// The index in the chunk table of the source tensor.
+    /// The index of the source chunk in the chunk table of the source tensor.
     pub chunk: u32,
-    /// The common ranges of each dim: `left` counts in the source's local tensor, `right` in the target's.
+    /// For each dim, the ranges that the source chunk and the target tile share. `left` is a position in the source's
+    /// local tensor, and `right` a position in the target's local tensor.
     pub segments: Common,
 }
 
@@ -102,14 +103,14 @@ fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     Some(segments)
 }
 
-/// Returns the part of `segments` that is inside the target ranges of `kept`, or `None` if that part is empty.
+/// Returns the part of `segments` whose target positions (`right`) are also in `kept`, or `None` if that part is empty.
 fn clip(segments: &Common, kept: &Common) -> Option<Common> {
     let mut clipped = Common::with_capacity(segments.len());
     for (dim, own) in segments.iter().enumerate() {
         let mut common = Segments::new();
         let mut next = kept.get(dim)?.iter().peekable();
         for segment in own {
-            // Both lists ascend in the target.
+            // Both lists ascend in their target positions.
             while let Some(stretch) = next.peek() {
                 let start = segment.right.max(stretch.right);
                 let end = (segment.right + segment.len).min(stretch.right + stretch.len);

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::intersect::{Overlap, TilePlan};
 use crate::layout::{CommonRange, Dims, Region};
 
-/// One level of a loop nest.
+/// One level of a loop nest: a number of repetitions, with a source step and a target step in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoopLevel {
     pub count: u64,
@@ -23,11 +23,11 @@ pub struct LoopLevel {
 /// A strided copy from one source chunk into a write block of the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The index in [`TilePlan::overlaps`].
+    /// The index of the overlap in [`TilePlan::overlaps`].
     pub overlap: usize,
-    /// The first byte, relative to element 0 of the chunk.
+    /// The offset in bytes of the first source byte, relative to element 0 of the source chunk.
     pub source: u64,
-    /// The first byte, relative to the write block.
+    /// The offset in bytes of the first target byte, relative to the start of the write block.
     pub target: u64,
     pub run_bytes: u64,
     /// The levels of the loop nest, outermost first.
@@ -35,7 +35,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Returns the number of contiguous runs.
+    /// Returns the number of contiguous runs that the piece copies.
     #[must_use]
     pub fn runs(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product()
@@ -47,16 +47,17 @@ impl Piece {
         self.runs() * self.run_bytes
     }
 
-    /// Returns the length of the source range that contains every byte that is read.
+    /// Returns the number of source bytes from the first byte to the last byte that the piece reads.
     #[must_use]
     pub fn source_span(&self) -> u64 {
         self.levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + self.run_bytes
     }
 }
 
-/// The pieces that fill a range of elements of the target's local tensor, in row-major order of the target's boxes.
+/// The strided copies that fill a range of elements of the target's local tensor. The range is split into boxes, whose
+/// copies are visited in row-major order of the boxes.
 ///
-/// `strides` returns the strides, in elements, of the chunk of an overlap.
+/// `strides` returns, for the index of an overlap, the strides in elements of its source chunk.
 pub struct Pieces<'a, S> {
     plan: &'a TilePlan,
     strides: S,
@@ -70,8 +71,8 @@ impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
         Self { plan, strides, itemsize }
     }
 
-    /// Calls `visit` for every piece of the elements `range` of the target. Target bytes are relative to the start of
-    /// the range.
+    /// Calls `visit` for every piece of the elements `range` of the target. The target offsets of pieces are relative
+    /// to the start of the range.
     ///
     /// # Errors
     /// The first error of `visit`, which ends the iteration.
@@ -94,7 +95,7 @@ impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
     }
 }
 
-/// One overlap within one box of the target.
+/// The copies of one overlap that are inside one box of the target.
 struct OverlapWalk<'a> {
     overlap: usize,
     region: &'a Region,
@@ -128,7 +129,8 @@ impl OverlapWalk<'_> {
         }
     }
 
-    /// Returns the strided copy of one common range for each dim, clipped to the region.
+    /// Returns the strided copy of one common range for each dim, clipped to the box `region`. `at` has the index of
+    /// the common range of each dim.
     fn piece(&self, segments: &[&[CommonRange]], at: &[usize]) -> Piece {
         let (mut source, mut target) = (0, 0);
         let mut levels: SmallVec<[LoopLevel; 4]> = SmallVec::new();
@@ -145,7 +147,8 @@ impl OverlapWalk<'_> {
             }
             let source_step = self.source_strides[dim] * self.itemsize;
             let target_step = self.target_strides[dim] * self.itemsize;
-            // Merge this dim with the run, or with the level inside it, if both sides are contiguous.
+            // Merge this dim with the contiguous run, or with the level inside it, if source and target are both
+            // contiguous.
             match levels.first_mut() {
                 None if source_step == run_bytes && target_step == run_bytes => run_bytes *= count,
                 Some(inner)
@@ -167,8 +170,8 @@ impl OverlapWalk<'_> {
     }
 }
 
-/// Returns the common ranges that overlap `[start, end)` of the target. They ascend, so both ends are found by
-/// bisection.
+/// Returns the common ranges that overlap the target positions `start..end`. Common ranges ascend, so both ends are
+/// found by bisection.
 fn within(segments: &[CommonRange], start: u64, end: u64) -> &[CommonRange] {
     let first = segments.partition_point(|segment| segment.right + segment.len <= start);
     let last = segments.partition_point(|segment| segment.right < end);

@@ -24,7 +24,7 @@ use crate::layout::{Dims, Intervals, Tile, unravel};
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
     axes: SmallVec<[GridAxis; 4]>,
-    /// The tile of each cell, row-major.
+    /// The index of the tile of each cell, in the caller's list of tiles. Cells are in row-major order.
     cells: Vec<usize>,
 }
 
@@ -41,7 +41,7 @@ impl Grid {
             cells.iter_mut().zip(classes).for_each(|((cell, _), class)| *cell = *cell * extent + u64::from(class));
             axes.push(axis);
         }
-        // Equal cells are sorted by the index of their tile.
+        // Sorts by cell, and equal cells by the index of their tile.
         cells.sort_unstable();
 
         if let Some([(_, first), (_, second)]) = cells.array_windows().find(|[a, b]| a.0 == b.0) {
@@ -49,8 +49,8 @@ impl Grid {
             let region = tile.first_region().expect("empty tiles were left out");
             return Some(Err(CoverError::Overlap { first, second, region }));
         }
-        // Cells are distinct, so the first unexpected cell shows the first missing one. Classes are sorted by their
-        // first index, so it is also the first gap in row-major order.
+        // Cells are distinct here, so the first unexpected cell shows the first missing cell. The classes of a dim are
+        // sorted by their first index, so the missing cell is also the first gap in row-major order.
         let missing = (0..count).zip(&cells).find(|(expected, (cell, _))| expected != cell);
         let missing = missing.map_or(cells.len() as u64, |(cell, _)| cell);
         if missing < count {
@@ -63,7 +63,7 @@ impl Grid {
         Some(Ok(Self { axes, cells: cells.into_iter().map(|(_, at)| tiles[at].0).collect() }))
     }
 
-    /// Appends the tiles that overlap `tile`.
+    /// Appends to `found` the indices of the tiles that overlap `tile`.
     pub(super) fn overlapping(&self, tile: &Tile, found: &mut TileIndices) {
         let mut cells: TileIndices = smallvec![0];
         for (axis, dim) in self.axes.iter().zip(tile.dims()) {
@@ -84,8 +84,9 @@ struct GridAxis {
 }
 
 impl GridAxis {
-    /// Returns the classes, and the class of each tile, or `None` if two different classes overlap. Indices that belong
-    /// to no class form an additional class, whose cells are then missing.
+    /// Returns the classes of a dim, and the class of each tile, or `None` if two different classes overlap. Indices
+    /// that belong to no class form an additional class; no tile fills the cells of this class, so they are found as a
+    /// gap.
     fn new<'a>(n: u64, tile_dims: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
         let tile_dims: Vec<&Intervals> = tile_dims.collect();
         let mut order: Vec<(u64, u32)> = tile_dims.iter().map(|class| start(class)).zip(0..).collect();

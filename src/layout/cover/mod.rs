@@ -54,18 +54,18 @@ pub struct Cover {
 
 #[derive(Clone, Debug)]
 enum CoverIndex {
-    /// A tensor without elements needs no tiles.
+    /// The tensor has no elements, so it needs no tiles.
     Empty,
-    /// One tile is the complete tensor.
+    /// The tile with this index is the complete tensor.
     Whole(usize),
     Grid(Grid),
     Slabs(Slabs),
 }
 
-/// A non-empty tile, with its index in the caller's list.
+/// A non-empty tile, with its index in the list of tiles that the caller gave to [`Cover::prove`].
 type IndexedTile<'a> = (usize, &'a Tile);
 
-/// Indices of tiles; a few, for most targets.
+/// Indices of tiles. Most target tiles overlap only a few tiles, whose indices are stored without allocation.
 type TileIndices = SmallVec<[usize; 8]>;
 
 impl Cover {

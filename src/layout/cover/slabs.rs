@@ -1,6 +1,6 @@
-//! Covers of irregular tiles: the tensor is split recursively at places where no tile is split.
+//! Covers of irregular tiles: the tensor is split recursively along lines that split no tile.
 //!
-//! Shapes and offsets count elements. Tiles are sorted along a dim. Where all tiles so far have ended before the next
+//! Shapes and offsets count elements. Tiles are sorted along a dim. Where all earlier tiles end before the next tile
 //! starts, the tensor is split into two slabs, which are disjoint in that dim. Each slab is split again along the other
 //! dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf, and a sweep
 //! compares them.
@@ -31,11 +31,11 @@ pub(super) struct Slabs {
 
 #[derive(Clone, Debug)]
 enum SlabNode {
-    /// One tile, which fills its slab.
+    /// A leaf with one tile, which fills its slab.
     One(usize),
-    /// Tiles that no split separates.
+    /// A leaf with several tiles, which no straight line separates. A sweep has compared them.
     Swept(Vec<(usize, Tile)>),
-    /// Slabs along a dim, ascending and disjoint.
+    /// A slab that is split along `dim`. The child slabs are ascending and disjoint.
     Cut { dim: usize, slabs: Vec<(Range<u64>, SlabNode)> },
 }
 
@@ -50,7 +50,7 @@ impl Slabs {
         Ok(Self { root })
     }
 
-    /// Appends the tiles that overlap `tile`.
+    /// Appends to `found` the indices of the tiles that overlap `tile`.
     pub(super) fn overlapping(&self, tile: &Tile, found: &mut TileIndices) {
         self.root.overlapping(tile, found);
     }
@@ -101,8 +101,8 @@ impl SlabNode {
     }
 }
 
-/// Returns the splits of tiles that are sorted along `dim`: the number of tiles before each split, and its index. The
-/// last split is the end of all tiles.
+/// Returns where tiles that are sorted along `dim` can be separated. Each pair has the number of tiles before the
+/// split, and the index along `dim` of the split. The last pair is the end of all tiles.
 fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     let mut cuts = Vec::new();
     let mut end = 0;
@@ -117,7 +117,8 @@ fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     cuts
 }
 
-/// Compares every tile with the tiles that have not ended where it starts, along the dim with the most distinct starts.
+/// Compares every tile with the earlier tiles that end after this tile starts, along the dim with the most distinct
+/// starts.
 fn sweep(ndim: usize, tiles: &mut [IndexedTile<'_>]) -> Result<(), CoverError> {
     let distinct = |dim: usize| {
         let mut starts: Vec<u64> = tiles.iter().map(|(_, tile)| start(&tile.dims()[dim])).collect();

@@ -70,12 +70,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Returns the entry of a key.
+    /// Returns the entry with this key, or `None` if the table does not have the key.
     pub fn get(&self, key: &str) -> Option<&'a FileEntry> {
         self.entries.iter().find(|entry| entry.key == key)
     }
 
-    /// Returns the text of a key, with its position.
+    /// Returns the text value of a key, with the position of the key, or `None` if the table does not have the key.
     pub fn text(&self, key: &'a str) -> Result<Option<(FilePosition<'a>, &'a str)>, LayoutError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         let section = if self.at.section.is_empty() { key } else { self.at.section };
@@ -119,7 +119,8 @@ pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&
     }
 }
 
-/// Returns a hint with the nearest name, if at least half of its letters match, and with all names.
+/// Returns a hint that lists all names. If at least half of the letters of `word` match the nearest name, the hint
+/// suggests that name first.
 #[must_use]
 pub fn did_you_mean(word: &str, names: &[&str]) -> String {
     let distance = |name: &&&str| strsim::damerau_levenshtein(word, name);

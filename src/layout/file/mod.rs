@@ -60,12 +60,12 @@ pub struct LayoutFile {
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// The split of tensors without a rule. The command line may replace it.
+    /// The split rule of tensors that no rule matches. An option of the command line may replace it.
     pub split: Option<Split>,
     rules: Vec<WrittenRule>,
-    /// The plan and its styles.
+    /// The parallelize plan that the file declares; empty if the file declares none.
     pub plan: DeclaredPlan,
-    /// The document of `flat_layout.json`, with its position.
+    /// The content of the key `flat`, which has the format of `flat_layout.json`, with its position in the file.
     pub flat: Option<Positioned<Json>>,
 }
 
@@ -83,7 +83,7 @@ pub struct DeclaredPlan {
 }
 
 impl DeclaredPlan {
-    /// Returns whether the file declares no plan, styles or roles.
+    /// Returns whether the file declares no plan: it names no built-in plan, no styles and no mesh dims for them.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self { name, styles, tp, fsdp, replicate } = self;
@@ -137,7 +137,7 @@ impl LayoutFile {
         parse::layout(name, &parsed.map_err(|fault| at.at_line(fault.line).error(fault.problem, None))?)
     }
 
-    /// Returns the given mesh, otherwise the mesh of the file.
+    /// Returns the mesh `given`, or the mesh of the file if `given` is `None`.
     ///
     /// # Errors
     /// `File` if both exist and differ in the names of their dims.
@@ -152,7 +152,8 @@ impl LayoutFile {
         Err(own.error(problem, "give a mesh with the same dims in the same order, or change the mesh of the file"))
     }
 
-    /// Returns the placements of tensors without a rule. On a given mesh, split factors are adapted to its sizes.
+    /// Returns the placements of tensors that no rule matches. If a mesh is given, the split factors of the placements
+    /// are adapted to the sizes of that mesh.
     #[must_use]
     pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
         let list = &self.fallback.as_ref()?.value;

@@ -106,7 +106,7 @@ pub fn parse_toml(text: &str) -> Result<FileNode, ParseFault> {
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| lines.at(span.start));
         let problem = match error.message() {
-            // A value that begins like a word and is not one of TOML's.
+            // TOML's message for a value that begins like an unquoted word.
             message if message.starts_with("string values must be quoted") => "string values must be quoted".to_owned(),
             message if message.contains("recursion") => "lists and tables are nested too deeply".to_owned(),
             message => message.replace('\n', ", "),

@@ -26,7 +26,7 @@ const KEYS: [&str; 12] = [
 
 const RULE_KEYS: [&str; 5] = ["tensors", "placements", "slice", "split", "sizes"];
 
-/// The value of `placements` for a plain tensor.
+/// The value of the key `placements` for a plain tensor, which is not a DTensor.
 const PLAIN: &str = "plain";
 
 const VERSION: u64 = 1;
@@ -126,7 +126,7 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Positioned<DeviceMesh>>, LayoutErr
     Ok(Some(Positioned { value: mesh, name: fields.at.name.to_owned(), line: entry.line, section: "mesh" }))
 }
 
-/// Parses a mesh that is given by its sizes only.
+/// Parses a mesh that is a list of sizes, without names of mesh dims.
 fn unnamed(at: FilePosition<'_>, node: &FileNode) -> Result<DeviceMesh, LayoutError> {
     let sizes = Dims::from(numbers(at, node, "sizes")?);
     let numbered: Vec<(String, u64)> = sizes.iter().enumerate().map(|(dim, size)| (dim.to_string(), *size)).collect();
@@ -206,7 +206,7 @@ fn sizes(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<(usize, String, 
 fn styles(at: FilePosition<'_>, entry: &FileEntry) -> Result<Vec<StyleRule>, LayoutError> {
     let mut found = Vec::new();
     collect_styles(at, &entry.value, "", &mut found)?;
-    // Keeps the order of the text, even if a table is opened again.
+    // Keeps the order of the text, even if a table is continued after another table.
     found.sort_by_key(|(line, _)| *line);
     Ok(found.into_iter().map(|(_, style)| style).collect())
 }

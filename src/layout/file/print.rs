@@ -9,7 +9,8 @@ use serde_json::{Map, Value as Json, json};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::{DeviceMesh, comma_list};
 
-/// Returns the document of a layout. A fallback to the source's placements has no key, so it is left out.
+/// Returns a layout as a JSON document. The document has no key for "the placements of the source", so it omits such a
+/// fallback.
 #[must_use]
 pub fn document(layout: &MeshLayout) -> Json {
     let mut document = Map::new();
@@ -55,7 +56,7 @@ fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
     Json::Object(document)
 }
 
-/// Converts a document to TOML, plain values before tables.
+/// Converts a JSON document to TOML. Plain values are written before tables.
 ///
 /// # Panics
 /// If the document is not an object.
@@ -96,7 +97,8 @@ fn is_section(path: &str, value: &Json) -> bool {
     }
 }
 
-/// Formats a value after its key. Lists with items other than numbers have one item on each line.
+/// Formats a value as TOML text to the right of `key =`. If `may_break` is true, a list that is not a list of numbers
+/// has one item on each line.
 fn inline(value: &Json, may_break: bool) -> String {
     match value {
         Json::Array(items) => {

@@ -44,7 +44,7 @@ fn parse(text: &str) -> LayoutFile {
     LayoutFile::parse("l.toml", text).unwrap()
 }
 
-/// Returns the error of an invalid text, followed by its hint.
+/// Parses an invalid layout file and returns the error message, followed by its hint.
 fn wrong(name: &str, text: &str) -> String {
     let parsed = LayoutFile::parse(name, text);
     let error = parsed.and_then(|file| {

@@ -25,21 +25,22 @@ pub enum WrittenPlacements {
     Shared(WrittenSpec),
 }
 
-/// The placements of a DTensor, with the lines of the keys that may not fit a mesh.
+/// The placements that a rule gives to a DTensor, with the line of each key that may not fit a mesh.
 #[derive(Clone, Debug)]
 pub struct WrittenSpec {
     pub placements: Vec<PlacementSpec>,
-    /// The line, and the names of the mesh dims of the slice.
+    /// The line of the key `slice`, and the names of the mesh dims of the slice.
     pub slice: Option<(usize, Vec<String>)>,
-    /// One split for all mesh dims, or one for each mesh dim.
+    /// The line of the key `split`, and its split rules: one for all mesh dims, or one for each mesh dim.
     pub split: Option<(usize, Vec<Split>)>,
-    /// Lines, names of mesh dims, and a size for each of their coordinates.
+    /// For each entry of the key `sizes`: its line, the name of the mesh dim, and one size for each coordinate of the
+    /// mesh dim.
     pub sizes: Vec<(usize, String, Vec<u64>)>,
 }
 
 impl WrittenRule {
-    /// Applies the rule to a mesh, which replaces the mesh `own` of the file. Sizes of a rule without a split are
-    /// combined with the split of the layout.
+    /// Applies the rule to `mesh`, which replaces `own`, the mesh of the file. If the rule has sizes but no split rule,
+    /// `split` (the default of the layout) applies to the mesh dims without sizes.
     pub fn resolve(
         &self,
         name: &str,
@@ -79,7 +80,7 @@ impl WrittenSpec {
                 return Err(at.at_line(*line).error(problem, None));
             }
         }
-        // A slice with all dims is the mesh itself.
+        // A slice that has all mesh dims is the mesh itself, so it is stored as no slice.
         let slice = spec.slice.filter(|dims| dims.len() < mesh.ndim());
         Ok(PlacementList { slice, ..spec })
     }
@@ -114,7 +115,7 @@ impl WrittenSpec {
     }
 }
 
-/// Checks that placements fit a mesh.
+/// Checks that there is one placement for each mesh dim, and that the slice has all mesh dims that shard.
 pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
     spec.check(mesh).map_err(at.wrap())
 }
@@ -128,7 +129,7 @@ fn slice(at: FilePosition<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Ve
     Err(at.error(problem, None))
 }
 
-/// Returns the mesh dim of this name.
+/// Returns the mesh dim with this name.
 pub fn dim(at: FilePosition<'_>, name: &str, mesh: &DeviceMesh) -> Result<MeshDim, LayoutError> {
     mesh.dim_by_name(name).ok_or_else(|| {
         let names: Vec<&str> = mesh.names().unwrap_or_default().iter().map(String::as_str).collect();

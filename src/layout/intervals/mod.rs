@@ -121,13 +121,13 @@ impl Intervals {
         self.runs.last().map(|run| run.last().end)
     }
 
-    /// Returns the smallest interval that contains all indices; `0..0` for an empty list.
+    /// Returns the smallest interval that contains all indices of the list, or `0..0` for an empty list.
     #[must_use]
     pub fn bounds(&self) -> Range<u64> {
         self.start().unwrap_or(0)..self.end().unwrap_or(0)
     }
 
-    /// Returns the interval, if there is exactly one.
+    /// Returns the only interval of the list, or `None` if the list has no interval or several intervals.
     #[must_use]
     pub fn as_single(&self) -> Option<Range<u64>> {
         match self.runs.as_slice() {
@@ -136,8 +136,8 @@ impl Intervals {
         }
     }
 
-    /// Returns the number of elements with a smaller index. This is the position of `index`, or of the next larger
-    /// index in the list.
+    /// Returns the number of elements of the list that are smaller than `index`. If the list contains `index`, this is
+    /// the position of `index`; otherwise it is the position of the next larger element.
     #[must_use]
     pub fn count_before(&self, index: u64) -> u64 {
         let of_run = |run: &IntervalRun| {
@@ -193,7 +193,7 @@ impl Intervals {
         }
     }
 
-    /// Removes the last interval, which restores the list before its push.
+    /// Removes and returns the last interval. This undoes the push of that interval.
     fn pop(&mut self) -> Range<u64> {
         let run = self.runs.last_mut().expect("only a list with an interval is popped");
         let last = run.last();
@@ -206,7 +206,7 @@ impl Intervals {
         last
     }
 
-    /// Appends every interval of a run; all but the first few in one step.
+    /// Appends every interval of a run. The first few are appended one by one, and all others in one step.
     fn push_run(&mut self, run: &IntervalRun) {
         for k in 0..run.count {
             let interval = run.interval(k);
@@ -254,7 +254,8 @@ impl Intervals {
         taken
     }
 
-    /// Returns the elements at a list of positions, all of which must exist. [`slice`](Self::slice) takes one range.
+    /// Returns the elements at a list of positions, all of which must exist. [`slice`](Self::slice) is the function for
+    /// a single range of positions.
     #[must_use]
     pub(super) fn select(&self, positions: &Self) -> Self {
         debug_assert!(positions.bounds().end <= self.len(), "positions in the list");

@@ -24,7 +24,7 @@ pub struct CommonRange {
     pub len: u64,
 }
 
-/// Common ranges, ascending in both lists. Usually there is one, which is stored without allocation.
+/// The common ranges of two lists, ascending in both lists. Usually there is one, which is stored without allocation.
 pub type Segments = SmallVec<[CommonRange; 1]>;
 
 /// A maximal interval and the position of its first element in the list.
@@ -38,7 +38,7 @@ pub(in crate::layout) struct Piece {
 #[derive(Clone, Debug)]
 pub(in crate::layout) struct Pieces<'a> {
     runs: &'a [IntervalRun],
-    /// The number of the next interval in the first run.
+    /// The index, within the first run of `runs`, of the interval that the iterator returns next.
     next: u64,
     position: u64,
 }
@@ -139,7 +139,8 @@ impl Intervals {
                     let right = b.position + (start - b.range.start);
                     (start..end, CommonRange { left, right, len: end - start })
                 });
-                // The piece that ends first is finished. Its list can skip to the start of the other piece.
+                // The piece that ends first has no more common elements. Its list can skip to the start of the other
+                // piece.
                 if a.range.end <= b.range.end {
                     lefts.seek(b.range.start);
                     left = lefts.next();

@@ -13,7 +13,7 @@ use super::{
     Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, StyleRule,
 };
 
-/// A tensor of the model, as a plan sees it.
+/// A parameter or buffer of the model, with the properties by which a plan chooses its placement.
 #[derive(Clone, Debug)]
 pub struct Parameter<'a> {
     pub name: String,
@@ -22,11 +22,11 @@ pub struct Parameter<'a> {
     pub kind: ParameterKind,
 }
 
-/// The tensor that a shape belongs to.
+/// The tensor whose shape is known: the global tensor, or only a local shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShapeOrigin {
     Global,
-    /// The local shard of some rank. The number of splits cannot be derived from it.
+    /// The known shape is the shape of one rank's local shard. It does not show how often the tensor was split.
     LocalShard,
 }
 
@@ -38,29 +38,30 @@ pub enum ParameterKind {
     Buffer,
 }
 
-/// The order of the list of parameters.
+/// The order in which the caller lists the parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterOrder {
-    /// The order of registration, as in a state dict.
+    /// The parameters are in the order of registration, as in a state dict.
     Registered,
     Unknown,
 }
 
-/// A style rule, with its origin.
+/// A style rule of the user or of a built-in plan, with its origin.
 pub(super) struct Candidate {
     pub rule: StyleRule,
     pub origin: RuleOrigin,
     pub note: Option<&'static str>,
 }
 
-/// The origin of a rule.
+/// The origin of a style rule: the user, or a part of a built-in plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RuleOrigin {
-    /// The user gave it. It must match a parameter.
+    /// The user gave the rule. It must match a parameter.
     User,
-    /// The attention and MLP rows of a built-in plan. At least one of them must match.
+    /// The rule is one of the attention and MLP rows of a built-in plan. At least one of these rows must match a
+    /// parameter.
     Layers,
-    /// The other rows of a built-in plan.
+    /// The rule is another row of a built-in plan: an embedding, a norm or the head. It need not match a parameter.
     OutsideLayers,
 }
 
@@ -169,14 +170,14 @@ fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
     buffers.iter().any(|pattern| pattern.matches(&parameter.name))
 }
 
-/// Returns the parameters that a pairwise rule matches, each with its style.
+/// Returns the index of each parameter that a pairwise rule matches, with the style of the parameter.
 fn pairwise_styles(
     candidate: &Candidate,
     parameters: &[Parameter<'_>],
     order: ParameterOrder,
 ) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
     const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
-    // A linear child is one with a 2-d weight.
+    // A child module with a 2-d weight is a linear module.
     let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for parameter in parameters.iter().filter(|parameter| parameter.shape.len() == 2) {
         let Some(linear) = weight_of(&parameter.name) else { continue };

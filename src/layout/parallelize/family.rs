@@ -22,7 +22,7 @@ pub struct Family {
     pub outside_layers: &'static [FamilyRow],
 }
 
-/// The style of some modules.
+/// A row of a built-in plan: a pattern for modules, and the style of these modules.
 #[derive(Debug)]
 pub struct FamilyRow {
     pub pattern: &'static str,
@@ -175,7 +175,7 @@ impl Family {
         rows.map(candidate).collect()
     }
 
-    /// Returns patterns for the names of buffers.
+    /// Returns patterns for the names of buffers in older checkpoints, whose names do not show that they are buffers.
     pub(super) fn buffers() -> Vec<Pattern> {
         BUFFERS.iter().map(|text| parse(text)).collect()
     }
@@ -185,10 +185,11 @@ fn parse(pattern: &str) -> Pattern {
     Pattern::parse(pattern).expect("built-in patterns are globs")
 }
 
-/// Returns the families whose plans match the most attention and MLP parameters, with the fewest unmatched rows.
+/// Returns the families whose plans match the most attention and MLP parameters. If several plans match equally many
+/// parameters, the plans with the fewest unmatched rows win.
 #[must_use]
 pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
-    // Layers and experts have the same names except for numbers.
+    // Layers and experts have equal names except for numbers, so each name is counted once.
     let names: BTreeSet<String> = parameters.iter().map(|parameter| with_zeros_for_numbers(&parameter.name)).collect();
     let mut best = ((1, Reverse(usize::MAX)), Vec::new());
     for family in Family::all() {

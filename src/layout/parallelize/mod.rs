@@ -75,9 +75,9 @@ pub struct ParallelizePlan {
 pub struct ParameterPlacement {
     /// The placements, or `None` for a plain tensor on every rank.
     pub shared: Option<SharedTensor>,
-    /// The rule that decided.
+    /// The rule that decided the placement.
     pub by: PlacementSource,
-    /// The reason why the parameter is replicated although its style shards it.
+    /// The reason why the parameter is replicated on a mesh dim on which the plan would shard it.
     pub uncut: Option<UncutReason>,
     /// An assumption of the built-in plan that the user should know.
     pub note: Option<&'static str>,
@@ -86,7 +86,7 @@ pub struct ParameterPlacement {
 /// The rule that decided the placement of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlacementSource {
-    /// A style of the plan.
+    /// A style of the plan matches the parameter.
     Style(ParallelStyle),
     /// No style matches the parameter; only FSDP may shard it.
     NoStyle,
@@ -107,9 +107,10 @@ impl fmt::Display for PlacementSource {
 /// The reason why a fused tensor is replicated on a mesh dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UncutReason {
-    /// The size of the dim is not a multiple of the number of blocks, so tensor parallelism cannot shard it.
+    /// The size of the dim is not a multiple of the number of blocks, so tensor parallelism cannot shard each block.
     OddBlocks { blocks: u64, size: u64 },
-    /// Tensor parallelism takes a part of each block, and no placement expresses FSDP after that.
+    /// Tensor parallelism gives each rank a part of each block. FSDP would then shard these parts on a mesh dim to the
+    /// left, which no placement can express, so the tensor is replicated on the mesh dim of FSDP.
     BlocksWithinFsdp,
 }
 

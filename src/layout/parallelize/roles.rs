@@ -149,7 +149,8 @@ impl MeshRoles {
     }
 }
 
-/// Returns the placement of a parameter on the mesh dim of tensor parallelism.
+/// Returns the placement of a parameter on the mesh dim of tensor parallelism. The second value is the reason if the
+/// parameter is replicated although its style shards it.
 fn tensor_parallel_placement(
     style: ParallelStyle,
     part: ParameterRole,

@@ -38,8 +38,8 @@ pub enum ParallelStyle {
 pub enum ParameterRole {
     Weight,
     Bias,
-    /// Any other tensor of a module, such as the scales of quantised weights. `RowwiseParallel` replicates them, and
-    /// `ColwiseParallel` shards them like weights.
+    /// Any other tensor of a module, such as the scales of quantised weights. `RowwiseParallel` replicates such
+    /// tensors, and `ColwiseParallel` shards them like weights.
     Other,
 }
 
@@ -100,7 +100,8 @@ impl ParallelStyle {
         ndim.checked_sub(from_the_end).map(TensorDim)
     }
 
-    /// Returns the number of weights in a fused weight, which are sharded separately.
+    /// Returns the number of weights that a fused weight consists of; each is sharded separately. It is 1 for other
+    /// weights.
     #[must_use]
     pub fn blocks(self) -> u64 {
         match self {
@@ -112,7 +113,7 @@ impl ParallelStyle {
         }
     }
 
-    /// Returns whether the style shards linear modules.
+    /// Returns whether the style is colwise or rowwise, so that it shards linear modules.
     #[must_use]
     pub fn cuts(self) -> bool {
         matches!(self, Self::Colwise { .. } | Self::Rowwise { .. })
@@ -210,10 +211,11 @@ mod tests {
             ("replicate", None, None),
         ] {
             assert_eq!((dim(style, "a.weight", 2), dim(style, "a.bias", 1)), (weight, bias), "{style}");
-            // Stacked weights.
+            // A stack of weights has one more leading dim.
             let next = |dim: Option<usize>| dim.map(|dim| dim + 1);
             assert_eq!((alone(style, "a.w", 3), alone(style, "a.w_bias", 2)), (next(weight), next(bias)), "{style}");
-            // Scales of the blocks of a quantised weight.
+            // The scales of the blocks of a quantised weight are sharded like the weight, except by rowwise styles,
+            // which replicate these scales.
             let is_row = matches!(style, "rowwise" | "rowwise-conv1d");
             assert_eq!(dim(style, "a.weight_scale", 2), weight.filter(|_| !is_row), "{style}");
             assert_eq!((dim(style, "a.scale", 1), dim(style, "a.weight", 0)), (bias, None), "{style}");

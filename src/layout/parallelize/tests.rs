@@ -70,10 +70,10 @@ fn parameter_without_style_is_sharded_by_fsdp_only() {
     assert_eq!(of("dp=3,tp=2"), ["S(0),S(1)", "S(0),R on 0", "R,R on 0"]);
     assert_eq!(of("dp_replicate=2,dp_shard=3,tp=2"), ["R,S(0),S(1)", "R,S(0),R on 0 on 1", "R,R,R on 0 on 1"]);
     assert_eq!(of("tp=2,dp_shard=3,dp_replicate=2")[1], "R,S(0),R on 1 on 2");
-    // Also if a later pattern matches it.
+    // The style `none` excludes the module `b`, even if a later pattern matches it.
     let left = [("b", "none"), ("*", "rowwise")];
     assert_eq!(bind("dp=3,tp=2", &left, named, ParameterOrder::Unknown).unwrap(), of("dp=3,tp=2"));
-    // Without a plan.
+    // Without a plan, FSDP shards every parameter that has dims.
     assert_eq!(bind("dp=4", &[], named, ParameterOrder::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
     assert_eq!(bind("dp_replicate=2,dp=4", &[], named, ParameterOrder::Unknown).unwrap()[0], "R,S(0)");
     // A buffer stays plain, unless a style matches it.
@@ -98,7 +98,7 @@ fn fused_weight_is_sharded_by_block_or_replicated() {
     assert_eq!(of("tp=2", "colwise(3)"), [placed("_S(0,3)", None), placed("_S(0,3)", None), placed("R", odd)]);
     assert_eq!(of("tp=2", "rowwise(3)"), [placed("_S(1,3)", None), placed("R", None), placed("_S(1,3)", None)]);
     assert_eq!(of("tp=2", "colwise-conv1d(3)")[..2], [placed("_S(1,3)", None), placed("_S(0,3)", None)]);
-    // FSDP would split second, but its placement comes first.
+    // FSDP would split after tensor parallelism, but its placement is evaluated first.
     let within = Some(UncutReason::BlocksWithinFsdp);
     assert_eq!(
         of("dp=2,tp=2", "colwise(3)"),
@@ -139,7 +139,7 @@ fn pairwise_uses_registration_order() {
     let error = of(ParameterOrder::Unknown).unwrap_err();
     assert!(matches!(error, PlanError::UnknownOrder { .. }), "{error}");
     assert!(error.to_string().contains("up, down, last"), "{error}");
-    // The last child may have a style of its own.
+    // The last child of a pairwise module may have a style of its own.
     let rules = [("mlp", "pairwise"), ("mlp.last", "rowwise")];
     assert_eq!(bind("tp=2", &rules, MLP, ParameterOrder::Registered).unwrap()[5], "S(1)");
     let rules = [("mlp.up", "replicate"), ("mlp", "pairwise")];
@@ -217,7 +217,7 @@ fn plan_of_another_family_is_an_error() {
         Err(PlanError::OtherFamily { similar, .. }) => similar,
         other => panic!("{other:?}"),
     };
-    // A match of the head alone is not enough.
+    // A plan does not fit a model if only the row of the head matches.
     let gpt2: &[(&str, &[u64])] = &[("h.0.attn.c_attn.weight", &[4, 12]), ("lm_head.weight", &[9, 4])];
     assert_eq!(alike("llama", gpt2), ["gpt2"]);
     assert_eq!(alike("llama", &[("lm_head.weight", &[9, 4])]), Vec::<&str>::new());
@@ -229,7 +229,7 @@ fn plan_of_another_family_is_an_error() {
     // Buffers of older checkpoints stay plain.
     let masks: &[(&str, &[u64])] = &[("h.0.attn.c_attn.bias", &[12]), ("h.0.attn.bias", &[1, 1, 8, 8])];
     assert_eq!(bind_family("GPT2", masks).unwrap(), ["_S(0,3)", "plain"]);
-    // Fused weights of families similar to llama.
+    // The fused weights of families that are similar to llama.
     let fused: &[(&str, &[u64])] =
         &[("model.layers.0.self_attn.qkv_proj.weight", &[8, 4]), ("x.layers.1.mlp.gate_up_proj.weight", &[8, 4])];
     assert_eq!(bind_family("llama", fused).unwrap(), ["R", "_S(0,2)"]);
