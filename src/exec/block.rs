@@ -2,20 +2,19 @@
 //!
 //! All sizes and offsets are in bytes. If the write blocks of a [row group](super::row_groups) need short runs of the
 //! same rows, the worker first reads all needed ranges into the source block, then fills each write block from it. A
-//! range that is not in the source block is read directly, so correctness does not depend on its content. Invariant:
-//! `bytes` contains the bytes of `ranges` in the same order and without gaps, and is at most [`BLOCK_BYTES`] long.
+//! range that is not in the source block is read directly, so the result does not depend on the content of the source
+//! block. Invariant: `bytes` contains the bytes of `ranges` in the same order and without gaps, and is at most
+//! [`BLOCK_BYTES`] long.
 
 use super::{BLOCK_BYTES, sized_buffer};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Largest gap between two ranges that are read by one call. Reading such a gap takes no extra time, because a disk
-/// block is at least this long.
+/// The largest gap, in bytes, between two ranges that are read by one call. Reading such a gap takes no extra time,
+/// because a disk block is at least this long.
 const GAP_BYTES: u64 = 4 << 10;
 
 /// Source bytes in memory, and the file ranges from which they were read.
-///
-/// Source bytes in memory, and the file ranges that they are.
 #[derive(Debug, Default)]
 pub struct SourceBlock {
     bytes: Vec<u8>,
@@ -46,7 +45,7 @@ impl SourceBlock {
         Ok(())
     }
 
-    /// Returns the bytes of a range; `None` if the block does not contain the whole range.
+    /// Returns the bytes of a range, or `None` if the block does not contain the complete range.
     #[must_use]
     pub fn get(&self, range: FileRange) -> Option<&[u8]> {
         let mut start = 0;
@@ -68,7 +67,7 @@ impl SourceBlock {
         sized_buffer(&mut self.bytes, as_size(len))
     }
 
-    /// Returns the memory that the block has allocated.
+    /// Returns the number of bytes that the block has allocated.
     #[cfg(test)]
     pub fn capacity(&self) -> usize {
         self.bytes.capacity()
@@ -80,8 +79,8 @@ impl SourceBlock {
 pub struct WantedRanges(Vec<FileRange>);
 
 impl WantedRanges {
-    /// Adds a range. Nearly all pieces of a write block come in the order of their source and are merged, so the list
-    /// stays short.
+    /// Adds a range. Nearly all pieces of a write block are added in the order of their source bytes and are merged, so
+    /// the list stays short.
     pub fn add(&mut self, next: FileRange) {
         if !self.0.last_mut().is_some_and(|last| merge(last, &next)) {
             self.0.push(next);
@@ -96,8 +95,8 @@ impl WantedRanges {
     }
 }
 
-/// Merges `next` into `last` if the gap between them is small, and returns whether it did. `next` must not begin before
-/// `last`.
+/// Merges `next` into `last` if the gap between them is small. Returns true if they were merged. `next` must not begin
+/// before `last`.
 fn merge(last: &mut FileRange, next: &FileRange) -> bool {
     let end = last.offset + last.len;
     let joins = last.file == next.file && last.offset <= next.offset && next.offset <= end + GAP_BYTES;

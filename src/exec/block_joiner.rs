@@ -1,10 +1,11 @@
-//! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write whole blocks.
+//! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write complete
+//! blocks.
 //!
-//! A write block that begins or ends inside a block of its file has one part of that block, and the neighbouring write
-//! block has the rest. If such a part were written through the page cache, the write would lock the file and wait for
-//! all direct writes of other threads; a few bytes would cost more time than the megabytes between them. Therefore the
-//! joiner keeps these parts in memory, and the worker that adds the last part writes the whole block in one call with
-//! its own blocks.
+//! A write block that begins or ends inside a file block has one part of this file block, and the neighbouring write
+//! block has the other part. If such a part were written through the page cache, the write would lock the file and wait
+//! for all direct writes of other threads; a few bytes would cost more time than the megabytes between them. Therefore
+//! the joiner keeps these parts in memory. The worker that adds the last part writes the complete file block in one
+//! call with its own file blocks.
 //!
 //! All sizes and offsets are in bytes. Invariant: each byte is added once, so a block is complete when it has
 //! [`ALIGNMENT`] bytes; at most [`MAX_PENDING`] blocks are kept. The last block of a file is rarely complete; it is
@@ -18,11 +19,12 @@ use smallvec::SmallVec;
 
 use crate::storage::direct::ALIGNMENT;
 
-/// Largest number of incomplete blocks in memory. To add another block, the joiner evicts the oldest one, and the
-/// caller writes the parts of the evicted block.
+/// The maximum number of incomplete blocks in memory. If one more block is added, the joiner evicts the oldest block,
+/// and the caller writes the parts of the evicted block.
 const MAX_PENDING: usize = 512;
 
-/// Memory of a joiner. To align a block, an allocator may leave as much memory unused as the block has.
+/// The maximum memory of a joiner in bytes. The factor 2 is for the alignment of blocks: an allocator may leave as much
+/// memory unused as the block has.
 pub const BLOCK_JOINER_BYTES: u64 = MAX_PENDING as u64 * 2 * ALIGNMENT;
 
 const BLOCK: usize = 4096;
@@ -41,32 +43,32 @@ impl DirectBlock {
     }
 }
 
-/// File number, and number of the block in the file.
+/// The number of an output file, and the number of the file block in it.
 type BlockKey = (u32, u64);
 
-/// Incomplete blocks, the oldest first.
+/// The incomplete file blocks of all output files, the oldest first.
 #[derive(Debug, Default)]
 pub struct BlockJoiner(Mutex<IndexMap<BlockKey, PendingBlock>>);
 
 #[derive(Debug)]
 struct PendingBlock {
     block: Box<DirectBlock>,
-    /// Ranges of the block that have been added.
+    /// The ranges of the file block that have been added.
     parts: SmallVec<[Range<usize>; 2]>,
 }
 
-/// Result of adding a part.
+/// The result of adding a part of a file block.
 #[derive(Debug)]
 pub enum Joined {
-    /// The block is still incomplete.
+    /// The file block is still incomplete.
     Incomplete,
-    /// The part completed this block.
+    /// The part completed this file block.
     Complete(Box<DirectBlock>),
-    /// The block is still incomplete, and the joiner evicted this older one to make room.
+    /// The file block is still incomplete. To make room for it, the joiner evicted this older block.
     Evicted(BlockRemainder),
 }
 
-/// Parts of an incomplete block, which the caller must write as they are.
+/// The parts of an incomplete file block, which the caller must write separately.
 #[derive(Debug)]
 pub struct BlockRemainder {
     key: BlockKey,
@@ -88,7 +90,7 @@ impl BlockRemainder {
 }
 
 impl BlockJoiner {
-    /// Adds a part of a block: `bytes` at `offset` of the file, all within one block.
+    /// Adds a part of a file block: `bytes` at `offset` of the file. The part must be within one file block.
     pub fn add_part(&self, file: u32, offset: u64, bytes: &[u8]) -> Joined {
         let start = usize::try_from(offset % ALIGNMENT).expect("less than a block");
         let key = (file, offset / ALIGNMENT);
@@ -108,7 +110,7 @@ impl BlockJoiner {
         }
     }
 
-    /// Removes and returns all incomplete blocks of a file.
+    /// Removes and returns all incomplete file blocks of a file.
     pub fn take_file(&self, file: u32) -> Vec<BlockRemainder> {
         let mut blocks = self.lock();
         let (taken, kept) = std::mem::take(&mut *blocks).into_iter().partition(|(key, _)| key.0 == file);
@@ -137,7 +139,7 @@ mod tests {
         let Joined::Complete(block) = joiner.add_part(7, parts[2].0, parts[2].1) else { panic!("complete") };
         assert_eq!(block.bytes(), [[1; 50].as_slice(), &[3; 50], &[2; 3996]].concat());
         assert_eq!(block.bytes().as_ptr().addr() as u64 % ALIGNMENT, 0);
-        // The blocks of the other file are incomplete.
+        // Only blocks of the other file are incomplete.
         assert!(joiner.take_file(7).is_empty());
         let rest = joiner.take_file(8);
         assert_eq!(rest.iter().flat_map(BlockRemainder::parts).collect::<Vec<_>>(), parts[..2]);

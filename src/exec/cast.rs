@@ -20,27 +20,27 @@ pub struct Cast {
     to: Dtype,
 }
 
-/// Dtype of a tensor in the source, and its dtype in the target.
+/// The dtype of a tensor in the source, and its dtype in the target.
 pub type DtypePair = (Dtype, Dtype);
 
-/// Elements that the target dtype of a cast cannot represent.
+/// The numbers of elements that the target dtype of a cast cannot represent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
-    /// Values beyond the largest finite value of the target dtype; they became infinite, NaN or that largest value.
-    /// Infinities count if the target dtype has no infinity.
+    /// The number of values beyond the largest finite value of the target dtype. The cast makes them infinite, NaN or
+    /// that largest value. Infinities count too if the target dtype has no infinity.
     pub overflows: u64,
-    /// NaNs in the source.
+    /// The number of NaNs in the source.
     pub nans: u64,
 }
 
 impl LossCounts {
-    /// Adds other counts to these counts.
+    /// Adds the counts in `other` to these counts.
     pub fn add(&mut self, other: Self) {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);
     }
 
-    /// Returns these counts minus `other`, the counts of some of the elements.
+    /// Returns these counts minus `other`, which are the counts of a subset of the same elements.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         let overflows = self.overflows.saturating_sub(other.overflows);
@@ -49,7 +49,7 @@ impl LossCounts {
 }
 
 impl Cast {
-    /// Returns the cast between two dtypes; `None` if the dtypes are equal or if one of them cannot be cast.
+    /// Returns the cast between two dtypes, or `None` if the dtypes are equal or if one of them cannot be cast.
     #[must_use]
     pub fn new(from: Dtype, to: Dtype) -> Option<Self> {
         use Dtype::{Bf16, F8E4m3fn, F8E4m3fnuz, F8E5m2, F8E5m2fnuz, F16, F32, F64};
@@ -84,7 +84,8 @@ impl Cast {
         }
     }
 
-    /// Runs the loop of one pair of dtypes. Only the values are unknown when the compiler compiles the loop.
+    /// Selects the loop for the target dtype. Each pair of dtypes has its own compiled loop, in which only the values
+    /// are unknown.
     #[inline]
     fn load_with<const N: usize>(
         self,
@@ -115,10 +116,11 @@ impl Cast {
     }
 }
 
-/// Number of elements that are counted in 32-bit counters. Narrow counters let the compiler vectorise the loop.
+/// The number of elements that are counted in 32-bit counters before the counts are added up. Narrow counters let the
+/// compiler vectorise the loop.
 const BLOCK: usize = 4096;
 
-/// Converts each element, and counts the values that the target cannot represent.
+/// Converts each element, and counts the elements that the target dtype cannot represent.
 #[inline]
 fn convert_elements<const N: usize, const M: usize>(
     source: &[u8],

@@ -1,13 +1,13 @@
-//! Computes the CRC-32s that output files contain: combines the checksums of parts into checksums of whole spans, and
-//! writes the checksums into the files.
+//! Computes the CRC-32s that output files contain. It combines the checksums of parts into checksums of complete spans,
+//! and writes the checksums into the files.
 //!
-//! A span is a byte range that has a checksum. A site is a place in the file where a checksum is stored. Most spans are
-//! tensors within one write block, and their site follows them in the same block: these checksums are put into the
-//! block before it is written. If several write blocks share a span, each block logs the checksum of its part. A run
-//! that writes all data combines these parts when all data is written, then fills the blocks that have only header
-//! bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If several runs
-//! write a checkpoint, the process that seals the checkpoint combines the parts of all runs ([`write_combined`]).
-//!
+//! A span is a byte range that has a checksum. A site is the position in the file at which a checksum is stored. Most
+//! spans are tensors within one write block, and their site follows them in the same block: these checksums are put
+//! into the block before it is written. If several write blocks share a span, each block logs the checksum of its part.
+//! A run that writes all data combines these parts when all data is written, then fills the blocks that have only
+//! header bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If
+//! several runs write a checkpoint, the process that seals the checkpoint combines the parts of all runs
+//! ([`write_combined`]).
 //! All sizes and offsets are in bytes. Invariant: spans are in ascending order; their first sites are in ascending
 //! order, too, and so are their second sites (see [`ChecksumSpan`]).
 
@@ -32,11 +32,11 @@ use crate::storage::AnchoredPath;
 /// The checksums of all output files of a run.
 pub struct Checksums<'a> {
     files: &'a [OutputFile],
-    /// True if this run writes all data, so that all checksums will be known.
+    /// True if this run writes all data, so that it can compute all checksums.
     covers_all_data: bool,
-    /// All checksums of each file, known once all data is written.
+    /// The checksums of each file, in the order of its spans. They are set when all data is written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// Places of checksums whose write block was written before the checksum was known. They are filled in later.
+    /// The sites of checksums that were unknown when their write block was written. They are written later.
     unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
@@ -46,24 +46,24 @@ struct OpenChecksum {
     site: u64,
 }
 
-/// Checksum work that remains after all known checksums were put into a write block.
+/// The checksum work that remains after all known checksums were put into a write block.
 #[derive(Default)]
 pub struct DeferredChecksums {
-    /// Checksums of the parts of spans that reach beyond the write block.
+    /// The checksums of the parts of spans that reach beyond the write block.
     pub parts: Vec<ChecksumPart>,
-    /// Offsets in the file of checksums that are not known yet, in ascending order. The write block must leave these
-    /// bytes out: a process that others believe dead may still write the block after another process has sealed the
-    /// checkpoint, and must not overwrite the sealed checksums.
+    /// The offsets in the file of checksums that are not known yet, in ascending order. The write block must leave
+    /// these bytes out. A process that others believe dead may still write the block after another process has sealed
+    /// the checkpoint, and it must not overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 
-/// Checksums of the parts of one write block, in order.
+/// The checksums of the parts of spans in one write block, in order.
 #[derive(Default)]
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
 impl BlockChecksums {
-    /// Adds the checksum of `bytes`, which are at `place` of the file. `known` lists the checksums of some ranges
-    /// inside `place`, in ascending order.
+    /// Adds the checksum of `bytes`, which are the range `place` of the file. `known` lists the known checksums of some
+    /// ranges inside `place`, in ascending order.
     pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[ChecksumPart]) {
         let crc = Digest::without_sites(place, bytes, known);
         self.0.push(ChecksumPart { offset: place.start, len: place.end - place.start, crc });
@@ -74,7 +74,7 @@ impl BlockChecksums {
         &self.0
     }
 
-    /// Returns the checksum of a span; `None` if the span reaches beyond the write block.
+    /// Returns the checksum of a span, or `None` if the span reaches beyond the write block.
     fn of_span(&self, sum: &ChecksumSpan, block: &Range<u64>) -> Option<u32> {
         if sum.range.start < block.start || block.end < sum.range.end {
             return None;
@@ -84,7 +84,7 @@ impl BlockChecksums {
     }
 }
 
-/// Returns the checksum of consecutive parts.
+/// Returns the checksum of the bytes of consecutive parts.
 fn combine<'p>(parts: impl IntoIterator<Item = &'p ChecksumPart>) -> u32 {
     let mut whole = Hasher::new();
     parts.into_iter().for_each(|part| whole.combine(&Hasher::new_with_initial_len(part.crc, part.len)));
@@ -105,13 +105,13 @@ impl<'a> Checksums<'a> {
         !self.files[file as usize].checksums.is_empty()
     }
 
-    /// Returns whether a checksum covers some part of the write block.
+    /// Returns whether any segment of the write block is in a span.
     pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
-    /// Puts all checksums that are known now into a write block, whose other bytes are complete. `parts` are the
-    /// checksums of this block.
+    /// Puts all checksums that are known now into the bytes of a write block. All other bytes must be complete. `parts`
+    /// are the checksums of the parts of spans in this block.
     pub fn fill_sites(
         &self,
         file: u32,
@@ -136,7 +136,7 @@ impl<'a> Checksums<'a> {
                     }
                     None => {
                         deferred.sites.push(site);
-                        // Otherwise the site begins in the previous block, which has already recorded it.
+                        // If the site begins in the previous block, that block has already recorded it.
                         if self.covers_all_data && range.start <= site {
                             let open = OpenChecksum { file, sum: index, site };
                             self.unwritten.lock().expect("no panic while the lock is held").push(open);
@@ -155,7 +155,7 @@ impl<'a> Checksums<'a> {
         self.values.get().map(|values| values[file as usize][sum])
     }
 
-    /// Combines the parts into checksums of whole spans, once all data is written.
+    /// Combines the parts into checksums of complete spans. All data must be written.
     pub fn combine_all(&self, mut parts: Vec<(u32, ChecksumPart)>) {
         parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
@@ -167,7 +167,7 @@ impl<'a> Checksums<'a> {
             file.checksums.iter().map(&mut value).collect()
         };
         let values = (0_u32..).zip(self.files).map(file_values).collect();
-        // `set` is called only here, so it cannot fail.
+        // The value is set only here, so `set` cannot fail.
         let _ = self.values.set(values);
     }
 
@@ -221,16 +221,16 @@ pub fn write_combined(
     Ok(())
 }
 
-/// A checksum in a file that differs from the checksum of the data.
+/// A checksum in a file that differs from the checksum of the data that it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChecksumMismatch {
-    /// Range that the checksum covers.
+    /// The byte range that the checksum covers.
     pub range: Range<u64>,
-    /// Offset of the checksum in the file.
+    /// The offset at which the checksum is stored in the file.
     pub site: u64,
-    /// CRC-32 of the data.
+    /// The CRC-32 of the data.
     pub expected: u32,
-    /// CRC-32 in the file.
+    /// The CRC-32 that is stored in the file.
     pub found: u32,
 }
 

@@ -1,5 +1,5 @@
-//! Reads tensors without writing: digests, equality of tensors across layouts, equality of replicas. Sizes and offsets
-//! are in bytes, or in elements where the name contains `element`.
+//! Reads tensors without writing: computes digests, compares tensors across layouts, and compares replicas. Sizes and
+//! offsets are in bytes, or in elements if the name contains `element`.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -14,7 +14,7 @@ use crate::error::{Error, FormatError, Result};
 use crate::layout::{Dims, Region, Tile};
 use crate::plan::SourceTensor;
 
-/// Returns the digests of tensors, each read as a given dtype, several tensors in parallel.
+/// Returns the digests of tensors, each for a given dtype. Several tensors are read in parallel.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -59,8 +59,8 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
-/// Returns the first difference between two tensors of equal shape, both read as `dtype` (each is cast if it has
-/// another dtype); `None` if the tensors are equal bit for bit.
+/// Returns the first difference between two tensors of equal shape, or `None` if they are equal bit for bit. Both are
+/// compared as `dtype`; a tensor with another dtype is cast first.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -89,23 +89,23 @@ pub fn check_locations(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
 /// Two stored replicas that differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplicaDifference {
-    /// Index of the replica that is read, in the tensor's chunk table.
+    /// The index, in the tensor's chunk table, of the replica that conversions read.
     pub first: u32,
-    /// Index of the replica that differs from `first`.
+    /// The index, in the tensor's chunk table, of the replica that differs from `first`.
     pub second: u32,
-    /// Row-major index of the first different element within the chunk.
+    /// The row-major index, within the chunk, of the first element that differs.
     pub element: u64,
 }
 
 impl ReplicaDifference {
-    /// Returns the index in the tensor of the first element that differs.
+    /// Returns the index in the global tensor of the first element that differs.
     #[must_use]
     pub fn index(&self, entry: &TensorEntry) -> Dims {
         entry.chunks.tile(self.first as usize).global_index(self.element)
     }
 }
 
-/// Returns the first replica of any chunk that differs from the replica that is read.
+/// Returns the first replica of any chunk that differs from the replica that conversions read.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -163,16 +163,16 @@ pub fn share_difference(
     Ok(None)
 }
 
-/// Amount of data to compare.
+/// The amount of data to compare: everything, or up to the first difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CompareMode {
-    /// All values.
+    /// Compares all values, so the number and the size of the differences are complete.
     Full,
-    /// Only the values up to the first difference. The number and the size of the differences are then not complete.
+    /// Compares values only up to the first difference. The number and the size of the differences are then incomplete.
     FirstDifference,
 }
 
-/// Compares values of equal dtype and number block by block, blocks in parallel.
+/// Compares two lists of values with the same dtype and the same length. Threads compare blocks in parallel.
 fn compare_blocks(
     left: &Values<'_>,
     right: &Values<'_>,
@@ -181,11 +181,11 @@ fn compare_blocks(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<Difference>> {
-    // End of the bytes that still have to be compared. Workers take the blocks in order, so after a difference all
+    // The end of the bytes that still have to be compared. Workers take the blocks in order, so after a difference all
     // later blocks are irrelevant.
     let end = AtomicU64::new(u64::MAX);
     let found = Mutex::new(None::<Difference>);
-    // Each thread has two buffers within the memory of one write block.
+    // Each thread has two buffers, which together are as large as one write block.
     let blocks = left.blocks(options.write_block_bytes / 2);
     let workers = options.threads.min(blocks.len());
     let blocks = Mutex::new(blocks);
@@ -210,7 +210,7 @@ fn compare_blocks(
             reporter.advance(len);
         }
     };
-    // Waking other threads takes longer than comparing a tensor of one block.
+    // Waking other threads takes longer than comparing a tensor that is one block.
     if workers <= 1 {
         work(0)?;
     } else {
@@ -219,11 +219,11 @@ fn compare_blocks(
     Ok(found.into_inner().expect("no panic while the lock is held"))
 }
 
-/// Values that are read in row-major order: of a whole tensor, or of one stored chunk.
+/// The values of a tensor, or of one stored chunk, which are read in row-major order.
 pub(crate) struct Values<'a> {
     input: Input<'a>,
     prepared: PreparedTile,
-    /// Dtype of the values as they are read.
+    /// The dtype in which the values are read, after any cast.
     dtype: Dtype,
 }
 
@@ -235,18 +235,18 @@ impl<'a> Values<'a> {
         Ok(Self { input, prepared, dtype })
     }
 
-    /// Prepares to read one stored chunk.
+    /// Prepares to read one stored chunk without its replicas.
     pub(crate) fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         Ok(Self { input, prepared: PreparedTile::chunk(input, entry, chunk)?, dtype: entry.dtype })
     }
 
-    /// Reads `len` bytes from byte `first` on into `buffer`.
+    /// Reads `len` bytes into `buffer`, starting at byte `first` of the values.
     pub(crate) fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
         buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
         self.prepared.read(self.input, first / self.prepared.itemsize(), buffer, scratch)
     }
 
-    /// Returns the (first byte, length) of each block; blocks hold whole elements.
+    /// Returns the first byte and the length of each block of the values. Blocks never split an element.
     pub(crate) fn blocks(&self, block_bytes: u64) -> impl ExactSizeIterator<Item = (u64, u64)> + use<> {
         let itemsize = self.prepared.itemsize();
         let total = self.prepared.numel() * itemsize;
@@ -256,8 +256,8 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Returns true if tensors cannot be compared because the partial values of one tensor cannot be reduced. This is the
-/// case if its dtype does not support the reduction, or if the result overflows.
+/// Returns true if the error shows that a tensor has partial values that cannot be reduced, so that it cannot be
+/// compared. The dtype may not support the reduction, or the result may overflow.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -1,13 +1,14 @@
 //! Fills the reserved output files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work proceeds in windows of up to 1 GiB of output. The tensors of a window are planned and their chunks located, its
-//! tiles are cut into write blocks, and worker threads fill and write these blocks in parallel: the blocks of a row
-//! group one after the other in one worker, and everything else in file order. So memory depends on the window and the
-//! blocks in flight, not on the model. Header bytes behind the last tensor data, and checksums of spans that several
-//! blocks share, come last.
+//! Work proceeds in windows of up to 1 GiB of output. For each window, the tensors are planned and their chunks
+//! located, and the tiles are cut into write blocks. Worker threads fill and write these blocks in parallel: one worker
+//! fills the blocks of a row group one after the other, and all other blocks are written in file order. So memory
+//! depends on the window and on the blocks in progress, not on the model. Header bytes after the last tensor data, and
+//! checksums of spans that several blocks share, are written last.
 //!
-//! A run may have to write only some of the output: its own part, or the rest that an earlier run left. Tensors without
-//! such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source has been checked.
+//! A run may have to write only some of the output: its own part, or the bytes that an earlier run did not finish.
+//! Tensors without such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source
+//! has been checked.
 //!
 //! All sizes and offsets are in bytes of the output. Invariant: each byte that is to be written is written once, from
 //! one write block.
@@ -38,44 +39,45 @@ use crate::error::Result;
 use crate::storage::AnchoredPath;
 use crate::storage::direct::Buffer;
 
-/// Memory of a planned tile until the tile is in a write block. The factor 4 covers a second copy of the tile, the
-/// tile's segment of a write block, and unused capacity of the lists that contain them.
+/// The memory in bytes of a planned tile until the tile is in a write block. The factor 4 covers a second copy of the
+/// tile, the tile's segment of a write block, and unused capacity of the lists that contain them.
 const PLANNED_BYTES: u64 = 4 * (size_of::<PlannedTile>() + size_of::<OutputRange>()) as u64;
 
-/// Counters of a copy.
+/// The counters of a copy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes of tensor data read from the source.
+    /// The number of bytes of tensor data read from the source.
     pub bytes_read: u64,
-    /// Bytes of output that earlier runs had written.
+    /// The number of bytes of output that earlier runs had written.
     pub bytes_already_written: u64,
-    /// Number of contiguous runs in the source files that are read.
+    /// The number of contiguous runs that are read from the source files.
     pub runs: u64,
-    /// Memory of the plans of the largest window. Only the plans of one window exist at a time.
+    /// The memory in bytes of the plans of the largest window. Only the plans of one window exist at a time.
     pub planned_bytes: u64,
-    /// Bytes of values that NCCL reduced.
+    /// The number of bytes of values that NCCL reduced.
     pub nccl_reduced_bytes: u64,
-    /// Bytes sent between processes that exchange source data.
+    /// The numbers of bytes sent between processes that exchange source data.
     pub traffic: Traffic,
-    /// Totals of all processes, known once all are done.
+    /// The totals over all processes. They are computed when all processes are done.
     pub global_totals: GlobalTotals,
-    /// Casts by source dtype and target dtype.
+    /// The number of casts and lost values, by source dtype and target dtype.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
 
-/// Tensors that were cast, and their elements that the target dtype cannot represent; replicas count once.
+/// The number of tensors that were cast, and the numbers of their elements that the target dtype cannot represent.
+/// Replicas count once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
-    /// Number of tensors.
+    /// The number of tensors that were cast.
     pub tensors: u64,
-    /// See [`LossCounts`].
+    /// The number of overflows; see [`LossCounts`].
     pub overflows: u64,
-    /// See [`LossCounts`].
+    /// The number of NaNs; see [`LossCounts`].
     pub nans: u64,
 }
 
 impl Stats {
-    /// Returns the counters at the start of a copy, when only the number of casts is known.
+    /// Returns the counters at the start of a copy. At that time, only the number of tensors to cast is known.
     pub(crate) fn for_reservation(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
@@ -87,7 +89,7 @@ impl Stats {
         stats
     }
 
-    /// Returns the counters of planned tiles.
+    /// Returns the counters of reading planned tiles.
     pub(crate) fn for_tiles(tiles: &[PlannedTile]) -> Self {
         let tile_stats = |planned: &PlannedTile| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + planned.tile.heap_bytes(), ..Self::default() };
@@ -114,7 +116,7 @@ impl Stats {
         self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 
-    /// Replaces the counts of values lost by casts.
+    /// Replaces the counts of values that casts lost.
     pub fn set_cast_losses(&mut self, lost: &CastLosses) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
@@ -123,20 +125,20 @@ impl Stats {
     }
 }
 
-/// The files to write, the settings, and the receivers of progress.
+/// The inputs of a copy except the source: the files to write, the settings, and the receivers of progress.
 #[derive(Clone, Copy)]
 pub struct WriteContext<'a> {
     /// The layout of the output files.
     pub reservation: &'a Reservation,
     /// The folder of the output files.
     pub folder: &'a AnchoredPath,
-    /// Provides the byte ranges to write, and records the finished ranges.
+    /// The log that has the byte ranges to write, and that records the finished ranges.
     pub log: &'a dyn WorkLog,
-    /// The settings.
+    /// The settings of the copy.
     pub options: &'a Options,
-    /// Receives progress.
+    /// The receiver of progress.
     pub reporter: &'a dyn Reporter,
-    /// Interrupts the run.
+    /// The flag that interrupts the run.
     pub stop: &'a Stop,
 }
 
@@ -153,7 +155,7 @@ impl WriteContext<'_> {
     }
 }
 
-/// Writes the ranges that are to be written, with tensor data from the files of the source.
+/// Writes the byte ranges that the log lists as unwritten, with tensor data from the files of the source.
 ///
 /// # Errors
 /// The first error of any worker; `Stopped` on a signal. The output files are then incomplete, and the log has the
@@ -168,45 +170,45 @@ pub fn copy(input: Input<'_>, context: WriteContext<'_>) -> Result<Stats> {
         window_bytes: 0,
         first: None,
     };
-    // A single file is created by a single thread, so the other threads can plan at the same time.
+    // One thread creates a single file, so the other threads can plan at the same time.
     let (outputs, ()) = rayon::join(|| context.create_files(), || tile_source.plan_ahead());
     write(input, outputs?, tile_source, context)
 }
 
 /// A source of the tiles that fill write blocks.
 pub trait TileSource {
-    /// Replaces the tiles in `tiles` by the next tiles, and returns `None` after the last tiles. The caller has already
-    /// written the previous tiles.
+    /// Replaces the content of `tiles` by the next tiles, and returns their batch, or `None` after the last tiles. The
+    /// caller has already written the previous tiles.
     ///
     /// # Errors
     /// Errors of planning, reading or receiving them.
     fn next(&mut self, tiles: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>>;
 }
 
-/// Tiles that are written together; [`TileSource::next`] stores the tiles themselves.
+/// A batch of tiles that are written together. [`TileSource::next`] stores the tiles themselves in a separate list.
 pub struct TileBatch {
-    /// The position in the output of each tile.
+    /// The position of each tile in the output files.
     pub output_ranges: Vec<OutputRange>,
-    /// Counters of reading the tiles of this batch, without casts.
+    /// The counters of reading the tiles of this batch, without the counts of casts.
     pub read_stats: Stats,
-    /// True if the source data of this batch and all earlier batches has been completely checked against the checksums
-    /// of its files.
+    /// True if all source data of this batch and of all earlier batches has been checked against the checksums in the
+    /// source files.
     pub is_checked: bool,
 }
 
-/// Tiles whose data is read just before it is written, window by window.
+/// Tiles whose data is read from source files just before it is written, window by window.
 struct FileTiles<'a> {
     input: Input<'a>,
     todo: &'a Extents,
     windows: Windows<'a>,
     pace: WindowPace,
-    /// Bytes of the current window.
+    /// The number of output bytes of the current window.
     window_bytes: u64,
-    /// The first window, planned before the first call of `next`.
+    /// The first window, which is planned before the first call of `next`.
     first: Option<Result<Option<PlannedBatch>>>,
 }
 
-/// Tiles, and the batch that they make.
+/// The tiles of a window, and the batch that describes them.
 type PlannedBatch = (Vec<PlannedTile>, TileBatch);
 
 impl FileTiles<'_> {
@@ -234,7 +236,7 @@ impl TileSource for FileTiles<'_> {
     }
 }
 
-/// Writes as [`copy`] does, into files that exist, with tensor data from `tile_source`.
+/// Writes as [`copy`] does, with tensor data from `tile_source`. The output files must exist.
 ///
 /// # Errors
 /// Errors of [`copy`].
@@ -275,7 +277,7 @@ pub fn write(
                 log.advance(&outputs, &|| input.files.check_unchanged())?;
             }
         }
-        // Blocks that a checksum covers come first, because other blocks may contain the checksum.
+        // The blocks of spans are written first, because other blocks may contain their checksums.
         let (mut in_spans, mut others) =
             cutter.finish().into_iter().partition::<Vec<_>, _>(|block| checksums.is_checksummed(block));
         writer.write_blocks(&mut in_spans)?;
@@ -290,7 +292,7 @@ pub fn write(
         reporter.phase(Phase::Syncing);
     }
     if let Err(error) = written.and_then(|()| log.finish(&outputs, stop)) {
-        // Verified work is kept, unless the source may have changed in between.
+        // Finished work is recorded before the error is returned, unless the source may have changed during the run.
         if input.files.check_unchanged().is_ok() {
             log.stop(&outputs);
         }
@@ -301,7 +303,7 @@ pub fn write(
 }
 
 /// Returns the counters that [`copy`] would return, and copies nothing. Chunks are located, so a chunk that cannot be
-/// read is an error. Values lost by casts are not counted.
+/// read is an error. The values that casts lose are not counted.
 ///
 /// # Errors
 /// Errors of [`copy`], except errors of writing.
@@ -318,15 +320,15 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     Ok(stats)
 }
 
-/// Buffers of a worker. The workers of the next window reuse them, because allocating them again would take too long
-/// for windows of small tensors.
+/// The buffers of a worker. The workers of the next window reuse them, because allocating buffers again would take too
+/// long for windows of small tensors.
 #[derive(Default)]
 struct WorkerBuffers {
     buffer: Buffer,
     scratch: Scratch,
 }
 
-/// Everything that a worker needs to fill and write blocks.
+/// The data that a worker needs to fill and write blocks.
 #[derive(Clone, Copy)]
 struct BlockWriter<'a> {
     input: Input<'a>,
@@ -353,7 +355,7 @@ impl BlockWriter<'_> {
             let mut own_buffers = unused().unwrap_or_default();
             while let Some(row_group) = row_groups.get(next.fetch_add(1, Ordering::Relaxed)) {
                 if let Err(error) = self.write_row_group(row_group, &mut own_buffers.buffer, &mut own_buffers.scratch) {
-                    // Stops the other workers.
+                    // Makes the other workers stop after their current row group.
                     next.store(row_groups.len(), Ordering::Relaxed);
                     return Err(error);
                 }
@@ -364,7 +366,7 @@ impl BlockWriter<'_> {
         (0..self.threads.min(row_groups.len())).into_par_iter().with_max_len(1).map(work).collect()
     }
 
-    /// Fills and writes the blocks of a row group, or one block that is in no row group.
+    /// Fills and writes the blocks of one row group, or a single block that is in no row group.
     fn write_row_group(&self, row_group: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let copies: Vec<&[WriteBlock]> = row_group.chunk_by(|one, other| self.have_same_data(one, other)).collect();
         if copies.len() > 1 {
@@ -380,19 +382,19 @@ impl BlockWriter<'_> {
         copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }
 
-    /// Gathers the data of the first block in `copies`, and writes all blocks with this data.
+    /// Gathers the data of the first block in `copies` once, and writes it to all blocks in `copies`.
     fn write_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;
-        // Values lost by casts, for each copy.
+        // The values that casts lost, for each block in `copies`.
         let mut lost = vec![CastLosses::new(); copies.len()];
-        // CRCs computed while reading, by their offset in the current block.
+        // The CRCs that were computed while reading, by their offset in the file of the current block.
         let mut read = Vec::new();
         for (nth, block) in copies.iter().enumerate() {
             self.stop.check()?;
             let at = block.range.start;
             let filled = match before.replace(at) {
-                // The buffer has to fit the longest copy from the start.
+                // The buffer must be large enough for the longest block in `copies`.
                 None => {
                     let bytes_of_block = &mut buffer.prepare(at, longest)[..block.len()];
                     self.fill_block(block, bytes_of_block, |segment, target| {
@@ -435,7 +437,7 @@ impl BlockWriter<'_> {
         one.segments.len() == other.segments.len() && zip(&one.segments, &other.segments).all(is_same)
     }
 
-    /// Fills a write block; calls `gather` for the tensor data of each segment.
+    /// Fills a write block with its header bytes. Calls `gather` to fill each segment of tensor data.
     fn fill_block(
         &self,
         block: &WriteBlock,
@@ -457,8 +459,8 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Computes checksums of this range of a filled block and writes it. `lost` are the values that casts lost in it,
-    /// and `read` the CRCs computed while reading.
+    /// Computes the checksums and the digest of this range of a filled block, and writes the range. `lost` has the
+    /// values that casts lost in the block, and `read` has the CRCs that were computed while reading.
     fn write(
         &self,
         block: &WriteBlock,
@@ -473,7 +475,7 @@ impl BlockWriter<'_> {
             for segment in &block.segments {
                 let place = segment.range();
                 let place = place.start.max(range.start)..place.end.min(range.end);
-                // Header bytes between tensor data of one span belong to its checksum.
+                // Header bytes between the tensor data of one span are part of the span.
                 if !place.is_empty() && file.is_checksummed(place.start) {
                     summed.add(&place, &buffer[block.buffer_range(&place)], read);
                 }
@@ -492,8 +494,8 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Gathers a segment of the first block in `copies`; the data is used for all blocks. Adds to `lost` the values
-    /// that casts lost, by block, and to `read` the CRCs computed while reading.
+    /// Gathers a segment of the first block in `copies`; the data is used for all blocks in `copies`. Adds to `lost`
+    /// the values that casts lost in each block, and to `read` the CRCs computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],
@@ -514,13 +516,14 @@ impl BlockWriter<'_> {
             SegmentContent::Tile { index, .. } => self.tiles[index].cast_counter.as_ref(),
             SegmentContent::HeaderBytes { .. } => None,
         };
-        // The copy whose casts are counted.
+        // Only one of the blocks in `copies` counts the values that the cast lost.
         let mut counters = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, cast_counter(copy)?)));
         match counters.next() {
             None => {}
             Some((lost, copy, CastCounter::WhileWriting(pair))) => {
                 let at = copy.segments[segment].offset;
-                // An element that two runs write counts in the run that has to write its first byte.
+                // If two runs write parts of one element, the run that has to write the first byte of the element
+                // counts it.
                 let elsewhere = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
                     LossCounts::default()
                 } else {

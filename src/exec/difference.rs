@@ -1,5 +1,5 @@
-//! Measures how two equally long byte ranges of elements differ: the first difference, the number of differences, and
-//! the largest distance. Positions count elements.
+//! Measures how two ranges of elements of equal length differ: the first difference, the number of differences, and the
+//! largest distance. Positions count elements.
 //!
 //! Two elements differ if their bits differ: 0.0 and -0.0 differ with distance 0, and two NaNs with different bits also
 //! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then NaN, too. Joining
@@ -11,15 +11,15 @@ use super::floats::{single_of_bf16, single_of_f16};
 use crate::catalog::Dtype;
 use crate::layout::{Region, Tile};
 
-/// Differences between two tensors of equal dtype and shape.
+/// The differences between two tensors of equal dtype and shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Difference {
-    /// Row-major index of the first element that differs.
+    /// The row-major index of the first element that differs.
     pub element: u64,
-    /// Largest absolute difference of two elements, for complex elements the modulus; NaN if only one of the two
-    /// elements is NaN, `None` if a distance has no meaning (bool) or elements are packed (f4).
+    /// The largest distance of two elements: their absolute difference, or its modulus for complex elements. It is NaN
+    /// if only one of two elements is NaN. It is `None` if the dtype has no distance (bool) or packs elements (f4).
     pub max_abs: Option<f64>,
-    /// Number of elements that differ.
+    /// The number of elements that differ.
     pub differing: u64,
 }
 
@@ -36,8 +36,8 @@ impl Difference {
         text
     }
 
-    /// Returns the largest difference in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. JSON has no
-    /// number for the last two.
+    /// Returns the largest distance in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. It is a text,
+    /// because JSON has no number for `inf` and `nan`.
     #[must_use]
     pub fn max_abs_text(&self) -> Option<String> {
         let distance = self.max_abs?;
@@ -48,7 +48,7 @@ impl Difference {
         Some(digits.strip_suffix(".0").unwrap_or(&digits).to_owned())
     }
 
-    /// Returns the union of two differences.
+    /// Returns the differences of two ranges of the same tensors together.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         Self {
@@ -58,7 +58,7 @@ impl Difference {
         }
     }
 
-    /// Compares the bytes of elements; `first` is the index of the first one.
+    /// Compares two ranges of elements, given as bytes. `first` is the index of the first element in the tensor.
     #[must_use]
     pub fn between(dtype: Dtype, first: u64, left: &[u8], right: &[u8]) -> Option<Self> {
         if left == right {
@@ -112,7 +112,7 @@ fn measure<const N: usize, T>(
     found
 }
 
-/// Returns the larger of two numbers, with NaN as the largest: `f64::max` would ignore NaN.
+/// Returns the larger of two numbers, or NaN if one of them is NaN; `f64::max` would ignore NaN.
 fn larger(left: f64, right: f64) -> f64 {
     if left.is_nan() || right.is_nan() { f64::NAN } else { left.max(right) }
 }
@@ -133,7 +133,7 @@ type Complex = (f64, f64);
 
 fn complex_distance(left: Complex, right: Complex) -> f64 {
     let (real, imaginary) = (float_distance(left.0, right.0), float_distance(left.1, right.1));
-    // `hypot` returns infinity for infinity and NaN.
+    // `hypot` returns infinity for infinity and NaN, so NaN is tested first.
     if real.is_nan() || imaginary.is_nan() { f64::NAN } else { real.hypot(imaginary) }
 }
 
@@ -149,13 +149,14 @@ fn decode_f32(bytes: [u8; 4]) -> f64 {
     f64::from(f32::from_le_bytes(bytes))
 }
 
-/// Decodes the real part and the imaginary part.
+/// Decodes a complex number from the bytes of its real part and its imaginary part.
 fn complex<const N: usize, const M: usize>(bytes: [u8; M], part: impl Fn([u8; N]) -> f64) -> Complex {
     let (parts, _) = bytes.as_chunks::<N>();
     (part(parts[0]), part(parts[1]))
 }
 
-/// Decodes an f8_e4m3fn. The four signed 8-bit floats differ in mantissa bits, bias, and the bits of special values.
+/// Decodes an f8_e4m3fn. The four signed 8-bit floats differ in the number of mantissa bits, in the bias, and in the
+/// bits of special values.
 pub(crate) fn e4m3fn([bits]: [u8; 1]) -> f64 {
     if bits & 0x7f == 0x7f { f64::NAN } else { small(bits, 3, 7) }
 }
@@ -184,7 +185,7 @@ fn e8m0fnu([bits]: [u8; 1]) -> f64 {
     if bits == 0xff { f64::NAN } else { f64::powi(2.0, i32::from(bits) - 127) }
 }
 
-/// Decodes an 8-bit float that is a finite number.
+/// Decodes the finite value of an 8-bit float with this number of mantissa bits and this bias.
 fn small(bits: u8, mantissa_bits: u32, bias: i32) -> f64 {
     let mantissa = i32::from(bits) & ((1 << mantissa_bits) - 1);
     let exponent = i32::from(bits & 0x7f) >> mantissa_bits;

@@ -17,17 +17,19 @@ use super::finished::ChecksumPart;
 use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 
-/// Bytes read at a time.
+/// The number of bytes that are read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// Shortest range whose known CRC is worth combining; shorter ranges are faster to compute again.
+/// The length in bytes of the shortest range whose known CRC is worth combining. Computing the CRC of a shorter range
+/// again is faster.
 pub const MIN_COMBINE_BYTES: u64 = 16 << 10;
 
 /// The state of a digest while it is computed.
 pub struct Digest {
     hasher: Hasher,
     at: u64,
-    /// Offsets of the stored checksums in the rest of the range, in descending order.
+    /// The offsets of checksums that are stored in the part of the range that is still to be added, in descending
+    /// order.
     sites: Vec<u64>,
 }
 
@@ -40,7 +42,7 @@ impl Digest {
         Self { hasher: Hasher::new(), at: range.start, sites }
     }
 
-    /// Returns the digest of `bytes`, which begin at the start of the range. `summed` lists known CRCs of some ranges
+    /// Returns the digest of a range of a file, whose content is `bytes`. `summed` lists known CRCs of some ranges
     /// inside the range, in ascending order.
     #[must_use]
     pub fn of_bytes(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
@@ -70,7 +72,7 @@ impl Digest {
         self.finish()
     }
 
-    /// Adds the next bytes.
+    /// Adds the next bytes of the range.
     pub fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let site = self.sites.last().copied().unwrap_or(u64::MAX);

@@ -2,15 +2,19 @@
 //! offsets are in bytes.
 //!
 //! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
-//! moves to a file boundary if one is near, because whole files are simplest to write. Otherwise it moves to a multiple
-//! of 64 KiB within its file, which is the largest page size in use: network file systems write whole pages, so no page
-//! may have two writers.
+//! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
+//! between two parts moves to a file boundary if one is near, because complete files are simplest to write. Otherwise
+//! the cut moves to a multiple of 64 KiB within its file, which is the largest page size in use: network file systems
+//! write complete pages, so no page may have two writers.
 //!
 //! Processes that exchange source data get other parts: each process writes the files of its own ranks. Data that stays
-//! on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
+//! If processes exchange source data, they get other parts: each process writes the files of its own ranks. Data that
+//! stays on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
 //!
 //! Invariant: the parts tile the output. A cut is at most a sixteenth of a part, or 64 KiB, away from the cut of equal
-//! parts. If each process writes the files of its own ranks, a part is at most twice as long as an equal part.
+//! Invariant: the parts cover the output without overlap. A cut is at most a sixteenth of a part, or 64 KiB, away from
+//! the cut of equal parts. If each process writes the files of its own ranks, a part is at most twice as long as an
+//! equal part.
 
 use std::collections::BTreeMap;
 
@@ -18,17 +22,17 @@ use super::extents::Extents;
 use crate::catalog::OutputFile;
 use crate::launch::Part;
 
-/// Page size: two processes never write to the same page.
+/// The page size in bytes. Two processes never write to the same page.
 const PAGE_BYTES: u64 = 64 << 10;
 
-/// A file boundary is near if it is within this fraction (one in 16) of an equal part.
+/// The divisor that defines "near": a file boundary is near a cut if its distance is at most 1/16 of an equal part.
 const NEAR_FRACTION: u128 = 16;
 
-/// Largest allowed length of a process's own files, as a multiple of an equal part. The factor 2 is needed because the
-/// longest shard is rounded up.
+/// The maximum length of the files of one process's ranks, as a multiple of an equal part. The factor 2 is needed
+/// because the sizes of shards are rounded up.
 const MAX_EXCESS: u128 = 2;
 
-/// Returns the byte ranges of this part, all parts being about equal.
+/// Returns the byte ranges that this part of the processes writes. All parts are about equally long.
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.
@@ -49,8 +53,8 @@ pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
     share
 }
 
-/// Returns the byte ranges of this part if processes exchange source data. They are the files of the process's own
-/// ranks, if each process has the same number of ranks and no process has to write much more than the others. Files
+/// Returns the byte ranges that this part writes if processes exchange source data. They are the files of the process's
+/// own ranks, if each process has the same number of ranks and no process has to write much more than the others. Files
 /// without a rank belong to the first part.
 ///
 /// # Panics
@@ -77,9 +81,9 @@ pub fn own_rank_files(files: &[OutputFile], part: Part) -> Extents {
     own
 }
 
-/// All files, concatenated.
+/// All output files, treated as one concatenated range.
 struct ConcatenatedFiles {
-    /// Offset of the end of each file.
+    /// The offset of the end of each file in the concatenated range.
     ends: Vec<u64>,
 }
 
@@ -97,7 +101,8 @@ impl ConcatenatedFiles {
     }
 
     /// Returns the end of the first `count` of `of` parts. The result never decreases with `count`: a cut near the
-    /// start of a file moves to the start, a cut near the end moves to the end, and any other cut stays between them.
+    /// start of a file moves to the start, a cut near the end moves to the end, and any other cut stays between the
+    /// start and the end.
     fn cut(&self, count: u32, of: u32) -> u64 {
         let total = self.ends.last().copied().unwrap_or(0);
         let even = u128::from(total) * u128::from(count) / u128::from(of);
@@ -185,7 +190,7 @@ mod tests {
 
     #[test]
     fn exchanging_process_writes_files_of_its_ranks() {
-        // Two series whose last shards are short.
+        // Two series of files, in which the last shards are short.
         let mut files = files_of_ranks(&[(0, 30), (1, 30), (2, 30), (3, 10), (0, 60), (1, 60), (2, 60), (3, 20)]);
         files.push(OutputFile::new(".metadata"));
         let of = |of: u32, index: u32| own_rank_files(&files, Part { index, of }).iter().collect::<Vec<_>>();

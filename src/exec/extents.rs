@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::catalog::OutputFile;
 
-/// Byte ranges of output files; files are identified by their number.
+/// A set of byte ranges of output files. Files are identified by their number.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extents {
     files: BTreeMap<u32, Vec<Range<u64>>>,
@@ -32,7 +32,7 @@ impl Extents {
         all
     }
 
-    /// Adds a range and merges it with ranges that it overlaps or touches. This is fast if the range is behind all
+    /// Adds a range and merges it with ranges that it overlaps or touches. This is fast if the range comes after all
     /// other ranges of the file.
     pub fn insert(&mut self, file: u32, range: Range<u64>) {
         if range.is_empty() {
@@ -64,7 +64,7 @@ impl Extents {
         here.map(move |known| known.start.max(range.start)..known.end.min(range.end)).filter(|range| !range.is_empty())
     }
 
-    /// Returns the ranges of a file that end after this byte.
+    /// Returns the ranges of a file that end after the byte `at`.
     fn from(&self, file: u32, at: u64) -> &[Range<u64>] {
         let known = self.files.get(&file).map_or(&[][..], Vec::as_slice);
         &known[known.partition_point(|range| range.end <= at)..]
@@ -146,7 +146,7 @@ mod tests {
         ranges.into_iter().flat_map(|(file, range)| range.map(move |at| (file, at))).collect()
     }
 
-    /// Checks that the set has the expected bytes, in the one valid representation.
+    /// Checks that the set has the expected bytes, and that its representation is the only valid one.
     fn assert_equals(extents: &Extents, expected: &Bytes) -> Result<(), TestCaseError> {
         prop_assert_eq!(&bytes(extents.iter()), expected);
         prop_assert_eq!(extents.len_bytes(), expected.len() as u64);

@@ -29,7 +29,7 @@ use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// Identity of the checkpoint that is being written. Its text form is 64 hex digits.
+/// The identity of the checkpoint that is being written. Its text form is 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub(crate) [u8; 32]);
@@ -40,7 +40,7 @@ impl fmt::Display for Fingerprint {
     }
 }
 
-/// Writes the first digits.
+/// Writes only the first hex digits.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Fingerprint({self:.12})")
@@ -69,9 +69,9 @@ impl From<Fingerprint> for String {
     }
 }
 
-/// Returns the fingerprint of the checkpoint that this `version` makes from `input`. `roots` are the checkpoints that
-/// are read; each is a folder, or a file beside the other files. Source files are hashed with their paths relative to
-/// these roots, so that a root may be mounted anywhere.
+/// Returns the fingerprint of the checkpoint that this `version` of the program makes from `input`. `roots` are the
+/// checkpoints that are read; each is a folder, or a file beside the other files of its checkpoint. Source files are
+/// hashed with their paths relative to these roots, so that a root may be mounted under any path.
 #[must_use]
 pub fn fingerprint(
     version: &str,
@@ -88,7 +88,7 @@ pub fn fingerprint(
     digest.sources(input.files, roots);
     digest.list(&reservation.files, Digest::file);
     digest.parts(&reservation.tensors, Digest::reserved);
-    // Many target tensors may come from one source tensor.
+    // Many target tensors may have the same source tensor.
     let mut taken: Vec<TensorId> = reservation.tensors.iter().map(|tensor| tensor.source).collect();
     taken.sort_unstable();
     taken.dedup();
@@ -103,8 +103,8 @@ pub fn fingerprint(
     digest.finish()
 }
 
-/// Returns the index of the root that contains the path, and the path relative to that root. For a root that is a file,
-/// the path may be beside the root. For any other path, returns the number of roots and the file name.
+/// Returns the index of the root that contains the path, and the path relative to that root. A root that is a file
+/// stands for the files beside it. If no root contains the path, returns the number of roots and the file name.
 pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
     let found = (0_u64..).zip(roots).find_map(|(index, root)| {
@@ -114,20 +114,21 @@ pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p
     found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()))
 }
 
-/// Bytes collected for one call of the hash function.
+/// The number of bytes that are collected for one call of the hash function.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Maximum length of header bytes that are hashed directly. A separate digest of such short bytes would cost more.
+/// The maximum length in bytes of header bytes that are hashed directly. For such short header bytes, a separate digest
+/// would cost more time.
 const SHORT_BYTES: usize = 128;
 
-/// Number of items in one part of a list. It does not depend on the number of threads.
+/// The number of items in one part of a list. It does not depend on the number of threads.
 const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]
 struct Digest {
     hasher: blake3::Hasher,
     buffer: Vec<u8>,
-    /// Digests of header bytes that many files share, by memory address, so that shared bytes are hashed once.
+    /// Digests of header bytes, by memory address. Many files may share header bytes, which are then hashed once.
     header_digests: HashMap<*const u8, [u8; 32], RandomState>,
 }
 
@@ -297,7 +298,7 @@ mod tests {
         FileLocation::Bytes { file: FileId(0), offset }
     }
 
-    /// The target's chunks, in its only file.
+    /// Returns the target tensor, whose chunks are in the only target file.
     fn target() -> TensorEntry {
         tensor(vec![chunk(tile(0), at(200)), chunk(tile(2), at(232))])
     }
@@ -378,7 +379,7 @@ mod tests {
             Arc::make_mut(&mut self.reservation.tensors[0].shares[1])
         }
 
-        /// Writes a file of the source, or sets its time of change.
+        /// Writes a file of the source, and sets the time of its last change.
         fn touch(&self, name: &str, content: &str, nanoseconds: u32) {
             let path = self.root.join(name);
             fs::write(&path, content).unwrap();
@@ -436,18 +437,18 @@ mod tests {
         let changes: &[Change] = &[
             |_| {},
             |work| work.version = "1.0.1",
-            // The source's files.
+            // Changes of the source's files.
             |work| work.touch("a", "0123456789", 8),
             |work| work.touch("sub/b", "01234567890", 7),
             |work| work.sources.reverse(),
             |work| work.sources.push("config.json"),
             |work| work.sources[1] = "config.json",
-            // The sidecar files.
+            // Changes of the sidecar files.
             |work| work.sidecar_files[0].modified.1 = 9,
             |work| work.sidecar_files[0].to = "sub/config.json".into(),
             |work| work.sidecar_files[0].len = 11,
             |work| work.sidecar_files.clear(),
-            // The target's files.
+            // Changes of the target's files.
             |work| work.file().path = "models".into(),
             |work| work.file().len += 1,
             |work| work.file().header_bytes[0].bytes = vec![9; 150].into(),
@@ -459,7 +460,7 @@ mod tests {
             |work| work.file().checksums[0].crc_offsets[1] = 12,
             |work| work.file().checksums.clear(),
             |work| work.reservation.files.push(OutputFile::new("more")),
-            // The target's tensors.
+            // Changes of the target's tensors.
             |work| work.target().dtype = Dtype::I32,
             |work| work.target().fqn = "v".into(),
             |work| work.target().shape = Dims::from_slice(&[2, 8]),
@@ -473,7 +474,7 @@ mod tests {
             |work| work.share().partial_values.truncate(1),
             |work| work.share().within = Some(tile(0)),
             |work| work.share().within = Some(interleaved()),
-            // The source's tables.
+            // Changes of the source's tables.
             |work| work.source().dtype = Dtype::U32,
             |work| work.source().chunks = target().chunks,
             |work| work.source().chunks.push(chunk(tile(0), FileLocation::Empty)),

@@ -1,7 +1,7 @@
-//! Finished byte ranges of output files, which a copy reports while it runs, and the trait that receives the reports.
+//! Finished byte ranges of output files, which a copy reports while it runs, and the trait that receives these reports.
 //!
-//! All sizes and offsets are in bytes. Invariant: the checksum parts of an entry lie within its range, are in ascending
-//! order, and do not overlap.
+//! All sizes and offsets are in bytes. Invariant: the checksum parts of a finished range lie within this range, are in
+//! ascending order, and do not overlap.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,37 +15,39 @@ use super::{Extents, Stop};
 use crate::catalog::{Dtype, OutputFile};
 use crate::error::Result;
 
-/// Provides the bytes that a copy has to write, and records the finished bytes, so that a later run need not write them
-/// again.
+/// A log that provides the byte ranges that a copy has to write and records the finished byte ranges, so that a later
+/// run need not write them again.
 pub trait WorkLog: Sync {
-    /// Returns the byte ranges that are to be written.
+    /// Returns the byte ranges that this run has to write.
     fn todo(&self) -> &Extents;
 
-    /// Returns whether all bytes of all files are to be written.
+    /// Returns whether this run has to write all bytes of all files.
     fn covers_everything(&self) -> bool;
 
-    /// Adds a range that has been written.
+    /// Adds a range that has been written. [`WorkLog::advance`] records it.
     fn add(&self, entry: FinishedRange);
 
-    /// Records that everything added so far is complete. Calls `check` on the source before it records anything.
+    /// Records that all ranges that have been added are finished. Calls `check`, which checks the source, before it
+    /// records anything.
     ///
     /// # Errors
     /// `Io`, and the errors of `check`.
     fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()>;
 
-    /// Returns the checksum parts of all finished ranges, if this run writes everything.
+    /// Returns the checksum parts of all finished ranges, if this run writes all bytes of all files.
     fn checksum_parts(&self) -> Vec<(u32, ChecksumPart)>;
 
-    /// Makes everything durable at the end of a successful run.
+    /// Ends a successful run: syncs the written data to disk if the run syncs, closes the files and completes the
+    /// records.
     ///
     /// # Errors
     /// `Io`, `Stopped`
     fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()>;
 
-    /// Records all finished ranges that can be recorded when a run ends early.
+    /// Records all ranges that can be recorded as finished when a run ends early.
     fn stop(&self, outputs: &Outputs);
 
-    /// Returns the values that casts lost in this run.
+    /// Returns the numbers of values that casts lost in this run.
     fn cast_losses(&self) -> CastLosses;
 }
 
@@ -53,19 +55,20 @@ pub trait WorkLog: Sync {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "EntryFields", into = "EntryFields")]
 pub struct FinishedRange {
-    /// Number of the output file.
+    /// The number of the output file.
     pub file: u32,
     /// The range, in bytes.
     pub range: Range<u64>,
-    /// Digest of the bytes, see [`Digest`](super::digest::Digest).
+    /// The digest of the bytes; see [`Digest`](super::digest::Digest).
     pub digest: u32,
-    /// Checksum parts within the range whose span has no checksum in the file yet, in ascending order.
+    /// The checksums of parts of spans within the range, for spans whose checksum is not in the file yet, in ascending
+    /// order.
     pub checksum_parts: Vec<ChecksumPart>,
-    /// Numbers of values that casts lost in the range. A value counts each time its bytes are written.
+    /// The numbers of values that casts lost in the range. A value counts each time its bytes are written.
     pub cast_losses: CastLosses,
 }
 
-/// Numbers of values that casts lost, by dtypes.
+/// The numbers of values that casts lost, by source dtype and target dtype.
 pub type CastLosses = BTreeMap<DtypePair, LossCounts>;
 
 impl FinishedRange {
@@ -81,20 +84,20 @@ impl FinishedRange {
     }
 }
 
-/// Adds other counts of values that casts lost.
+/// Adds the counts in `more` to the counts in `lost`.
 pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
-/// The CRC-32 of a part of a span, or of the whole span.
+/// The CRC-32 of a part of a span, or of the complete span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {
-    /// Offset in the file.
+    /// The offset of the part in the file.
     pub offset: u64,
-    /// Length in bytes.
+    /// The length of the part in bytes.
     pub len: u64,
-    /// CRC-32 of the bytes.
+    /// The CRC-32 of the bytes of the part.
     pub crc: u32,
 }
 

@@ -18,12 +18,12 @@
 //! The `half` crate is not used, because its results depend on the processor: with f16c, its cast from f64 to f16
 //! rounds twice, otherwise once. It also keeps the payload of bf16 NaNs.
 
-/// A source element as the bits of an f32.
+/// A source element, converted to the bits of an f32.
 #[derive(Clone, Copy)]
 pub(crate) struct LoadedFloat {
-    /// Bits of the f32.
+    /// The bits of the f32.
     pub single: u32,
-    /// True if the element was finite before rounding.
+    /// True if the element was finite before it was rounded to f32.
     pub was_finite: bool,
 }
 
@@ -31,38 +31,38 @@ pub(crate) struct LoadedFloat {
 pub(crate) struct StoredFloat<const M: usize> {
     /// The bytes of the element.
     pub bytes: [u8; M],
-    /// True if the value is beyond the largest finite value of the target.
+    /// True if the value is beyond the largest finite value of the target dtype.
     pub beyond: bool,
 }
 
-/// Support of a target dtype for infinities.
+/// Whether a target dtype can represent infinities.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Infinity {
     Kept,
     Lost,
 }
 
-/// The bits of NaN in a target dtype.
+/// The bits that a target dtype stores for a NaN.
 #[derive(Clone, Copy)]
 enum Nan {
-    /// Quiet NaN with the sign and the upper bits of the payload.
+    /// A quiet NaN with the sign and the upper payload bits of the source.
     Payload,
-    /// These bits, with the sign.
+    /// A NaN with these bits and the sign of the source.
     Signed(u32),
-    /// These bits, without the sign.
+    /// A NaN with these bits, whatever the sign of the source.
     Fixed(u32),
 }
 
-/// Bit format of a float that is narrower than f32: sign, exponent, `mantissa` bits.
+/// The bit format of a float that is narrower than f32: the widths of its parts, and the bits of its special values.
 pub(crate) struct NarrowFloat {
     bits: u32,
     mantissa: u32,
     bias: u32,
-    /// Bits of the smallest f32 that rounds beyond the largest finite value.
+    /// The bits of the smallest f32 that rounds to a value beyond the largest finite value.
     first_beyond: u32,
-    /// Bits that are stored for `first_beyond` and all larger values, without the sign.
+    /// The bits, without the sign, that are stored for `first_beyond` and all larger values.
     beyond: u32,
-    /// Support of the dtype for infinities.
+    /// Whether the dtype can represent infinities.
     pub infinity: Infinity,
     nan: Nan,
 }
@@ -78,34 +78,35 @@ pub(crate) const F16: NarrowFloat = NarrowFloat {
     nan: Nan::Payload,
 };
 
-/// bfloat16 as the target of casts from f32 and f64.
+/// The format of bfloat16 as the target of casts from f32 and f64.
 pub(crate) const BF16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 7,
     bias: 127,
-    // Half a step above the largest finite value, 0x7f7f.
+    // The f32 that is half a step above the largest finite value, 0x7f7f.
     first_beyond: 0x7f7f_8000,
     beyond: 0x7f80,
     infinity: Infinity::Kept,
     nan: Nan::Fixed(0xffff),
 };
 
-/// bfloat16 as the target of casts from f16, which give another NaN.
+/// The format of bfloat16 as the target of casts from f16, which store NaNs with other bits.
 pub(crate) const BF16_OF_F16: NarrowFloat = NarrowFloat { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
-/// f8_e4m3fn: no infinities, saturates.
+/// The format of f8_e4m3fn, which has no infinities and saturates.
 pub(crate) const F8_E4M3FN: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
     bias: 7,
-    // 464 is halfway between 448 and 480, which the dtype does not have; the tie goes to 448, which is even.
+    // 464 is halfway between 448 and 480, and the dtype cannot represent 480. The tie goes to 448, whose last bit is
+    // even.
     first_beyond: 464_f32.to_bits() + 1,
     beyond: 0x7e,
     infinity: Infinity::Lost,
     nan: Nan::Signed(0x7f),
 };
 
-/// f8_e5m2: with infinities.
+/// The format of f8_e5m2, which has infinities.
 pub(crate) const F8_E5M2: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
@@ -116,7 +117,7 @@ pub(crate) const F8_E5M2: NarrowFloat = NarrowFloat {
     nan: Nan::Signed(0x7f),
 };
 
-/// f8_e4m3fnuz: no infinities, no negative zero.
+/// The format of f8_e4m3fnuz, which has no infinities and no negative zero.
 pub(crate) const F8_E4M3FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 3,
@@ -127,7 +128,7 @@ pub(crate) const F8_E4M3FNUZ: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
-/// f8_e5m2fnuz: no infinities, no negative zero.
+/// The format of f8_e5m2fnuz, which has no infinities and no negative zero.
 pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
     bits: 8,
     mantissa: 2,
@@ -138,23 +139,24 @@ pub(crate) const F8_E5M2FNUZ: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
-/// The only NaN of the `fnuz` dtypes has the bits of negative zero.
+/// The bits of the only NaN of the `fnuz` dtypes. In other dtypes, these are the bits of negative zero.
 const FNUZ_NAN: u32 = 0x80;
 
 impl NarrowFloat {
-    /// Rounds the bits of an f32 to this format; the second value is true if the value is out of range. Computes the
-    /// rounding for normal and for subnormal results and chooses one of the two, so that loops have no branches.
+    /// Rounds the bits of an f32 to this format. The second value is true if the value is beyond the largest finite
+    /// value. The function computes both the result for a normal number and the result for a subnormal number and
+    /// chooses one, so that loops have no branches.
     #[inline]
     fn round(&self, single: u32) -> (u32, bool) {
         let value = magnitude(single);
         let sign = (single >> 31) << (self.bits - 1);
         let drop = 23 - self.mantissa;
-        // Normal: adds just under half a step, or half a step if the last bit kept is odd. A carry into the exponent
-        // gives the correct result.
+        // Normal results: adds just under half a step, or half a step if the last bit kept is odd. A carry into the
+        // exponent gives the correct result.
         let carried = value.wrapping_add((1 << (drop - 1)) - 1 + ((value >> drop) & 1));
         let normal = (carried >> drop).wrapping_sub((127 - self.bias) << self.mantissa);
-        // Subnormal: adds a float whose last bit is worth the smallest subnormal, so that the processor rounds at that
-        // bit.
+        // Subnormal results: adds a float whose last bit is worth the smallest subnormal, so that the processor rounds
+        // at that bit.
         let anchor = (127 + 24 - self.bias - self.mantissa) << 23;
         let sum = f32::from_bits(value) + f32::from_bits(anchor);
         let subnormal = sum.to_bits().wrapping_sub(anchor);
@@ -176,7 +178,7 @@ impl NarrowFloat {
         (if is_nan { nan } else { signed }, beyond && !is_nan)
     }
 
-    /// Rounds the bits of an f32 to this format of 16 bits.
+    /// Rounds the bits of an f32 to this format, and returns the 2 bytes of the result.
     #[inline]
     pub fn store_16(&self, single: u32) -> StoredFloat<2> {
         let (bits, beyond) = self.round(single);
@@ -184,7 +186,7 @@ impl NarrowFloat {
         StoredFloat { bytes: [low, high], beyond }
     }
 
-    /// Rounds the bits of an f32 to this format of 8 bits.
+    /// Rounds the bits of an f32 to this format, and returns the byte of the result.
     #[inline]
     pub fn store_8(&self, single: u32) -> StoredFloat<1> {
         let (bits, beyond) = self.round(single);
@@ -193,7 +195,7 @@ impl NarrowFloat {
     }
 }
 
-/// Bits of infinity as an f32; NaNs have larger bits.
+/// The bits of infinity as an f32. NaNs have larger bits.
 pub(crate) const INFINITY: u32 = 0x7f80_0000;
 
 /// Returns the bits of an f32 without the sign.
@@ -202,7 +204,7 @@ pub(crate) fn magnitude(single: u32) -> u32 {
     single & 0x7fff_ffff
 }
 
-/// Loads an f32, f16 or bf16, without rounding.
+/// Loads the bits of an f32 without rounding. The f32 may be a widened f16 or bf16.
 #[inline]
 pub(crate) fn exact(single: u32) -> LoadedFloat {
     LoadedFloat { single, was_finite: magnitude(single) < INFINITY }
@@ -216,7 +218,8 @@ pub(crate) fn load_f64(bytes: [u8; 8]) -> LoadedFloat {
     let value = bits & !(1 << 63);
     #[expect(clippy::cast_possible_truncation, reason = "the value is rounded on purpose")]
     let rounded = (f64::from_bits(bits) as f32).to_bits();
-    // Rust does not define the payload of the NaN; PyTorch keeps its upper bits.
+    // Rust does not define the payload of a NaN after a cast, so this code keeps the upper payload bits, as PyTorch
+    // does.
     #[expect(clippy::cast_possible_truncation, reason = "the upper bits are cut away")]
     let nan = ((bits >> 32) as u32 & 0x8000_0000) | 0x7fc0_0000 | ((bits >> 29) as u32 & 0x003f_ffff);
     LoadedFloat { single: if value > INFINITY_64 { nan } else { rounded }, was_finite: value < INFINITY_64 }

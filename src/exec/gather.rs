@@ -1,5 +1,5 @@
-//! Gathers elements of a target tile into a buffer, from the source chunks that contain them. Offsets and sizes count
-//! elements, or bytes where the name contains `bytes`.
+//! Gathers the elements of a target tile into a buffer, from the source chunks that contain them. Offsets and sizes
+//! count elements, or bytes if the name contains `bytes`.
 //!
 //! A tile that is cast is read through a scratch buffer, block by block, so memory does not grow with the tile. Partial
 //! values that are reduced are also read block by block, one partial value after the other. `runs.rs` reads the runs of
@@ -25,32 +25,32 @@ use crate::layout::partial::Share;
 use crate::layout::{CommonRange, Dims, Tile};
 use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
 
-/// Cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. Without a cache if
-/// only one tile of the tensor is read.
+/// A cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. It caches nothing
+/// if only one tile of the tensor is read.
 #[derive(Debug, Default)]
 pub struct Locations(Option<HashMap<u32, StridedLocation>>);
 
 impl Locations {
-    /// Returns the locations for a tensor with this number of tiles.
+    /// Makes the cache for a tensor with this number of tiles.
     #[must_use]
     pub fn for_tiles(tiles: usize) -> Self {
         Self((tiles > 1).then(HashMap::new))
     }
 }
 
-/// Buffers of a worker that are reused for many reads.
+/// The buffers of a worker, which are reused for many reads.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    /// Source bytes from which short strided runs are copied; at most `BLOCK_BYTES`.
+    /// Source bytes from which short strided runs are copied; at most `BLOCK_BYTES` bytes.
     pub block: SourceBlock,
-    /// Elements before their cast; at most [`CAST_BYTES`].
+    /// Elements before their cast; at most [`CAST_BYTES`] bytes.
     uncast: Vec<u8>,
-    /// Sums of partial values; at most `SUM_BYTES`.
+    /// Sums of partial values; at most `SUM_BYTES` bytes.
     sums: Vec<u8>,
 }
 
 impl Scratch {
-    /// Returns the memory that the buffers have allocated.
+    /// Returns the number of bytes that the buffers have allocated.
     #[cfg(test)]
     pub fn capacity(&self) -> usize {
         self.block.capacity() + self.uncast.capacity() + self.sums.capacity()
@@ -61,27 +61,27 @@ impl Scratch {
 #[derive(Debug)]
 pub struct PreparedTile {
     fqn: Fqn,
-    /// Dtype of the source.
+    /// The dtype of the source tensor.
     dtype: Dtype,
     cast: Option<Cast>,
     numel: u64,
-    /// One source for each partial value.
+    /// The source of each partial value that the tile needs.
     sources: SmallVec<[PartialSource; 1]>,
-    /// Reduces the partial values; `None` if a single one is copied.
+    /// The reducer of the partial values, or `None` if a single partial value or the complete value is copied.
     reducer: Option<Reducer>,
-    /// Value of elements that no source has.
+    /// The value of elements that no source contains.
     fill: Fill,
 }
 
-/// Value of elements that are in no source.
+/// The value of tile elements that no source contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fill {
-    /// There are no such elements.
+    /// Every element is in a source.
     Nothing,
     Zeros,
 }
 
-/// Source of a partial value.
+/// The source of one partial value, or of the complete value.
 #[derive(Debug)]
 enum PartialSource {
     Files(LocatedPlan),
@@ -103,11 +103,11 @@ impl fmt::Debug for TileElements {
     }
 }
 
-/// A tile's plan, with the location of each chunk.
+/// The plan of a tile, with the location of each source chunk that the plan reads.
 #[derive(Debug)]
 struct LocatedPlan {
     plan: TilePlan,
-    /// One location for each overlap.
+    /// The location of the source chunk of each overlap.
     located: SmallVec<[StridedLocation; 1]>,
 }
 
@@ -121,7 +121,7 @@ impl PreparedTile {
         Self::with_share(input, source, tile, None, locations)
     }
 
-    /// Plans as [`PreparedTile::new`] does, for a share of the partial values.
+    /// Plans as [`PreparedTile::new`] does, for a tile that gets only a share of the partial values.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::new`].
@@ -222,7 +222,7 @@ impl PreparedTile {
         self.numel
     }
 
-    /// Fills `buffer` with the elements of the tile from `first` on, row-major.
+    /// Fills `buffer` with elements of the tile in row-major order, starting at element `first`.
     ///
     /// # Errors
     /// `Io` and `Malformed` from reading.
@@ -230,8 +230,9 @@ impl PreparedTile {
         self.read_with_checksums(input, first, buffer, scratch, None).map(drop)
     }
 
-    /// Reads as [`PreparedTile::read`] does, records the CRCs of zip records of the source, and returns the values that
-    /// the cast lost. Only CRCs of bytes that are neither cast nor reduced are kept for the output.
+    /// Reads as [`PreparedTile::read`] does, records the CRCs of zip records of the source, and returns the numbers of
+    /// values that the cast lost. The recorder keeps CRCs for the output only if the bytes are neither cast nor
+    /// reduced.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::read`].
@@ -267,7 +268,7 @@ impl PreparedTile {
         Ok(counts)
     }
 
-    /// Fills `buffer` with elements of the source dtype.
+    /// Fills `buffer` with elements of the source dtype, before any cast.
     fn read_uncast(
         &self,
         input: Input<'_>,
@@ -308,13 +309,13 @@ impl PreparedTile {
         Ok(())
     }
 
-    /// Returns the number of source bytes that the tile takes.
+    /// Returns the number of source bytes that the tile reads.
     #[must_use]
     pub fn source_bytes(&self) -> u64 {
         self.numel * self.dtype.itemsize() * self.sources.len() as u64
     }
 
-    /// Returns whether the tile takes short runs of source rows, with bytes of other tiles between them.
+    /// Returns whether the tile reads short runs of source rows, with bytes of other tiles between the runs.
     #[must_use]
     pub fn has_short_row_runs(&self) -> bool {
         self.file_sources().any(|part| {
@@ -324,7 +325,7 @@ impl PreparedTile {
         })
     }
 
-    /// Adds the source ranges that contain the short runs of `numel` elements from `first` on.
+    /// Adds to `wanted` the source ranges of the short runs of `numel` elements, starting at element `first`.
     pub fn add_short_runs(&self, first: u64, numel: u64, wanted: &mut WantedRanges) {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());
@@ -340,13 +341,13 @@ impl PreparedTile {
     /// Returns the heap memory of the tile, in bytes.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {
-        /// Memory of a location in [`Locations`], including the overhead of an allocator for a short list.
+        /// The memory in bytes of a location in [`Locations`], including the overhead of an allocator for a short list.
         const FOUND: usize = size_of::<(u32, StridedLocation)>() * 2 + 128;
         let overlap = size_of::<Overlap>() + size_of::<StridedLocation>() + FOUND;
         let name = self.fqn.as_str().len() + 32;
         let part = |part: &LocatedPlan| {
             let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
-            // A single location is in the tile itself; the capacity of a longer list is a power of two.
+            // A single location is stored in the tile itself. The capacity of a longer list is a power of two.
             let listed = Some(part.plan.overlaps.len()).filter(|overlaps| *overlaps > 1);
             listed.map_or(0, |overlaps| overlaps.next_power_of_two().max(4) * overlap)
                 + segments.map(|list| (list.capacity() + 1) * size_of::<CommonRange>()).sum::<usize>()
@@ -354,7 +355,7 @@ impl PreparedTile {
         (name + self.file_sources().map(part).sum::<usize>()) as u64
     }
 
-    /// Returns the sources that are files.
+    /// Returns the plans of the sources that are files.
     fn file_sources(&self) -> impl Iterator<Item = &LocatedPlan> {
         self.sources.iter().filter_map(|part| match part {
             PartialSource::Files(part) => Some(part),
@@ -362,7 +363,7 @@ impl PreparedTile {
         })
     }
 
-    /// Visits the pieces of the whole tile, for statistics.
+    /// Visits all pieces of the tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());
@@ -375,7 +376,7 @@ impl PreparedTile {
 }
 
 impl TileElements {
-    /// Fills `buffer` with the bytes from `first` on.
+    /// Fills `buffer` with bytes of the tile, starting at byte `first`.
     fn read(&self, first: u64, buffer: &mut [u8]) {
         let start = self.range.start + usize::try_from(first).expect("an offset in memory");
         buffer.copy_from_slice(&(*self.memory).as_ref()[start..start + buffer.len()]);
@@ -404,7 +405,8 @@ impl LocatedPlan {
         Pieces::new(&self.plan, |overlap| &self.located[overlap].strides, itemsize)
     }
 
-    /// Fills `buffer` with elements of the source dtype, and records the CRCs of runs in zip records with checksums.
+    /// Fills `buffer` with elements of the source dtype, and records the CRCs of the runs that are in zip records with
+    /// checksums.
     fn read(
         &self,
         input: Input<'_>,
@@ -427,7 +429,8 @@ impl LocatedPlan {
     }
 }
 
-/// Checks that the whole chunk lies inside its file. Offsets come from files, and reading trusts them after this check.
+/// Checks that the complete chunk is inside its file. Offsets come from files, and reading trusts them after this
+/// check.
 fn check_inside(input: Input<'_>, entry: &TensorEntry, chunk: u32, found: &StridedLocation) -> Result<()> {
     let len = input.files.len_bytes(found.file);
     let end = span(&entry.chunks.sizes(chunk as usize), &found.strides)

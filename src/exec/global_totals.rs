@@ -7,17 +7,18 @@
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 
-/// Counters of one process, or their sums.
+/// The counters of one process, or the sums over all processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GlobalTotals {
-    /// Bytes received from other processes.
+    /// The number of bytes received from other processes.
     pub received: u64,
-    /// Bytes of values that NCCL reduced.
+    /// The number of bytes of values that NCCL reduced.
     pub nccl_reduced: u64,
 }
 
 impl GlobalTotals {
-    /// Returns the sums over all processes; `self` has the counters of this process. Collective.
+    /// Returns the sums over all processes. `self` has the counters of this process. All processes must call this
+    /// function together.
     ///
     /// # Errors
     /// Errors of [`Communicator::gather`]; `Comm` for a message that is not two counters.
@@ -63,7 +64,7 @@ mod tests {
         }
     }
 
-    /// Ignoring such a message would make the totals too small.
+    /// If such a message were ignored, the totals would be too small.
     #[test]
     fn message_of_wrong_length_is_an_error() {
         for nonsense in [&b""[..], &[0; 8], &[0; 15], &[0; 17], &[0; 24]] {

@@ -9,11 +9,12 @@ use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
-/// Bytes read at a time.
+/// The number of bytes that are read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// Returns the offset of the first byte that differs from the layout. Checksums are skipped, because
-/// [`first_mismatch`](super::checksums::first_mismatch) compares them with the tensor data.
+/// Returns the offset of the first header byte that differs from the planned layout, or `None` if none differs.
+/// Checksums are skipped, because [`first_mismatch`](super::checksums::first_mismatch) compares them with the tensor
+/// data.
 ///
 /// # Errors
 /// `Io`, also if the file is too short.

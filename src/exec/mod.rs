@@ -46,35 +46,36 @@ use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// Returns the file, offset and strides of a chunk from its table row; reads the file if the row does not contain them.
+/// A function that returns the file, offset and strides of a chunk from its table row. It reads the file if the row
+/// does not contain them.
 pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
-/// A checkpoint to read tensor data from.
+/// A checkpoint from which tensor data is read.
 #[derive(Clone, Copy)]
 pub struct Input<'a> {
     /// The source files.
     pub files: &'a Files,
-    /// The tensors and their chunks.
+    /// The tensors of the checkpoint and their chunks.
     pub catalog: &'a Catalog,
-    /// Locates a chunk.
+    /// The function that locates a chunk.
     pub resolve: &'a Resolve,
 }
 
-/// A phase of a run.
+/// A phase of a run, which the progress display shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// Tensor data is copied.
+    /// The run copies tensor data.
     #[default]
     Copying,
-    /// Disk space for the output files is reserved.
+    /// The run reserves disk space for the output files.
     Allocating,
-    /// Written bytes are synced to disk.
+    /// The run syncs written bytes to disk.
     Syncing,
 }
 
-/// Receives progress from many threads.
+/// A receiver of progress from many threads.
 pub trait Reporter: Sync {
-    /// Counts `bytes` more as done.
+    /// Reports that `bytes` more bytes are done.
     fn advance(&self, bytes: u64);
 
     /// Reports that another phase begins.
@@ -89,41 +90,45 @@ impl Reporter for Silent {
     fn advance(&self, _bytes: u64) {}
 }
 
-/// Settings of a copy; the output does not depend on them.
+/// The settings of a copy. The output does not depend on them.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Worker threads.
+    /// The number of worker threads.
     pub threads: usize,
-    /// Largest size of a write block, which is the unit of work, of writing and of the memory bound.
+    /// The maximum size of a write block in bytes. A write block is the unit of work, of writing and of the memory
+    /// bound.
     pub write_block_bytes: u64,
     /// True if all files are synced to disk (fsync) before they are published.
     pub sync: bool,
 }
 
-/// Default size of a write block: long enough to hide the cost of a system call, short enough to stay in cache with its
-/// source.
+/// The default size of a write block in bytes: long enough to hide the cost of a system call, short enough to stay in
+/// cache with its source.
 pub const DEFAULT_WRITE_BLOCK_BYTES: u64 = 4 << 20;
 
-/// Size of the scratch buffer for strided reads.
+/// The size of the scratch buffer for strided reads, in bytes.
 const BLOCK_BYTES: u64 = 2 << 20;
 
-/// Size of the scratch buffer for elements that are cast: long enough for a good read, short enough to stay in cache.
+/// The size in bytes of the scratch buffer for elements that are cast: long enough for a good read, short enough to
+/// stay in cache.
 const CAST_BYTES: u64 = 1 << 20;
 
-/// Size of the scratch buffer for sums of partial values, whose elements are wider than the partial values.
+/// The size in bytes of the scratch buffer for sums of partial values, whose elements are wider than the partial
+/// values.
 const SUM_BYTES: u64 = 512 << 10;
 
-/// Memory that a worker needs besides its write block.
+/// The memory in bytes that a worker needs besides its write block.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// Memory that a worker needs to read ahead for rounds of an exchange, besides its memory for writing.
+/// The memory in bytes that a worker needs to read ahead for rounds of an exchange, besides its memory for writing.
 pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 
-/// Memory that any thread, worker or not, needs to reduce partial values in rounds.
+/// The memory in bytes that any thread needs to reduce partial values in rounds of an exchange.
 pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
-/// Returns the first `len` bytes of a reused buffer; the caller overwrites all of them. The buffer grows to the longest
-/// `len` so far and no further, because the memory bound counts on it. `Vec::resize` alone does not guarantee that.
+/// Returns the first `len` bytes of a reused buffer, all of which the caller overwrites. The buffer grows to the
+/// largest `len` that was requested and no further, because the memory bound counts on it. `Vec::resize` alone does not
+/// guarantee that.
 pub(crate) fn sized_buffer(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.reserve_exact(len - buffer.len());

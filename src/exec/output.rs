@@ -5,7 +5,7 @@
 //! Otherwise it goes through the page cache, and its write-back starts immediately. Data that need not be on disk goes
 //! through the page cache in small calls.
 //!
-//! All sizes and offsets are in bytes. Invariant: only whole file blocks are written past the page cache. If write
+//! All sizes and offsets are in bytes. Invariant: only complete file blocks are written past the page cache. If write
 //! blocks share a file block, it is written when it is [complete](super::block_joiner), so no file block is written in
 //! both ways at the same time. Incomplete blocks are written before the file is synced. If accepted data could not be
 //! written to disk, no file is reported as synced afterwards.
@@ -29,46 +29,47 @@ use crate::storage::AnchoredPath;
 use crate::storage::direct::{self, ALIGNMENT};
 use crate::storage::filesystem::{close, open_file_budget, start_write_back, suits_direct_writes_in, write_back};
 
-/// Bytes that one call writes through the page cache. The kernel allocates memory for the whole call, and it finds
-/// short free ranges faster than long ones.
+/// The number of bytes that one call writes through the page cache. The kernel allocates memory for all bytes of a
+/// call, and it finds short free ranges faster than long ones.
 const CALL_BYTES: usize = 256 << 10;
 
-/// Fewest bytes of whole file blocks that are worth a direct write.
+/// The minimum number of bytes of complete file blocks that are worth a direct write.
 const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
-/// Output files, opened on demand.
+/// The output files of a run, opened on demand.
 #[derive(Debug)]
 pub struct Outputs {
     folder: AnchoredPath,
     paths: Vec<AnchoredPath>,
     mode: WriteMode,
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
-    /// Incomplete blocks of files that are written past the page cache.
+    /// The incomplete file blocks of files that are written past the page cache.
     joiner: BlockJoiner,
     /// True once a write has failed. The system reports a failed write only once, and joined blocks that could not be
     /// written are not kept in memory.
     has_failed: AtomicBool,
-    /// The first error of closing a file; `None` after the error was reported.
+    /// The first error of closing a file, or `None` if there was no error or the error was already reported.
     close_error: Arc<Mutex<Option<Error>>>,
 }
 
-/// Way in which bytes reach the disk.
+/// The way in which bytes reach the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WriteMode {
-    /// Through the page cache. The kernel chooses when the bytes are written to disk.
+    /// Writes go through the page cache. The kernel chooses when the bytes are written to disk.
     Cache,
-    /// Through the page cache, with write-back started immediately.
+    /// Writes go through the page cache, and write-back starts immediately.
     WriteBehind,
-    /// Past the page cache.
+    /// Writes go past the page cache (`O_DIRECT`).
     Direct,
 }
 
-/// An open output file. Any worker may drop and thereby close it, so an error is kept for [`Outputs::close`].
+/// An open output file. Any worker may drop the handle and thereby close the file, so an error of closing is kept for
+/// [`Outputs::close`].
 #[derive(Debug)]
 struct Handle {
     /// `None` once the handle is dropped.
     file: Option<File>,
-    /// A second descriptor of the file, for writes past the page cache.
+    /// A second descriptor of the file, for writes past the page cache; `None` if the file is not written in this way.
     direct: Option<File>,
     path: PathBuf,
     close_error: Arc<Mutex<Option<Error>>>,
@@ -125,7 +126,7 @@ impl Outputs {
         Ok(outputs)
     }
 
-    /// Opens existing files as they are.
+    /// Opens existing output files without changing their size.
     ///
     /// # Errors
     /// `Io` if the type of the file system is unknown.
@@ -158,8 +159,8 @@ impl Outputs {
         Ok(handle)
     }
 
-    /// Writes at `offset`. Only bytes whose memory address is aligned as their file offset (see [`direct::Buffer`]) can
-    /// be written past the page cache.
+    /// Writes `bytes` at `offset`. Bytes can be written past the page cache only if their memory address has the same
+    /// alignment as their file offset (see [`direct::Buffer`]).
     ///
     /// # Errors
     /// `Io` naming the file.
@@ -185,7 +186,7 @@ impl Outputs {
         self.record_failure(written.map_err(Error::io("write", &self.paths[file as usize])))
     }
 
-    /// Records a failed write, because the workers that added the data assume that it was written.
+    /// Remembers a failed write, because workers that added data assume that the data was written.
     fn record_failure(&self, done: Result<()>) -> Result<()> {
         done.inspect_err(|error| {
             if matches!(error, Error::Storage(StorageError::Io { .. })) {
@@ -194,7 +195,7 @@ impl Outputs {
         })
     }
 
-    /// Adds a part of a file block; returns the whole block if this part completes it.
+    /// Adds a part of a file block, and returns the complete file block if this part completes it.
     fn join(&self, file: u32, offset: u64, part: &[u8]) -> Result<Option<Box<DirectBlock>>> {
         if part.is_empty() {
             return Ok(None);
@@ -361,7 +362,7 @@ mod tests {
                 outputs.write(0, at, block).unwrap();
                 at += len as u64;
             }
-            // Later small writes reach data that was written directly, too.
+            // Later small writes may change data that was written directly.
             outputs.write(0, 500_000, &[1, 2, 3, 4]).unwrap();
             outputs.sync(0, &Stop::default()).unwrap();
             let mut expected = content.clone();
@@ -380,7 +381,7 @@ mod tests {
         let outputs =
             Outputs::create(&AnchoredPath::new(folder.path()), &files, &Extents::of_files(&files), true).unwrap();
         let mut buffer = Buffer::new();
-        // Every other write block first, as two workers would write them.
+        // Writes every other write block first, as two workers would do.
         for start in (0..7).step_by(2).chain((1..7).step_by(2)).map(|number| number * 150_001) {
             let len = usize::try_from((1_000_003 - start).min(150_001)).unwrap();
             outputs.write(0, start, buffer.prepare(start, len)).unwrap();
@@ -388,7 +389,8 @@ mod tests {
         assert!(outputs.joiner.take_file(0).len() <= 1);
     }
 
-    /// The file of accepted bytes cannot be written later, so no later fsync may report success.
+    /// Bytes that were accepted cannot be written later, because the file handle is broken. So no later fsync may
+    /// report success.
     #[test]
     fn sync_fails_after_accepted_bytes_could_not_be_written() {
         let folder = tempfile::tempdir().unwrap();

@@ -13,20 +13,20 @@ use super::fingerprint::relative_to_root;
 use super::sidecar_files::SidecarFile;
 use crate::storage::Files;
 
-/// Differences that a message lists.
+/// The maximum number of differences that a message lists.
 const MAX_DIFFERENCES: usize = 4;
 
-/// Options and source files of a conversion.
+/// The options and source files of a conversion, as messages describe them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanDescription {
-    /// Options that affect the result, by name, with their values as text.
+    /// The options that affect the result, by name, with their values as text.
     pub options: BTreeMap<String, String>,
-    /// Source files, by path relative to the source, see [`fingerprint`](super::fingerprint).
+    /// The source files, by their path relative to the source; see [`fingerprint`](super::fingerprint).
     pub sources: BTreeMap<String, SourceFile>,
 }
 
-/// State of a file when the work began: its length, and the time of its last change in seconds and nanoseconds since
-/// 1970.
+/// The state of a file when the work began: its length in bytes, and the time of its last change in seconds and
+/// nanoseconds since 1970.
 pub type SourceFile = (u64, i64, i64);
 
 impl PlanDescription {
@@ -46,6 +46,7 @@ impl PlanDescription {
     }
 
     /// Describes how `now` differs from this description: `--dtype was not given, now bf16; a.pt was 5 bytes, now 7`.
+    /// Returns `None` if the descriptions are equal.
     #[must_use]
     pub fn difference(&self, now: &Self) -> Option<String> {
         let mut differences: Vec<String> = Vec::new();
@@ -76,7 +77,7 @@ impl PlanDescription {
     }
 }
 
-/// Returns the entries that are not equal in both.
+/// Returns the entries that differ: their name, the old value and the new value.
 fn differing<'a, T: PartialEq>(
     was: &'a BTreeMap<String, T>,
     is: &'a BTreeMap<String, T>,

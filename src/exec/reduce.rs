@@ -33,7 +33,7 @@ use crate::error::Error;
 use crate::layout::ReduceOp;
 use crate::layout::partial::Share;
 
-/// Method of reducing partial values.
+/// The method by which partial values are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReductionMethod {
     /// This program reduces in rank order: the result has the same bits in every run.
@@ -52,7 +52,7 @@ impl fmt::Display for ReductionMethod {
     }
 }
 
-/// Reduces partial values of one dtype and divides the result.
+/// A reducer, which reduces partial values of one dtype and divides the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reducer {
     dtype: Dtype,
@@ -60,14 +60,14 @@ pub struct Reducer {
     divisor: u64,
 }
 
-/// Reason why partial values cannot be reduced.
+/// The reason why partial values cannot be reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceError {
     /// The op is not defined for the dtype.
     Undefined { dtype: Dtype, op: ReduceOp },
     /// The result does not fit the dtype.
     Overflow { dtype: Dtype, op: ReduceOp, value: i128 },
-    /// The integer result is not divisible.
+    /// The integer result is not a multiple of the divisor.
     Remainder { value: i128, divisor: u64 },
 }
 
@@ -84,7 +84,7 @@ impl fmt::Display for ReduceError {
 }
 
 impl ReduceError {
-    /// Returns the error for this tensor.
+    /// Returns this error as an error about the tensor `fqn`.
     #[must_use]
     pub fn for_tensor(&self, fqn: &Fqn) -> Error {
         Error::unsupported(format!("{fqn}: {self}"), self.hint())
@@ -106,7 +106,7 @@ impl ReduceError {
 }
 
 impl Reducer {
-    /// Returns the reducer of a share of a tensor; `None` if a single partial value is copied.
+    /// Returns the reducer for a share of a tensor, or `None` if a single partial value is copied.
     ///
     /// # Errors
     /// `Unsupported` if the partial values cannot be reduced.
@@ -118,7 +118,7 @@ impl Reducer {
         Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.for_tensor(&entry.fqn))
     }
 
-    /// Returns the reducer of a dtype and an op, which divides the result.
+    /// Returns the reducer for a dtype, an op and a divisor.
     ///
     /// # Errors
     /// `Undefined`.
@@ -135,29 +135,30 @@ impl Reducer {
         if defined {
             return Ok(Self { dtype, op, divisor });
         }
-        // A division needs a sum.
+        // Only a sum can be divided.
         Err(ReduceError::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
     }
 
-    /// Returns the dtype.
+    /// Returns the dtype of the partial values.
     #[must_use]
     pub fn dtype(self) -> Dtype {
         self.dtype
     }
 
-    /// Returns the op.
+    /// Returns the reduction op.
     #[must_use]
     pub fn op(self) -> ReduceOp {
         self.op
     }
 
-    /// Returns the divisor.
+    /// Returns the number by which the result is divided.
     #[must_use]
     pub fn divisor(self) -> u64 {
         self.divisor
     }
 
-    /// Returns how many bytes of partial values are reduced at a time, so that the sums take no more than `SUM_BYTES`.
+    /// Returns how many bytes of one partial value are reduced at a time, so that the sums are at most `SUM_BYTES`
+    /// long.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
@@ -182,7 +183,7 @@ impl Reducer {
         self.finish(sums, value)
     }
 
-    /// Returns the number of bytes of `sums` per byte of partial values.
+    /// Returns the length of the sums as a multiple of the length of one partial value.
     #[must_use]
     pub fn widening(self) -> usize {
         match self.dtype {
@@ -193,7 +194,7 @@ impl Reducer {
         }
     }
 
-    /// Adds a partial value; the first one overwrites `sums`.
+    /// Adds a partial value to `sums`. The first partial value overwrites the content of `sums`.
     pub fn add(self, is_first: bool, partial_value: &[u8], sums: &mut [u8]) {
         let accumulator = Accumulator { op: if is_first { None } else { Some(self.op) }, partial_value, sums };
         match self.dtype {
@@ -218,7 +219,7 @@ impl Reducer {
         }
     }
 
-    /// Rounds `sums` into elements of the dtype.
+    /// Rounds the elements of `sums` to the dtype of the partial values, and stores them in `value`.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.
@@ -284,7 +285,7 @@ fn exact(number: f64) -> f32 {
     single
 }
 
-/// A number type of sums; `A` is its size in bytes.
+/// A number type in which sums are computed. `A` is its size in bytes.
 trait Number<const A: usize>: Copy {
     fn from_bytes(bytes: [u8; A]) -> Self;
     fn bytes(self) -> [u8; A];
@@ -292,7 +293,7 @@ trait Number<const A: usize>: Copy {
     fn times(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
-    /// Applies a bitwise op; not defined for floats.
+    /// Applies a bitwise op to two integers. Floats do not support it.
     fn bits(self, other: Self, op: impl Fn(i128, i128) -> i128) -> Self;
 }
 
@@ -364,16 +365,17 @@ impl Number<16> for i128 {
     }
 }
 
-/// A partial value that is added to the sums.
+/// A partial value, and the sums to which it is added.
 struct Accumulator<'a> {
-    /// `None` for the first partial value.
+    /// The reduction op, or `None` for the first partial value, which overwrites the sums.
     op: Option<ReduceOp>,
     partial_value: &'a [u8],
     sums: &'a mut [u8],
 }
 
 impl Accumulator<'_> {
-    /// Runs the loop of one dtype and op. Only the values are unknown when the compiler compiles the loop.
+    /// Runs the loop of one dtype and op. Each combination has its own compiled loop, in which only the values are
+    /// unknown.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {
         match self.op {
@@ -404,7 +406,7 @@ impl Accumulator<'_> {
     }
 }
 
-/// Divides floats in place, and replaces every NaN by the same NaN.
+/// Divides the sums in place, and replaces every NaN by the NaN `nan`.
 fn divide<const A: usize, T: Number<A> + std::ops::Div<Output = T> + PartialEq>(sums: &mut [u8], divisor: T, nan: T) {
     for sum in sums.as_chunks_mut::<A>().0 {
         let quotient = T::from_bytes(*sum) / divisor;

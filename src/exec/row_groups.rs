@@ -27,83 +27,85 @@ use crate::layout::partial::Share;
 use crate::layout::{Intervals, Tile};
 use crate::storage::direct::ALIGNMENT;
 
-/// Source bytes of one row group: its write blocks and its source block together stay in a core's cache.
+/// The number of source bytes of one row group. With this size, the write blocks and the source block of a row group
+/// fit in the cache of a core.
 const ROW_GROUP_BYTES: u64 = 1 << 20;
 
-/// Largest gap between two output ranges of one row group.
+/// The largest gap, in bytes, between two output ranges of one row group.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// Largest number of tiles in one row group; with more, write blocks would be too short to be worth a system call.
+/// The maximum number of tiles in one row group. With more tiles, write blocks would be too short to be worth a system
+/// call.
 const MAX_TILES: usize = 128;
 
-/// Copies that follow each other in a file get write blocks of their own only if they are at least this long together.
-/// Only a copy that is shorter than this may share a write block with the next copy.
+/// The minimum total length, in bytes, of consecutive copies in a file that get write blocks of their own. Only a copy
+/// that is shorter than this may share a write block with the next copy.
 const MIN_COPY_BYTES: u64 = 256 << 10;
 
-/// Position of a tile in an output file.
+/// The position of a tile in an output file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputRange {
-    /// Number of the output file.
+    /// The number of the output file.
     pub file: u32,
-    /// Offset in the file.
+    /// The offset of the tile in the file.
     pub offset: u64,
-    /// Length in bytes.
+    /// The length of the tile in bytes.
     pub len: u64,
-    /// Index of the tile among the planned tiles of the window.
+    /// The index of the tile among the planned tiles of the window.
     pub tile_index: usize,
-    /// Item size of the tile: cuts inside the tile fall on multiples of it.
+    /// The size of an element in bytes. A cut inside the tile is at a multiple of this size.
     pub itemsize: u64,
-    /// The tiles that need the same source bytes.
+    /// The group of tiles to which this tile belongs, if it belongs to one.
     pub group: Option<TileGroup>,
 }
 
 /// A group of tiles that need the same source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileGroup {
-    /// Number of the group, unique in a window.
+    /// The number of the group, unique in a window.
     pub number: usize,
-    /// Property that the tiles share.
+    /// The property that the tiles of the group share.
     pub kind: TileGroupKind,
 }
 
-/// Property that the tiles of a group share.
+/// The property that the tiles of a group share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileGroupKind {
-    /// The tiles take short runs of the same source rows.
+    /// The tiles read short runs of the same source rows.
     Rows {
-        /// Source bytes that all of them take.
+        /// The number of source bytes that all tiles of the group read together.
         source_bytes: u64,
-        /// Number of rows. A row is the elements at one index of the dims that the tiles have in common.
+        /// The number of rows. A row is the elements at one index of the leading dims in which the tiles are equal.
         rows: u64,
     },
-    /// The tiles are equal.
+    /// The tiles have the same elements.
     Copies {
-        /// Offset of the first tile in its file. Write blocks of that file are cut at file block boundaries.
+        /// The offset of the first tile in its file. Write blocks of that file are cut at file block boundaries.
         first_offset: u64,
     },
 }
 
-/// Identity of a row group: number of the tile group, and number of the row group in it.
+/// The identity of a row group: the number of its tile group, and its number in the tile group.
 pub type RowGroup = (usize, u64);
 
 /// A tile that may join a tile group.
 #[derive(Debug)]
 pub struct GroupCandidate<'a> {
-    /// The tile.
+    /// The elements of the tensor that the tile holds.
     pub tile: Tile,
-    /// Share of the source's partial values.
+    /// The share of the source's partial values that the tile gets.
     pub share: Option<&'a Share>,
-    /// Source bytes that the tile takes.
+    /// The number of source bytes that the tile reads.
     pub source_bytes: u64,
-    /// True if the tile takes short runs of source rows. False for a transposed view: its rows are columns of the
-    /// source, so a row group of them would read all of the source.
+    /// True if the tile reads short runs of source rows. It is false for a transposed view, whose rows are columns of
+    /// the source, so that a row group of such tiles would read the complete source.
     pub has_short_row_runs: bool,
-    /// Position in the output. [`assign_groups`] sets its group.
+    /// The position of the tile in the output. [`assign_groups`] sets its group.
     pub output_range: &'a mut OutputRange,
 }
 
-/// Puts tiles of one tensor into groups if at least two need the same rows, or are equal. Groups are numbered from
-/// `number` on; there are no more groups than tiles.
+/// Puts tiles of one tensor into groups, if at least two tiles need the same rows or are equal. The numbers of the
+/// groups start at `number`, and there are no more groups than tiles.
 pub fn assign_groups<'a>(members: impl IntoIterator<Item = GroupCandidate<'a>>, mut number: usize) {
     let mut by_rows: IndexMap<(Option<Intervals>, Option<&Share>), Vec<GroupCandidate<'_>>> = IndexMap::new();
     let mut by_tile: IndexMap<(Tile, Option<&Share>), Vec<GroupCandidate<'_>>> = IndexMap::new();
@@ -136,18 +138,18 @@ pub fn assign_groups<'a>(members: impl IntoIterator<Item = GroupCandidate<'a>>, 
 /// A position at which a write block has to begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Boundary {
-    /// Number of the output file.
+    /// The number of the output file.
     pub file: u32,
-    /// Offset in the file.
+    /// The offset in the file.
     pub offset: u64,
-    /// Row group of the write blocks from here to the next boundary.
+    /// The row group of the write blocks between this boundary and the next boundary.
     pub row_group: Option<RowGroup>,
 }
 
-/// Returns the boundaries that row groups need, for output ranges in file order.
+/// Returns the boundaries of write blocks that row groups need. The output ranges must be in file order.
 pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Boundary> {
     let mut boundaries: Vec<Boundary> = Vec::new();
-    // Source bytes of the current row group, counted for all tiles of each tile group in it.
+    // The number of source bytes of the current row group, summed over all of its output ranges.
     let mut begun = None;
     let is_copy = |output_range: &OutputRange| {
         matches!(output_range.group, Some(TileGroup { kind: TileGroupKind::Copies { .. }, .. }))
@@ -166,9 +168,9 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
     boundaries
 }
 
-/// Cuts row groups of whole rows. A cut moves to the next file block boundary if the distance is a small part of the
-/// row group. The boundary differs from file to file, so a few rows are then read for two row groups. Short output
-/// ranges share a row group.
+/// Cuts an output range into row groups of complete rows. A cut moves to the next file block boundary if the distance
+/// is a small part of the row group. The boundary differs from file to file, so a few rows are then read for two row
+/// groups. Short output ranges share a row group.
 fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mut Vec<Boundary>) {
     let OutputRange { file, offset, len, group, .. } = *output_range;
     let Some(TileGroup { number, kind: TileGroupKind::Rows { source_bytes, rows } }) = group else { return };
@@ -180,7 +182,7 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         let within = u128::from(len) * row / u128::from(rows);
         offset + u64::try_from(within).expect("no more than the length")
     };
-    // End of the previous row group, if this output range is close behind it.
+    // The end of the previous row group, if this output range is close behind it.
     let last = boundaries.pop_if(|last| last.file == file && offset <= last.offset + GAP_BYTES);
     let before = begun.filter(|_| last.is_some());
     let total = before.unwrap_or(0) + source_bytes;
@@ -188,7 +190,7 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         *begun = Some(total);
     } else {
         *begun = Some(source_bytes.min(ROW_GROUP_BYTES));
-        // The end of copies is never moved.
+        // The end of a range of copies is never moved.
         let earliest = last.filter(|_| before.is_none()).map_or(0, |last| last.offset);
         for row_group in 0..row_groups {
             let offset = (at(row_group) / grid * grid).max(earliest);
@@ -204,7 +206,7 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
 /// boundaries of the first file, and usually of the other files as well. Only short copies share a write block, because
 /// the header bytes between tensors may differ in length from file to file.
 fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut Vec<Boundary>) {
-    // Start of the write block that the next short output range may join.
+    // The start of the write block that the next short output range may join.
     let mut begun = None;
     let mut end = 0;
     for &OutputRange { file, offset, len, group, .. } in output_ranges {

@@ -1,8 +1,8 @@
 //! Reads the runs of one piece: strided copies of bytes, from one chunk into one write block.
 //!
 //! All sizes and offsets are in bytes. Long runs are read directly into the write block. Short runs are copied from a
-//! mapping if mappings are fast on the file system; otherwise they are copied from a scratch block, which is filled by
-//! one read for many runs. Invariant: an earlier check has shown that the chunk is within its file.
+//! memory mapping if mappings are fast on the file system; otherwise they are copied from a scratch block, which is
+//! filled by one read for many runs. Invariant: an earlier check has shown that the chunk is within its file.
 
 use std::cmp::Reverse;
 use std::convert::Infallible;
@@ -20,11 +20,12 @@ use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
 use crate::storage::{FileRange, IoMode, OpenFile};
 
-/// Shortest run that is read by a separate call. Shorter runs are copied together from one mapping or block.
+/// The length in bytes of the shortest run that is read by a separate call. Shorter runs are copied together from one
+/// mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
-/// Records the CRCs of the runs of a piece that were read by one call each. Short strided runs are not recorded,
-/// because they hardly ever cover a whole zip record.
+/// Records the CRCs of the runs of a piece, if each run was read by its own call. Short strided runs are not recorded,
+/// because they hardly ever cover a complete zip record.
 pub fn record_runs(
     recorder: &mut CrcRecorder<'_>,
     fqn: &Fqn,
@@ -63,13 +64,13 @@ pub fn is_row_by_row(piece: &Piece) -> bool {
     steps().max() == steps().next()
 }
 
-/// Returns the file range of a piece, from its first byte to its last.
+/// Returns the range of the source file from the first byte to the last byte of a piece.
 #[must_use]
 pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }
 
-/// Reads a piece into its position in a write block.
+/// Reads a piece of a source chunk into its position in a write block.
 ///
 /// # Errors
 /// `Io`.
@@ -105,8 +106,9 @@ pub fn read_piece(
     match mapped {
         Some(()) => Ok(()),
         None => {
-            // The loops are in file order, not in target order. For a transposed view in target order, each scratch
-            // block would give only a few elements and would be read again for the next ones.
+            // The levels are ordered by their source step, so that the loops run in the order of the source file. For a
+            // transposed view in target order, each scratch block would give only a few elements and would be read
+            // again for the next elements.
             let mut levels = piece.levels.clone();
             levels.sort_by_key(|level| Reverse(level.source_step));
             read_blocks(file, base + piece.source, piece, &levels, &mut target_block[target..], block)
@@ -114,7 +116,8 @@ pub fn read_piece(
     }
 }
 
-/// Reads short strided runs block by block: each block covers as many steps of the outermost level as fit the scratch.
+/// Reads short strided runs block by block. Each block covers as many steps of the outermost level as fit the scratch
+/// buffer.
 fn read_blocks(
     file: &OpenFile,
     source: u64,
@@ -151,7 +154,7 @@ fn read_blocks(
     Ok(())
 }
 
-/// Visits the (source, target) offset of every run of a loop nest.
+/// Calls a function with the source offset and the target offset of every run of a loop nest.
 fn for_each_run<E>(
     levels: &[LoopLevel],
     source: u64,

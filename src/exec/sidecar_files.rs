@@ -17,28 +17,28 @@ use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, regular_file, uncached};
 
-/// Bytes copied between two checks of `stop`.
+/// The number of bytes that are copied between two checks of `stop`.
 const BLOCK_BYTES: u64 = 64 << 20;
 
-/// A file, and its path in the destination.
+/// A sidecar file, and its path in the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SidecarFile {
-    /// Path in SRC.
+    /// The path in SRC.
     pub from: PathBuf,
-    /// Path that is read: the path in SRC, or in its metadata mirror.
+    /// The path from which the file is read: its path in SRC, or its path in the metadata mirror of SRC.
     pub read_path: PathBuf,
-    /// Path relative to the destination.
+    /// The path relative to the destination folder.
     pub to: PathBuf,
-    /// Length in bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// Time of the last change, in seconds and nanoseconds since 1970.
+    /// The time of the last change, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// Ranks that can read it; empty if all can.
+    /// The ranks of the processes that can read the file; empty if all processes can read it.
     pub seen_by: Vec<u32>,
 }
 
 impl SidecarFile {
-    /// Returns a sidecar file that all ranks can read.
+    /// Returns a sidecar file that all processes can read.
     ///
     /// # Errors
     /// `Io` if it cannot be read or is not a file.
@@ -48,8 +48,8 @@ impl SidecarFile {
         Ok(Self { read_path: from.clone(), from, to, len, modified, seen_by: Vec::new() })
     }
 
-    /// Returns the process, out of `parts`, that copies the file with this number. The files are few and small, so
-    /// processes take turns.
+    /// Returns the rank of the process that copies the file with this number. `parts` is the number of processes. The
+    /// files are few and small, so the processes that can read a file take turns.
     #[must_use]
     pub fn assigned_process(&self, number: u32, parts: u32) -> u32 {
         let turn = number as usize % self.seen_by.len().max(1);
@@ -57,7 +57,7 @@ impl SidecarFile {
     }
 }
 
-/// Copies a file into `folder`; replaces an unfinished copy of an earlier run.
+/// Copies a sidecar file into `folder`. An unfinished copy of an earlier run is replaced.
 ///
 /// # Errors
 /// `Io` naming the file; `Stopped`.
@@ -90,18 +90,19 @@ pub fn copy_file(
     close(target).map_err(Error::io("close", &path))
 }
 
-/// Name of the extended attribute of a copy that records the length and the time of the last change of the copy.
+/// The name of the extended attribute in which a copy records its own length and the time of its last change.
 const STATE_ATTRIBUTE: &str = "user.dtshard.carried";
 
-/// Records the state of the copy in its attribute, so that `options::overwrite` can recognise a file that somebody has
-/// changed since. File systems without extended attributes keep no record, so a missing attribute proves nothing.
+/// Records the state of the copy in its extended attribute, so that `options::overwrite` can recognise a file that
+/// somebody has changed since. File systems without extended attributes keep no record, so a missing attribute proves
+/// nothing.
 fn record_state(copy: &File) {
     if let Ok(metadata) = copy.metadata() {
         let _ = rustix::fs::fsetxattr(copy, STATE_ATTRIBUTE, state(&metadata).as_bytes(), XattrFlags::empty());
     }
 }
 
-/// Returns whether an earlier run copied this file and nobody has written to it since.
+/// Returns whether an earlier run copied this file and nobody has written to it since then.
 #[must_use]
 pub fn is_unchanged_copy(path: &Path) -> bool {
     let mut value = [0_u8; 64];
@@ -113,12 +114,12 @@ pub fn is_unchanged_copy(path: &Path) -> bool {
     metadata.is_file() && value.get(..len) == Some(state(&metadata).as_bytes())
 }
 
-/// Returns the length and the time of the last change of the content, as text.
+/// Returns the length of a file and the time of the last change of its content, as text.
 fn state(metadata: &Metadata) -> String {
     format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Returns whether the copy in `folder` is complete; with `compares`, also whether its bytes equal the bytes of the
+/// Returns whether the copy in `folder` is complete. If `compares` is true, its bytes must also equal the bytes of the
 /// source file.
 ///
 /// # Errors
@@ -146,7 +147,7 @@ pub fn is_copied(file: &SidecarFile, folder: &AnchoredPath, compares: bool) -> R
     Ok(is_same)
 }
 
-/// Returns the length of a file; `None` if there is none.
+/// Returns the length of a file in bytes, or `None` if the file does not exist.
 pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
     match uncached::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
@@ -155,7 +156,7 @@ pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
     }
 }
 
-/// Checks that no two files have the same path in the destination.
+/// Checks that no two output files or sidecar files have the same path in the destination.
 ///
 /// # Errors
 /// `Usage` naming the path.

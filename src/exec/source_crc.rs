@@ -12,18 +12,18 @@ use crate::catalog::{ChecksummedRange, Fqn};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 
-/// CRCs of the ranges of zip records that have been read.
+/// The CRCs of ranges that have been read from zip records of the source.
 #[derive(Debug, Default)]
 pub struct SourceCrcs {
     records: Mutex<HashMap<(FileId, u64), SeenRanges>>,
 }
 
-/// Records the CRCs of data that is read into a buffer. It keeps the CRCs that are worth combining, by their offset in
-/// the buffer.
+/// A recorder of the CRCs of data that is read into a buffer. It also keeps the CRCs that are worth combining for the
+/// checksums of the output.
 pub struct CrcRecorder<'a> {
-    /// The CRCs by zip record.
+    /// The CRCs of ranges that have been read, by zip record.
     pub source_crcs: &'a SourceCrcs,
-    /// The CRCs that are worth combining.
+    /// The CRCs that are worth combining, by their offset in the buffer.
     pub parts: &'a mut Vec<ChecksumPart>,
 }
 
@@ -32,16 +32,16 @@ struct SeenRanges {
     /// The first tensor that was read from the zip record.
     name: Fqn,
     summed: ChecksummedRange,
-    /// Length and CRC of each range that was read, by offset.
+    /// The length and CRC of each range that was read, by the offset of the range.
     ranges: BTreeMap<u64, (u64, crc32fast::Hasher)>,
 }
 
 impl SourceCrcs {
-    /// Records that `bytes` were read at `offset` of the file, inside a zip record; returns their CRC-32.
+    /// Records that `bytes` were read at `offset` of a file, inside a zip record. Returns the CRC-32 of `bytes`.
     pub fn record(&self, name: &Fqn, file: FileId, summed: ChecksummedRange, offset: u64, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
-        // A small zip record is read by one call, and its CRC need not be stored.
+        // A small zip record is read by one call. If its CRC is correct, it need not be stored.
         let whole = offset == summed.start && bytes.len() as u64 == summed.len;
         let crc = hasher.clone().finalize();
         if whole && crc == summed.crc {
@@ -57,7 +57,7 @@ impl SourceCrcs {
         crc
     }
 
-    /// Returns whether no range is waiting for the rest of its zip record.
+    /// Returns true if no ranges of zip records are recorded.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.records.lock().expect("no panic while the lock is held").is_empty()
@@ -85,7 +85,7 @@ impl SourceCrcs {
 }
 
 impl SeenRanges {
-    /// Returns the CRC of the zip record if the ranges cover it from its first byte to its last.
+    /// Returns the CRC of the zip record if the recorded ranges cover it completely, otherwise `None`.
     fn whole(&self) -> Option<u32> {
         let mut end = self.summed.start;
         let mut whole = crc32fast::Hasher::new();

@@ -8,11 +8,11 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use crate::error::{Error, Result, Stopped};
 
-/// A flag that ends a run. Cloning shares it.
+/// A flag that ends a run. Clones share the flag.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
-    /// Message and hint of the error, once another process has taken over the work.
+    /// The message and the hint of the error, if another process has taken over the work.
     takeover: Arc<OnceLock<(String, String)>>,
 }
 
@@ -30,7 +30,7 @@ impl Stop {
         Arc::clone(&self.signal)
     }
 
-    /// Stops the run as `signal` does, which must be one of [`Stop::SIGNALS`].
+    /// Sets the flag as if the signal `signal` had arrived. `signal` must be one of [`Stop::SIGNALS`].
     pub fn raise(&self, signal: i32) {
         self.signal.store(usize::try_from(signal).unwrap_or_default(), Ordering::Relaxed);
     }

@@ -1,4 +1,5 @@
-//! Tests of planner and gatherer together, against index arithmetic that uses neither.
+//! Tests of planning and gathering together. The expected elements are computed by index arithmetic, without the tested
+//! code.
 //!
 //! A tensor whose elements are their own linear indices is stored in a file under one layout, some chunks transposed,
 //! and read back tile by tile under another layout.
@@ -61,7 +62,7 @@ pub(crate) fn element(index: u64, itemsize: u64) -> Vec<u8> {
     index.to_le_bytes().into_iter().cycle().take(usize::try_from(itemsize).unwrap()).collect()
 }
 
-/// A mesh with placements.
+/// A mesh, and placements on it.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
     pub(crate) mesh: Vec<u64>,
@@ -99,7 +100,7 @@ pub(crate) fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
     })
 }
 
-/// Generates a shape, a dtype, two layouts, whether chunks are transposed, and a way to read.
+/// Generates a shape, a dtype, a source layout, a target layout, whether chunks are transposed, and a way to read.
 pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMode)> {
     let dtype = prop::sample::select(vec![Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::I64, Dtype::C128]);
     let io = prop::sample::select(vec![IoMode::Mmap, IoMode::Read]);
@@ -121,7 +122,7 @@ pub(crate) fn store(
     store_values(shape, dtype, layout, transpose, io, path, &|index| element(index, dtype.itemsize()))
 }
 
-/// Writes every tile of a layout into one file, every other one transposed if `transpose` is set.
+/// Writes every tile of a layout into one file. If `transpose` is true, every other tile is stored transposed.
 pub(crate) fn store_values(
     shape: &[u64],
     dtype: Dtype,
@@ -140,7 +141,7 @@ pub(crate) fn store_values(
         let indices = linear_indices(shape, &tile);
         let sizes = tile.sizes();
         let strides: Dims = if transpose && index % 2 == 1 {
-            // Column-major: the first dim is the densest.
+            // In column-major order, the first dim has the smallest stride.
             sizes.iter().scan(1, |step, size| Some(std::mem::replace(step, *step * (*size).max(1)))).collect()
         } else {
             contiguous_strides(&sizes)

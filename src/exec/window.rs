@@ -1,9 +1,9 @@
-//! Windows: the tensors that are planned and located at a time. The size of a window is in bytes of the output.
+//! Windows: groups of tensors that are planned and located together. The size of a window is in bytes of the output.
 //!
-//! A window is up to 1 GiB of output, or some thousand tiles if those are small, cut between tensors. For each tensor
-//! of a window, threads in parallel check that its chunks cover it exactly once, plan it, and locate its chunks. Only
-//! one window's plans exist at a time, so memory depends on the window, not on the model. Tensors and chunks without
-//! bytes to write are skipped.
+//! A window is up to 1 GiB of output, or a few thousand tiles if the tiles are small. It contains only complete
+//! tensors. For each tensor of a window, threads in parallel check that its chunks cover it exactly once, plan it, and
+//! locate its chunks. Only one window's plans exist at a time, so memory depends on the window, not on the model.
+//! Tensors and chunks without bytes to write are skipped.
 //!
 //! A stopped run loses its current window. Therefore [`WindowPace`] chooses the size of a window by time: on a disk of
 //! any speed, a window takes a few seconds, unless a single tensor takes longer.
@@ -27,28 +27,29 @@ use crate::error::Result;
 use crate::fault;
 use crate::plan::SourceTensor;
 
-/// Largest size of a window.
+/// The maximum size of a window, in bytes of output.
 const WINDOW_BYTES: u64 = 1 << 30;
 
-/// Size of the first window, which measures the speed, and smallest size of a window. A window of the smallest size
-/// still has write blocks for many threads.
+/// The size in bytes of the first window, which measures the speed.
 const FIRST_BYTES: u64 = 128 << 20;
+/// The minimum size of a window in bytes. A window of this size still has write blocks for many threads.
 const LEAST_BYTES: u64 = 32 << 20;
 
-/// Time that a window should take.
+/// The time that a window should take.
 const WINDOW_TIME: Duration = Duration::from_secs(5);
 
-/// Small enough that small checkpoints have many windows, for tests that stop between windows.
+/// The window size in bytes for tests that stop between windows. It is so small that small checkpoints have many
+/// windows.
 const TEST_BYTES: u64 = 256 << 10;
 
-/// Largest number of tiles in a window.
+/// The maximum number of tiles in a window.
 const WINDOW_TILES: usize = 1 << 12;
 
-/// Number of parts of a window per thread. Several parts per thread keep all threads busy although some parts take
-/// longer than others.
+/// The number of parts of a window for each thread. Several parts for each thread keep all threads busy although some
+/// parts take longer than others.
 const PARTS: usize = 16;
 
-/// Chooses the size of the next window from the time that the last one took.
+/// The pace of windows: it chooses the size of the next window from the time that the last window took.
 pub struct WindowPace {
     bytes: u64,
     since: Instant,
@@ -61,32 +62,34 @@ impl WindowPace {
         Self { bytes: FIRST_BYTES, since: Instant::now() }
     }
 
-    /// Returns the largest size of a window.
+    /// Returns the maximum size of a window in bytes.
     #[must_use]
     pub fn max_bytes() -> u64 {
         if fault::is_testing_faults() { TEST_BYTES } else { WINDOW_BYTES }
     }
 
-    /// Returns the bytes of the next window.
+    /// Returns the size in bytes of the next window.
     #[must_use]
     pub fn next(&self) -> u64 {
         self.bytes.min(Self::max_bytes())
     }
 
-    /// Records that a window of `bytes` is done.
+    /// Records that a window of `bytes` bytes is finished.
     pub fn finish_window(&mut self, bytes: u64) {
         self.bytes = scaled_to_window_time(bytes, self.since.elapsed());
         self.since = Instant::now();
     }
 }
 
-/// Returns the size of a window that takes `WINDOW_TIME`, given the time of the last window.
+/// Returns the size in bytes of a window that takes `WINDOW_TIME`. `took` is the time that the last window, of `bytes`
+/// bytes, took.
 fn scaled_to_window_time(bytes: u64, took: Duration) -> u64 {
     let next = u128::from(bytes) * WINDOW_TIME.as_micros() / took.as_micros().max(1);
     u64::try_from(next).unwrap_or(u64::MAX).clamp(LEAST_BYTES, WINDOW_BYTES)
 }
 
-/// Cuts the target tensors that are to be written into windows of bounded output and number of tiles.
+/// An iterator that groups the target tensors that are to be written into windows of limited output and number of
+/// tiles.
 pub struct Windows<'a> {
     input: Input<'a>,
     rest: std::slice::Iter<'a, Reserved>,
@@ -100,8 +103,8 @@ impl<'a> Windows<'a> {
         Self { input, rest: tensors.iter(), todo }
     }
 
-    /// Returns the tensors of the next window, which ends with the tensor that reaches `most_bytes`; `None` if no
-    /// tensor is left.
+    /// Returns the tensors of the next window, or `None` if no tensor is left. The window ends with the tensor that
+    /// reaches `most_bytes`.
     pub fn next(&mut self, most_bytes: u64) -> Option<Vec<&'a Reserved>> {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
@@ -113,7 +116,7 @@ impl<'a> Windows<'a> {
                 bytes += tensor.chunk_bytes(chunk);
                 tiles = tensor.tiles_read_by_chunk(chunk, source).saturating_add(tiles);
             }
-            // A tensor without stored data is also checked for exact coverage.
+            // A tensor without stored data is also checked for coverage.
             let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.file_offset(chunk).is_none());
             if tiles > before || is_nowhere() {
                 window.push(tensor);
@@ -123,7 +126,7 @@ impl<'a> Windows<'a> {
     }
 }
 
-/// Returns the source tensors of the data that is to be written, ascending.
+/// Returns the source tensors of all target tensors that have bytes to write, ascending.
 #[must_use]
 pub fn source_tensors(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
     let is_touched =
@@ -134,33 +137,33 @@ pub fn source_tensors(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
     ids
 }
 
-/// Returns whether a part of the chunk is to be written.
+/// Returns whether at least one byte of the chunk is to be written.
 fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
     let is_touched = |(file, offset)| todo.overlaps(file, &(offset..offset + tensor.chunk_bytes(chunk)));
     tensor.file_offset(chunk).is_some_and(is_touched)
 }
 
-/// A tile that is planned and located.
+/// A target tile that is planned, and whose source chunks are located.
 pub struct PlannedTile {
     /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// Counts the values that the tile's cast loses. `None` if there is no cast, and for all replicas except the first
-    /// one.
+    /// The counter of the values that the tile's cast loses. It is `None` if there is no cast, and for all replicas
+    /// except the first.
     pub cast_counter: Option<CastCounter>,
-    /// Number of the group of equal tiles that contains this tile.
+    /// The number of the group of equal tiles that contains this tile.
     pub copy_group: Option<usize>,
 }
 
-/// Counts the values that the cast of a tile loses.
+/// A counter of the values that the cast of a tile loses.
 #[derive(Clone, Debug)]
 pub enum CastCounter {
-    /// Counts while write blocks are filled.
+    /// The values are counted while write blocks are filled.
     WhileWriting(DtypePair),
-    /// The counts are already known, by element.
+    /// The values were counted earlier. The list has the counts by element.
     Counted(DtypePair, Vec<(u64, LossCounts)>),
 }
 
-/// Checks, plans and locates the tensors of a window. Replaces the tiles in `tiles`.
+/// Checks, plans and locates the tensors of a window, and replaces the content of `tiles` by their tiles.
 ///
 /// # Errors
 /// The error of the first tensor that has one.
@@ -177,7 +180,7 @@ pub fn prepare_window(
         Ok(tiles)
     };
     let tensors = window.len().div_ceil(PARTS * rayon::current_num_threads()).max(1);
-    // Each part has its own result, so that the first of several errors is returned, whichever thread was faster.
+    // Each part has its own result, so that the first of several errors is returned, no matter which thread is faster.
     let parts: Vec<Result<_>> = window.par_chunks(tensors).map(prepare_part).collect();
     let parts: Vec<Vec<(PlannedTile, OutputRange)>> = parts.into_iter().collect::<Result<_>>()?;
     let count = parts.iter().map(Vec::len).sum();
@@ -198,7 +201,8 @@ pub fn prepare_window(
     Ok(output_ranges)
 }
 
-/// Adds the tiles of one tensor that are to be written; its tile groups are numbered from the current number of tiles.
+/// Appends the tiles of one tensor that are to be written. The numbers of its tile groups start at the number of tiles
+/// before the call.
 fn prepare_tensor(
     input: Input<'_>,
     tensor: &Reserved,
@@ -215,7 +219,7 @@ fn prepare_tensor(
         let Some((file, offset)) = tensor.file_offset(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
         let share = tensor.shares.get(index);
-        // Of several replicas, only the first is counted, regardless of which run writes it.
+        // If a tile has several replicas, only the first replica is counted, no matter which run writes it.
         let is_new = pair.0 != pair.1 && counted.insert((tile.clone(), share));
         if !is_to_be_written(tensor, index, todo) {
             continue;

@@ -16,19 +16,19 @@ use super::row_groups::{Boundary, OutputRange, RowGroup, boundaries};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
-/// Content of a segment of a write block.
+/// The content of a segment of a write block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SegmentContent {
-    /// `bytes` of the header bytes number `index` of the file.
+    /// The range `bytes` of the header bytes with this index in the file.
     HeaderBytes { index: usize, bytes: Range<u64> },
-    /// `bytes` of the planned tile number `index`.
+    /// The range `bytes` of the planned tile with this index.
     Tile { index: usize, bytes: Range<u64> },
 }
 
-/// A part of a write block with one source.
+/// A part of a write block that has one source: header bytes or a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Offset in the file.
+    /// The offset of the segment in the file.
     pub offset: u64,
     /// The bytes to put at this offset.
     pub content: SegmentContent,
@@ -50,19 +50,19 @@ impl Segment {
     }
 }
 
-/// Largest number of segments in a write block, so that a window of small tensors has blocks for several workers.
+/// The maximum number of segments in a write block, so that a window of small tensors has blocks for several workers.
 const MAX_SEGMENTS: usize = 1 << 10;
 
-/// Consecutive segments of a file without a gap.
+/// A write block: consecutive segments of a file, without gaps between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WriteBlock {
-    /// Number of the output file.
+    /// The number of the output file.
     pub file: u32,
     /// The row group of the block. One worker fills all blocks of a row group.
     pub row_group: Option<RowGroup>,
-    /// Range in the file.
+    /// The byte range of the block in the file.
     pub range: Range<u64>,
-    /// Segments, in file order.
+    /// The segments, in file order.
     pub segments: Vec<Segment>,
 }
 
@@ -73,7 +73,7 @@ impl WriteBlock {
         usize::try_from(self.range.end - self.range.start).expect("a write block fits memory")
     }
 
-    /// Returns the position in the block's buffer of a range of the file. The range must be within the block.
+    /// Returns the position in the block's buffer of a byte range of the file. The range must be within the block.
     #[must_use]
     pub fn buffer_range(&self, range: &Range<u64>) -> Range<usize> {
         let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a write block fits memory");
@@ -81,7 +81,7 @@ impl WriteBlock {
     }
 }
 
-/// Cuts write blocks, window by window, and remembers which header bytes are already in a block.
+/// A cutter of write blocks. It cuts window by window, and remembers which header bytes are already in a block.
 #[derive(Debug)]
 pub struct BlockCutter<'a> {
     files: &'a [OutputFile],
@@ -92,7 +92,7 @@ pub struct BlockCutter<'a> {
 }
 
 impl<'a> BlockCutter<'a> {
-    /// Starts to cut the ranges in `todo` of these files.
+    /// Prepares to cut the ranges of `files` that are in `todo`.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64) -> Self {
         Self { files, todo, next_header: vec![0; files.len()], block_bytes }
@@ -112,7 +112,7 @@ impl<'a> BlockCutter<'a> {
         blocks.blocks
     }
 
-    /// Returns the write blocks of all header bytes behind the last tensor data.
+    /// Returns the write blocks of all header bytes after the last tensor data.
     #[must_use]
     pub fn finish(mut self) -> Vec<WriteBlock> {
         let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, Vec::new());
@@ -142,7 +142,7 @@ struct WriteBlocks<'a> {
     capacity: u64,
     /// Boundaries in file order.
     boundaries: Vec<Boundary>,
-    /// Number of boundaries that lie before the current position.
+    /// The number of boundaries before the current position.
     passed: usize,
 }
 
@@ -151,7 +151,7 @@ impl<'a> WriteBlocks<'a> {
         Self { todo, blocks: Vec::new(), capacity, boundaries, passed: 0 }
     }
 
-    /// Adds the parts of a file range that are to be written, in whole elements.
+    /// Adds those parts of a file range that are to be written. A part is extended to complete elements.
     fn push(
         &mut self,
         file: u32,
@@ -162,7 +162,7 @@ impl<'a> WriteBlocks<'a> {
     ) {
         let mut pushed = 0;
         for todo in self.todo.within(file, offset..offset + len) {
-            // The element in which the previous range ended is already added.
+            // The element that contains the end of the previous range has already been added.
             let start = pushed.max((todo.start - offset) / itemsize * itemsize);
             let end = (todo.end - offset).next_multiple_of(itemsize).min(len);
             if start < end {
@@ -172,8 +172,8 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Adds these bytes of the content at `offset` to the current block if they continue it. Starts another block if
-    /// the current block is full, and at each boundary.
+    /// Adds the range `bytes` of a content that starts at `offset`. It is added to the current block if it continues
+    /// that block. A new block starts if the current block is full, and at each boundary.
     fn push_elements(
         &mut self,
         file: u32,
@@ -189,7 +189,7 @@ impl<'a> WriteBlocks<'a> {
             let fits = (self.blocks.last())
                 .filter(|block| block.file == file && block.range.end == at && block.row_group == row_group)
                 .map_or(0, |block| self.remaining_capacity(block));
-            // Up to the next boundary, or the end of the element that contains the boundary.
+            // The bytes up to the next boundary, or up to the end of the element that contains the boundary.
             let rest = len - done;
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
             let mut take = fitting(at, rest, fits, itemsize);
@@ -204,15 +204,16 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Returns the bytes that a write block can still take. A block of many small parts takes only the bytes up to the
-    /// next file block boundary.
+    /// Returns the number of bytes that a write block can still take. A block of many small segments takes only the
+    /// bytes up to the next file block boundary.
     fn remaining_capacity(&self, block: &WriteBlock) -> u64 {
         let end = block.range.end;
         let left = self.capacity.saturating_sub(end - block.range.start);
         if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
     }
 
-    /// Returns the row group at `at` and its end. Calls must go through the files in order.
+    /// Returns the row group at the offset `at`, and the offset of the next boundary. Successive calls must ask for
+    /// ascending positions.
     fn row_group_at(&mut self, file: u32, at: u64) -> (Option<RowGroup>, u64) {
         while self.boundaries.get(self.passed).is_some_and(|boundary| (boundary.file, boundary.offset) <= (file, at)) {
             self.passed += 1;
@@ -224,10 +225,10 @@ impl<'a> WriteBlocks<'a> {
     }
 }
 
-/// Returns how many of the next `rest` bytes from `at` fit. If not all fit, returns the bytes up to a file block
-/// boundary, so that neighbouring write blocks do not touch the same file block, or up to the end of an element if no
-/// element ends at that boundary. Returns 0 if `at` is the last boundary within reach; the write block then ends at
-/// `at` and is shorter than its capacity.
+/// Returns how many of the next `rest` bytes, starting at offset `at`, fit into a write block that can take `fits`
+/// bytes. If not all fit, returns the bytes up to a file block boundary, so that neighbouring write blocks do not touch
+/// the same file block. If no element ends at that boundary, returns the bytes up to the end of an element. The result
+/// is 0 if `at` is the last boundary within reach; the write block then ends at `at` and is shorter than its capacity.
 fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;
@@ -236,7 +237,8 @@ fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     to_boundary.filter(|len| len.is_multiple_of(itemsize)).unwrap_or(fits - fits % itemsize)
 }
 
-/// Sorts write blocks into the order of work, and returns the groups that one worker fills together.
+/// Sorts write blocks into the order of work, and returns groups of blocks. One worker fills the blocks of a group one
+/// after the other.
 pub fn sort_into_row_groups(blocks: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
     blocks.sort_by_key(|block| block.row_group);
     blocks.chunk_by(|one, other| one.row_group.is_some() && one.row_group == other.row_group).collect()
@@ -246,7 +248,7 @@ pub fn sort_into_row_groups(blocks: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
 mod tests {
     use super::*;
 
-    /// A file of header (10) | a (100) | frame (5) | b (16) | tail (3).
+    /// Returns a file with header (10 bytes), a (100), frame (5), b (16) and tail (3).
     fn file() -> OutputFile {
         let mut file = OutputFile::new("f");
         file.push_header(vec![1; 10]);
@@ -301,7 +303,7 @@ mod tests {
         let todo = Extents::of_files(&files);
         let mut cutter = BlockCutter::new(&files, &todo, 65_536);
         let output_range = |offset, len| OutputRange { file: 0, offset, len, tile_index: 0, itemsize: 2, group: None };
-        // The second window begins where the first one ended, which is not a file block boundary.
+        // The second window begins where the first window ended, which is not a file block boundary.
         let mut blocks = cutter.cut(vec![output_range(1000, 1_000_000)]);
         blocks.extend(cutter.cut(vec![output_range(1_001_024, 500_000)]));
         let ragged = blocks.iter().filter(|block| !block.range.end.is_multiple_of(ALIGNMENT));
@@ -321,7 +323,7 @@ mod tests {
         let blocks = BlockCutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(output_range).collect());
         assert_eq!(blocks.len(), 5);
         assert!(blocks.iter().all(|block| block.segments.len() <= MAX_SEGMENTS + 4));
-        // They still meet at file block boundaries.
+        // The blocks of both windows still meet at file block boundaries.
         let ends: Vec<u64> = blocks.iter().map(|block| block.range.end).collect();
         assert!(ends[..4].iter().all(|end| end.is_multiple_of(ALIGNMENT)) && ends[4] == len, "{ends:?}");
     }

@@ -80,7 +80,8 @@ impl AnchoredPath {
         Ok(Self::at(Anchor { path: self.path.clone(), folder: folder.into(), owner: Arc::clone(&self.anchor.owner) }))
     }
 
-    /// Returns this path with an anchor that is opened again, because another process may have replaced the folder.
+    /// Returns this path with an anchor that is opened again on next use, because another process may have replaced the
+    /// folder.
     #[must_use]
     pub fn reopened(&self) -> Self {
         let Anchor { path, owner, .. } = &*self.anchor;
@@ -101,7 +102,7 @@ impl AnchoredPath {
         Self { anchor, below, path }
     }
 
-    /// Returns the path of another name in the same folder.
+    /// Returns the path of another name in the same parent folder.
     #[must_use]
     pub fn with_file_name(&self, name: impl AsRef<OsStr>) -> Self {
         self.with_relative_path(self.below.with_file_name(name))
@@ -306,7 +307,8 @@ impl AnchoredPath {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
     }
 
-    /// Deletes a file, a link, or a folder with its content. If a part cannot be deleted, deletes the rest.
+    /// Deletes a file, a link, or a folder with its content. If a part of a folder cannot be deleted, the other parts
+    /// are still deleted.
     pub fn remove_all(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
     }

@@ -12,18 +12,18 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-/// A number that is a multiple of every block size in use.
+/// The alignment, in bytes, that direct transfers use. It is a multiple of every block size in use.
 pub const ALIGNMENT: u64 = 4096;
 
-/// The length of a thread's buffer for direct reads.
+/// The length in bytes of the aligned buffer that each thread has for direct reads.
 pub const BOUNCE_BYTES: u64 = 1 << 20;
 
 thread_local! {
     static BOUNCE: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
 }
 
-/// Memory whose addresses are equal to file offsets modulo [`ALIGNMENT`]. Therefore whole blocks of the file are whole
-/// blocks of the memory.
+/// A buffer whose memory addresses are equal to file offsets modulo [`ALIGNMENT`]. Therefore complete blocks of the
+/// file are complete blocks of the memory.
 #[derive(Debug)]
 pub struct Buffer(Vec<u8>);
 
@@ -35,8 +35,8 @@ impl Buffer {
     }
 
     /// Returns memory for `len` bytes of a file at `offset`. The caller overwrites all of these bytes. The buffer grows
-    /// only to the longest `len` so far, plus alignment, because the memory limit relies on this. `Vec::resize` alone
-    /// does not guarantee it.
+    /// only to the largest `len` that was requested, plus alignment, because the memory limit relies on this.
+    /// `Vec::resize` alone does not guarantee it.
     pub fn prepare(&mut self, offset: u64, len: usize) -> &mut [u8] {
         let alignment = to_usize(ALIGNMENT);
         let capacity = len + 2 * alignment;
@@ -71,8 +71,8 @@ impl Default for Buffer {
     }
 }
 
-/// Returns the whole blocks inside a range of a file, relative to the start of the range. The result is empty if there
-/// is no whole block.
+/// Returns the complete blocks inside a range of a file, relative to the start of the range. The result is empty if the
+/// range contains no complete block.
 #[must_use]
 pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
     let start = to_usize(offset.next_multiple_of(ALIGNMENT) - offset).min(len);

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// A failed operation on a file or folder.
+/// An error of the file system, or a file that is not trusted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
@@ -22,13 +22,13 @@ pub enum StorageError {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum Untrusted {
-    /// A symbolic link.
+    /// The path is a symbolic link.
     #[error("{} is a link to {}, which is not followed", path.display(), target.display())]
     Link { path: PathBuf, target: PathBuf },
-    /// A file or folder of another user.
+    /// The file or folder belongs to another user.
     #[error("{} belongs to {owner}", path.display())]
     Owner { path: PathBuf, owner: String },
-    /// A file with several hard links.
+    /// The file has several hard links.
     #[error("{} has {names} hard links, so writing to it would change another file as well", path.display())]
     Names { path: PathBuf, names: u64 },
 }
@@ -44,7 +44,7 @@ impl StorageError {
         }
     }
 
-    /// Returns what the user can do next.
+    /// Returns the hint: the next step for the user.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {

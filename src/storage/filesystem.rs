@@ -19,11 +19,11 @@ use crate::error::{Error, Result};
 /// The method for reading source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
-    /// Files are mapped, and bytes are copied from the mapping: best on local file systems.
+    /// Files are mapped, and bytes are copied from the mapping. This is best on local file systems.
     Mmap,
-    /// Positional reads into buffers: best on network file systems.
+    /// Files are read by positional reads into buffers. This is best on network file systems.
     Read,
-    /// Positional reads that bypass the page cache: for sources that are read only once.
+    /// Files are read by positional reads that bypass the page cache. This is best for sources that are read only once.
     Direct,
 }
 
@@ -46,7 +46,7 @@ const REMOTE: &[u64] = &[
     0x2030_528D, // PanFS
 ];
 
-/// Returns the best way to read on the file system of `path`.
+/// Returns the method for reading that is best on the file system of `path`.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -91,7 +91,7 @@ pub fn suits_direct_writes(path: &Path) -> Result<bool> {
     Ok(is_written_in_place(&statfs_of(path)?))
 }
 
-/// Returns the same as [`suits_direct_writes`], for a folder that is opened without following links.
+/// Returns the result of [`suits_direct_writes`] for a folder that is opened without following links.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -170,13 +170,13 @@ fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // If a file system does not support this call, a later fsync does all the work.
+    // If a file system does not support this call, a later fsync writes all dirty pages.
     let is_unknown =
         [libc::ENOSYS, libc::EINVAL, libc::ESPIPE, libc::EOPNOTSUPP].map(Some).contains(&error.raw_os_error());
     if is_unknown { Ok(()) } else { Err(error) }
 }
 
-/// Does nothing, because other systems have no such call. A later fsync does all the work.
+/// Does nothing, because other systems have no such call. A later fsync writes all dirty pages.
 #[cfg(not(target_os = "linux"))]
 fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<()> {
     Ok(())

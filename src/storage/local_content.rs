@@ -14,7 +14,7 @@ use super::{FileId, FileRange};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::name_processes;
 
-/// Ranges of a file: ascending, not adjacent, and not empty.
+/// A set of byte ranges of a file. The ranges are ascending, not adjacent, and not empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ranges(Vec<Range<u64>>);
 
@@ -53,7 +53,7 @@ impl Ranges {
     }
 }
 
-/// The mirror of a file, and which ranks see the file.
+/// The content of a file that this process can read from its mirror, and the ranks that see the file.
 #[derive(Clone, Debug)]
 pub struct LocalContent {
     /// The ranges that the mirror contains.
@@ -64,28 +64,28 @@ pub struct LocalContent {
     pub modified: (i64, i64),
 }
 
-/// The mirrored files, by their paths in the mirror.
+/// The mirrored files, by the path of their mirror.
 pub type MirroredFiles = HashMap<PathBuf, LocalContent>;
 
-/// The original of a mirrored file, as this process sees it.
+/// The original file of a mirrored file, as this process sees it.
 #[derive(Clone, Debug)]
 pub struct LocalFile {
-    /// The path by which the user knows the file.
+    /// The path of the original file, as the user knows it.
     pub path: PathBuf,
     /// The modification time that this process sees; `None` if this process does not see the file.
     pub own_modified: Option<(i64, i64)>,
 }
 
-/// An action before each read of a file.
+/// The action that is performed before each read of a file.
 #[derive(Clone, Debug)]
 pub(super) enum ReadCheck {
-    /// Records the range that is about to be read.
+    /// The range that is about to be read is recorded.
     Record(FileId, ReadLog),
-    /// Fails if the range is not available in the mirror.
+    /// The read fails if the mirror does not contain the range.
     Limit(LocalContent),
 }
 
-/// The ranges that have been read.
+/// The ranges that have been read, in the order of the reads.
 pub(super) type ReadLog = Arc<Mutex<Vec<FileRange>>>;
 
 impl ReadCheck {

@@ -24,7 +24,7 @@ pub enum FileKind {
     Folder,
     /// A device, a pipe or a socket.
     Special,
-    /// A dangling link.
+    /// A symbolic link whose target does not exist.
     Dangling,
 }
 

@@ -41,8 +41,8 @@ impl Mapping {
         Ok(Self { region: MappedAddresses::register(start..start + map.len()), map })
     }
 
-    /// Calls `read` with a range of the bytes. Returns `None` if any page of the mapping was unreadable, now or
-    /// earlier.
+    /// Calls `read` with a range of the bytes. Returns `None` if any page of the mapping was unreadable during this
+    /// call or an earlier call.
     pub fn read<T>(&self, range: Range<usize>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let value = read(&self.map[range]);
         // The handler sets the mark before it replaces the page, so a thread that has read zeros sees the mark.
@@ -61,17 +61,17 @@ impl Drop for Mapping {
 /// The addresses of a mapping, which the signal handler reads.
 #[derive(Debug, Default)]
 struct MappedAddresses {
-    /// The first address; 0 while no mapping uses the region.
+    /// The first address of the mapping; 0 while no mapping uses the region.
     start: AtomicUsize,
     end: AtomicUsize,
     has_failed: AtomicBool,
     next: Option<&'static Self>,
 }
 
-/// The first region in the list of all regions.
+/// The first region in the linked list of all regions.
 static REGIONS: AtomicPtr<MappedAddresses> = AtomicPtr::new(ptr::null_mut());
 
-/// Regions that no mapping uses.
+/// The regions that no mapping uses. The next mapping reuses one of them.
 static UNUSED: Mutex<Vec<&'static MappedAddresses>> = Mutex::new(Vec::new());
 
 impl MappedAddresses {
@@ -109,7 +109,8 @@ static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether an unreadable page is an error, instead of ending the process.
+/// Returns whether the SIGBUS handler is installed. If it is, an unreadable page is an error; otherwise it ends the
+/// process.
 pub(super) fn catches_lost_pages() -> bool {
     IS_INSTALLED.load(Ordering::SeqCst)
 }

@@ -6,14 +6,14 @@
 /// The size of anonymous memory, which does not include the pages of mapped files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnonymousMemory {
-    /// The current size.
+    /// The current size in bytes.
     pub now: u64,
-    /// The largest size so far.
+    /// The largest size in bytes since the process started.
     pub peak: u64,
 }
 
-/// Returns the memory use. Returns `None` if the system does not report it. The peak is the peak of all memory minus
-/// the current pages of files. Therefore it is exact only if no source was mapped.
+/// Returns the memory use of this process, or `None` if the system does not report it. The peak is the peak of all
+/// memory minus the current pages of files. Therefore it is exact only if no source was mapped.
 #[must_use]
 pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)

@@ -48,7 +48,7 @@ pub struct FileRange {
     pub file: FileId,
     /// The offset of the first byte.
     pub offset: u64,
-    /// The length in bytes.
+    /// The length of the range in bytes.
     pub len: u64,
 }
 
@@ -78,7 +78,7 @@ struct FileEntry {
     identity: Identity,
     /// The mirror of the file, if the file has one.
     mirror: Option<LocalContent>,
-    /// The path of the mirror, if the mirror is read instead of the file.
+    /// The path of the mirror, if this process reads the mirror instead of the file.
     mirror_path: Option<PathBuf>,
 }
 
@@ -89,7 +89,7 @@ pub struct Files {
     io: IoMode,
     open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
-    /// The mirrored files. Only those that are added as well are used.
+    /// The mirrored files that may be added to this list. A mirrored file is used only if it is added.
     mirrors: Arc<MirroredFiles>,
     read_log: Option<ReadLog>,
 }
@@ -123,19 +123,20 @@ impl Files {
         Self { mirrors, ..self }
     }
 
-    /// Records which ranges are read; [`Files::recorded_reads`] returns them.
+    /// Makes reads record their ranges. [`Files::recorded_reads`] returns the recorded ranges.
     #[must_use]
     pub fn recording_reads(self) -> Self {
         Self { read_log: Some(Arc::default()), ..self }
     }
 
-    /// Returns an empty list with the same settings.
+    /// Returns an empty list of files with the settings of this list.
     #[must_use]
     pub fn without_entries(&self) -> Self {
         Self { read_log: self.read_log.clone(), ..Self::new(self.io).with_mirrored_files(Arc::clone(&self.mirrors)) }
     }
 
-    /// Returns the ranges that were read from a file. Reads must be recorded.
+    /// Returns the ranges that were read from a file. [`Files::recording_reads`] must have been called before the
+    /// reads.
     #[must_use]
     pub fn recorded_reads(&self, id: FileId) -> Ranges {
         let read_log = self.read_log.as_ref().map(|read_log| read_log.lock().expect("no panic while the lock is held"));
@@ -213,9 +214,9 @@ impl Files {
         Ok(id)
     }
 
-    /// Appends the files of another checkpoint. Returns the number that must be added to the ids of these files. If the
-    /// two checkpoints prefer different ways to read, both use positional reads, which are correct for every file
-    /// system.
+    /// Appends the files of another checkpoint. Returns the number that must be added to the ids that these files had.
+    /// If the two checkpoints use different methods for reading, both then use positional reads, which are correct for
+    /// every file system.
     ///
     /// # Panics
     /// Panics if there are more than 2^32 files.
@@ -248,7 +249,7 @@ impl Files {
         mirror.as_ref().map_or(identity.modified, |mirror| mirror.modified)
     }
 
-    /// Returns the range that contains the whole file.
+    /// Returns the range of all bytes of a file.
     #[must_use]
     pub fn whole(&self, id: FileId) -> FileRange {
         FileRange { file: id, offset: 0, len: self.len_bytes(id) }
@@ -259,19 +260,19 @@ impl Files {
         (0..u32::try_from(self.entries.len()).expect("fewer than 2^32 files")).map(FileId)
     }
 
-    /// Returns the number of bytes that were read from the files so far. Bytes copied from a mapping do not count.
+    /// Returns the number of bytes that were read from the files. Bytes copied from a mapping do not count.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
-    /// Returns how the files are read.
+    /// Returns the method by which the files are read.
     #[must_use]
     pub fn io(&self) -> IoMode {
         self.io
     }
 
-    /// Returns the open file. Opens the file if it is not open.
+    /// Returns the open file, and opens it if it is not open.
     ///
     /// # Errors
     /// `Io` if the file cannot be opened or its identity has changed.
@@ -304,12 +305,12 @@ impl Files {
         })
     }
 
-    /// Returns the number of descriptors that one open file uses.
+    /// Returns the number of descriptors that one open file uses: one or two.
     fn descriptors(&self) -> usize {
         if self.io == IoMode::Direct { 2 } else { 1 }
     }
 
-    /// Adapts the table of open files to the number of files.
+    /// Adapts the table of open files to the current number of files.
     fn grow_open_files(&mut self) {
         self.open.grow(self.entries.len(), self.descriptors());
     }
@@ -328,7 +329,8 @@ impl Files {
         Ok(buffer)
     }
 
-    /// Checks that the identity of every file is unchanged. If only other processes see a file, they check it.
+    /// Checks that the identity of every file is unchanged. If this process does not see a file, other processes check
+    /// the file.
     ///
     /// # Errors
     /// `Io` naming the first file that has changed.

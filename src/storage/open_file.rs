@@ -12,27 +12,28 @@ use super::mapping::Mapping;
 use super::{changed, direct};
 use crate::error::{Error, Result, StorageError};
 
-/// One open file. It is mapped when it is first read through the mapping.
+/// One open file. Its mapping is made when the file is first read through the mapping.
 #[derive(Debug)]
 pub struct OpenFile {
     /// The path, for messages.
     pub(super) path: PathBuf,
     /// The descriptor for ordinary reads.
     pub(super) file: File,
-    /// A second descriptor, for reads that bypass the page cache; `None` if they are not requested or not possible.
+    /// A second descriptor, for reads that bypass the page cache. It is `None` if such reads are not requested or not
+    /// possible.
     pub(super) direct: Option<File>,
-    /// The recorded length.
+    /// The length of the file in bytes that was recorded when the file was added.
     pub(super) len: u64,
-    /// The mapping; `None` if the file cannot be mapped.
+    /// The mapping, or `None` if the file cannot be mapped. It is not set before the first read through the mapping.
     pub(super) map: OnceLock<Option<Mapping>>,
-    /// The counter of [`super::Files::bytes_read`].
+    /// The counter that [`super::Files::bytes_read`] returns.
     pub(super) bytes_read: Arc<AtomicU64>,
-    /// The action before each read: record the range, or limit it to the available bytes.
+    /// The action before each read: the range is recorded, or limited to the available bytes.
     pub(super) read_check: Option<ReadCheck>,
 }
 
 impl OpenFile {
-    /// Returns the recorded length.
+    /// Returns the length of the file in bytes that was recorded when the file was added.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len

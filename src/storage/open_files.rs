@@ -1,9 +1,9 @@
 //! The open files of a checkpoint: as many as the limit on descriptors allows.
 //!
 //! With a reference count or a lock for each file, threads that copy small tensors would wait for each other longer
-//! than they copy. Therefore half of the budget is reserved for the first files, which stay open once they are opened;
-//! using one of them needs no lock. The other files share the other half: if it is full, opening a file closes the file
-//! that was opened first.
+//! than they copy. Therefore half of the budget of descriptors is reserved for the first files, which stay open once
+//! they are opened; using one of them needs no lock. The other files share the other half. If that half is full,
+//! opening a file closes the file that was opened first.
 //!
 
 use std::collections::{HashMap, VecDeque};
@@ -16,12 +16,12 @@ use crate::error::Result;
 /// The open files of one checkpoint.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
-    /// The first files, which stay open.
+    /// The first files of the checkpoint, which stay open once they are opened.
     permanent: Vec<OnceLock<Arc<OpenFile>>>,
     others: Mutex<CachedFiles>,
 }
 
-/// The other open files. The file that was opened last is at the end.
+/// The open files that may be closed again, in the order in which they were opened.
 #[derive(Debug, Default)]
 struct CachedFiles {
     files: HashMap<u32, Arc<OpenFile>>,
@@ -35,7 +35,7 @@ pub enum Opened<'a> {
 }
 
 impl Opened<'_> {
-    /// Returns a handle that can be kept.
+    /// Returns a reference-counted handle, which the caller may keep.
     #[must_use]
     pub fn to_arc(&self) -> Arc<OpenFile> {
         match self {
@@ -57,7 +57,7 @@ impl Deref for Opened<'_> {
 }
 
 impl OpenFiles {
-    /// Adapts the table to `files` files in total, with `descriptors` descriptors for each.
+    /// Adapts the table to a total of `files` files, each of which uses `descriptors` descriptors.
     pub fn grow(&mut self, files: usize, descriptors: usize) {
         let permanent = files.min(filesystem::open_file_budget() / descriptors / 2);
         if permanent > self.permanent.len() {

@@ -1,8 +1,8 @@
 //! File lookups that a network file system must not answer from its cache.
 //!
-//! A node caches, for up to a minute, which names exist in a folder, which do not, and the lengths of files. The list
-//! of a folder is as new as the moment at which the folder was opened. NFS drops the cached names of a folder when this
-//! node opens or changes the folder. FUSE caches each name for its own time, and looks the name up again only if a
+//! A node caches names and lengths of files for up to a minute: which names exist in a folder, and which do not. The
+//! list of a folder is as new as the moment at which the folder was opened. NFS drops the cached names of a folder when
+//! this node opens or changes the folder. FUSE caches each name for its own time, and looks the name up again only if a
 //! rename may replace it.
 
 use std::ffi::OsStr;

@@ -41,7 +41,7 @@ fn to_doubles(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
     wide.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-/// Numbers of different magnitudes, whose sums are not exact.
+/// Returns a number. The numbers have different magnitudes, and their sums are not exact.
 fn number(index: usize, of: usize) -> f64 {
     let wild = (index * 31 + of * 17 + 5).wrapping_mul(0x9E37_79B9) % 2003;
     (f64::from(u32::try_from(wild).unwrap()) - 1001.0) / [5.0, 7.0, 64.0, 1000.0][index % 4]
@@ -96,7 +96,7 @@ fn floats_are_rounded_once_from_the_wider_type() {
 
 #[test]
 fn small_addends_are_not_lost() {
-    // In these dtypes themselves, adding 1 would not change the sum.
+    // If the sum were computed in these dtypes, adding 1 would not change it.
     let ones = |dtype, first: f64, count: usize| {
         let first = std::iter::once(cast(Dtype::F64, dtype, &doubles(&[first])));
         let partial_values: Vec<Vec<u8>> =
@@ -151,7 +151,7 @@ fn integers_are_exact_or_an_error() {
     assert_eq!(found(Avg, 2), Err(ReduceError::Remainder { value: i128::from(i64::MAX) - 2, divisor: 2 }));
     let overflow = |value| ReduceError::Overflow { dtype: Dtype::I64, op: Product, value };
     assert_eq!(found(Product, 1), Err(overflow(i128::from(i64::MAX) * -2)));
-    // An intermediate sum may exceed the dtype.
+    // An intermediate sum may exceed the range of the dtype.
     let three = [i64s(&[i64::MAX]), i64s(&[i64::MAX]), i64s(&[-i64::MAX])];
     assert_eq!(reduce(Dtype::I64, Sum, 1, &three), Ok(i64s(&[i64::MAX])));
     let most = vec![i64s(&[i64::MAX]); 5];
@@ -210,6 +210,6 @@ fn undefined_op_of_a_dtype_is_an_error() {
         assert_eq!(fault, ReduceError::Undefined { dtype, op });
         assert!(fault.to_string().contains(dtype.name()), "{fault}");
     }
-    // A divisor makes it a sum.
+    // A division is allowed only for a sum, and bool has no sum.
     assert!(Reducer::new(Dtype::Bool, Max, 2).is_err());
 }

@@ -9,7 +9,7 @@ use crate::exec::copy::{CastCount, dry_run};
 use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::storage::FileId;
 
-/// Returns a value of any magnitude; some overflow and some are NaN.
+/// Returns a value of any magnitude. Some values overflow and some are NaN.
 fn value(index: u64) -> f64 {
     if index % 97 == 13 {
         return f64::NAN;
@@ -20,7 +20,7 @@ fn value(index: u64) -> f64 {
     if index.is_multiple_of(2) { size } else { -size }
 }
 
-/// Returns element `index` in a dtype, cast from f64.
+/// Returns the bytes of element `index`, cast from f64 to a dtype.
 pub(crate) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
     cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
 }
@@ -37,7 +37,7 @@ fn bytes(len: u64) -> usize {
     usize::try_from(len).unwrap()
 }
 
-/// A tensor in a file of its own.
+/// A source tensor in a file of its own.
 struct Source {
     _folder: tempfile::TempDir,
     files: Files,
@@ -96,14 +96,14 @@ fn fill(input: Input<'_>, reservation: &Reservation, folder: &Path, options: &Op
     copy(input, reservation, folder, options, &Silent, &Stop::default())
 }
 
-/// Returns the written file as a source.
+/// Returns the written file as source files.
 fn written(folder: &Path) -> Files {
     let mut files = Files::new(IoMode::Read);
     files.add(folder.join("out")).unwrap();
     files
 }
 
-/// Checks every tile and every checksum.
+/// Checks every tile and every checksum of the written file.
 fn check(source: &Source, reservation: &Reservation, folder: &Path) {
     let found = fs::read(folder.join("out")).unwrap();
     let from = source.entry().dtype;
@@ -128,7 +128,7 @@ fn sharded(dim: usize, ranks: u64) -> Layout {
     Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(dim))] }
 }
 
-/// Rows alternate between (dp, tp) ranks, and every rank has a replica.
+/// Returns a layout in which rows alternate between (dp, tp) ranks, and every rank has a replica.
 fn interleaved() -> Layout {
     let strided = Placement::StridedShard { dim: TensorDim(0), split_factor: 2 };
     let placements = vec![strided, Placement::Shard(TensorDim(0)), Placement::Replicate];
@@ -273,8 +273,7 @@ fn cast_copy_equals_its_source_and_a_flipped_bit_is_found() {
     let path = folder.path().join("out");
     let mut bytes = fs::read(&path).unwrap();
     let FileLocation::Bytes { offset, .. } = target.chunks.location(1) else { unreachable!() };
-    // Flips the sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements
-    // further.
+    // Flips the sign of element 5 of the chunk, which is row 1, column 5 of the tensor.
     bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;
     fs::write(&path, &bytes).unwrap();
     let found = compared(&written(folder.path()), &options(2, 50)).unwrap();

@@ -14,8 +14,8 @@ use crate::storage::{AnchoredPath, FileId};
 
 const LEN: u64 = 60_000;
 
-/// Reserves two files with tensors at odd offsets, cast or not, each with its checksum right behind it and again far
-/// away, and header bytes between them.
+/// Reserves two files with tensors at odd offsets, some of them cast. Each tensor has a checksum directly after it and
+/// again far away, and header bytes are between the tensors.
 fn reservation(entries: &[TensorEntry]) -> Reservation {
     let mut reservation = Reservation::default();
     for number in 0..2_u32 {
@@ -83,7 +83,7 @@ proptest! {
         let mut at = 0;
         for (nth, cut) in cuts.into_iter().chain([u64::MAX]).enumerate() {
             let run = &mut runs[usize::try_from(order >> (2 * nth) & 3).unwrap() % 3];
-            // The files, concatenated.
+            // Byte positions in this test count over both files, as if they were one file.
             let mut start = 0;
             for (number, file) in (0..).zip(&reservation.files) {
                 let within = |offset: u64| offset.clamp(start, start + file.len) - start;
@@ -117,13 +117,13 @@ proptest! {
         for file in &reservation.files {
             prop_assert_eq!(first_mismatch(file, &place.join(&file.path), &Stop::default()).unwrap(), None);
         }
-        // A process that was believed dead wakes up and continues to write.
+        // A process that was believed dead continues to write.
         run(0, "late");
         prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
     }
 }
 
-/// Stops a run when all data is written but not yet synced to disk.
+/// A progress receiver that stops the run when all data is written but not yet synced to disk.
 struct StopsAfterLastByte {
     stop: Stop,
     left: AtomicU64,

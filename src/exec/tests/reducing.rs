@@ -19,7 +19,7 @@ fn element_of(number: u64, index: u64) -> f32 {
     (f32::from(u16::try_from(scrambled % 60_000).unwrap()) - 30_000.0) / 7.0
 }
 
-/// A tensor of three partial values, each in its own file, all with the same layout.
+/// A tensor with three partial values, each in its own file. All have the same layout.
 struct Source {
     folder: tempfile::TempDir,
     files: Files,
@@ -65,7 +65,7 @@ fn layout(placement: Placement, ranks: u64) -> Layout {
     Layout { mesh: vec![ranks], placements: vec![placement] }
 }
 
-/// Returns the sum of some partial values, computed in f64, divided and rounded once.
+/// Returns the sum of some partial values, computed in f64, then divided and rounded once.
 fn reduced(partial_values: &[u64], divisor: f64, index: u64) -> f32 {
     let sum: f64 = partial_values.iter().map(|number| f64::from(element_of(*number, index))).sum();
     #[expect(clippy::cast_possible_truncation, reason = "the sum is rounded on purpose")]
@@ -73,7 +73,7 @@ fn reduced(partial_values: &[u64], divisor: f64, index: u64) -> f32 {
     single
 }
 
-/// Reserves a file with the tiles of a layout, each with its share.
+/// Reserves a file with the tiles of a layout. Each tile has its share of the partial values.
 fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
     let mut file = OutputFile::new("out");
     let mut entry = TensorEntry::new("t".into(), Dtype::F32, SHAPE.as_slice().into());
@@ -178,7 +178,7 @@ fn reduction_memory_is_bounded_and_records_are_checked() {
     prepared.read(source.input(), 0, &mut vec![0; 300 * 700 * 2], &mut scratch).unwrap();
     assert!(scratch.capacity() as u64 <= SCRATCH_BYTES);
 
-    // Every file is one record; the CRC of the last one is wrong.
+    // Every file is one zip record; the CRC of the last one is wrong.
     let len = 300 * 700 * 4;
     let sums: Vec<u32> = (0..3)
         .map(|number| {

@@ -103,7 +103,7 @@ fn transposed_view_is_not_read_in_row_groups() {
     let path = folder.path().join("data");
     let (files, entry) = store(&[1024, 1024], Dtype::I64, &sharded(0, 1), true, IoMode::Read, &path);
     let read = read_for(&files, vec![entry], &sharded(1, 8), 4 << 20);
-    // Each tile is 128 rows of the file. Row groups would read all of them for a few columns at a time.
+    // Each tile is 128 rows of the file. Row groups would read all of these rows for only a few columns at a time.
     assert!(read <= 2 * 1024 * 1024 * 8, "{read}");
 }
 
@@ -116,7 +116,7 @@ fn replicated(copies: u64, parts: u64) -> Layout {
 fn copies_are_read_once_for_all_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");
-    // Short tensors beside tensors that are cut several times, at lengths that are no multiple of anything.
+    // Short tensors are beside tensors that are cut several times. Their lengths are multiples of no block size.
     let shapes = [vec![600, 1300_u64], vec![70], vec![30, 41], vec![200, 1024], vec![100, 500]];
     let mut files = Files::new(IoMode::Read);
     let mut entries = Vec::new();
@@ -153,7 +153,7 @@ fn short_tensors_share_row_groups() {
     let entries: Vec<TensorEntry> =
         (0..100).map(|n| TensorEntry { fqn: format!("t{n}").as_str().into(), ..entry.clone() }).collect();
     let read = read_for(&files, entries, &sharded(1, 8), 4 << 20);
-    // All are the same 24 KiB of the file; a row group takes 42 tensors at most.
+    // All tiles read the same 24 KiB of the file. A row group reads at most 42 tensors.
     assert!(read <= 3 * 64 * 48 * 8, "{read}");
 }
 
@@ -189,7 +189,7 @@ fn small_case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, u64, 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
-    /// For any layouts and any size of write blocks.
+    /// The copies have the expected elements for any two layouts and any size of write blocks.
     #[test]
     fn copies_equal_indexing((shape, dtype, from, to, block_bytes, io) in small_case()) {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Tests of checksums whose spans and sites meet the borders of write blocks in every possible way.
+//! Tests of checksums whose spans and sites are at the borders of write blocks in every possible way.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use crate::exec::{Input, Options, Silent, Stop};
 use crate::format::resolve;
 use crate::storage::{FileId, Files, IoMode};
 
-/// Smallest write block that `options::max_memory` leads to.
+/// The size in bytes of the smallest write block that `options::max_memory` leads to.
 const BLOCK_BYTES: u64 = 64 << 10;
 
 const TENSORS: u64 = 24;
@@ -46,7 +46,7 @@ fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation
         file.push_header(vec![0; 4 + 17]);
     }
     for index in 0..file.checksums.len() {
-        // At varying distances from borders, and once per directory entry on a border.
+        // The sites are at varying distances from block borders, and for each directory entry one site is on a border.
         let before = (file.len + 8).next_multiple_of(BLOCK_BYTES / 16) - (index as u64 + shift) % 6 - file.len;
         file.push_header(vec![3; usize::try_from(before).unwrap()]);
         file.checksums[index].crc_offsets.push(file.len);
