@@ -1,4 +1,5 @@
-//! The command line as declared to clap. It has only structs, so that help, man pages and completions have one source.
+//! The command line, as it is declared for clap. The module has only declarations, so that help, man pages and
+//! completions have one source.
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts have brackets that are no links")]
 
@@ -32,7 +33,7 @@ pub struct Cli {
     pub talk: TalkArgs,
 }
 
-/// Description in the man page. In `--help` it would stand between the reader and the verbs.
+/// The description of the program in the man page. In `--help` it would push the list of verbs down.
 pub const DESCRIPTION: &str = "\
 Convert sharded PyTorch checkpoints between layouts, without Python.
 
@@ -119,7 +120,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns the arguments that all verbs which write share; `None` for other verbs.
+    /// Returns the arguments that all verbs which write have in common, or `None` for a verb that does not write.
     #[must_use]
     pub fn convert(&self) -> Option<&ConvertArgs> {
         match self {
@@ -443,7 +444,7 @@ pub fn command() -> clap::Command {
     })
 }
 
-/// Replaces underscores in long options: `--max_shard_size` becomes `--max-shard-size`.
+/// Replaces underscores in long options by hyphens: `--max_shard_size` becomes `--max-shard-size`.
 pub fn normalise_long_options(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut only_positionals = false;
     let normalise = |argument: OsString| {

@@ -70,7 +70,7 @@ pub struct DestinationArgs {
     pub verify: bool,
 }
 
-/// Share of the work that this process does, if several processes convert one checkpoint.
+/// Options for the share of the work that this process does, if several processes convert one checkpoint.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Running")]
 pub struct PartArgs {
@@ -106,7 +106,7 @@ pub struct ExchangeArgs {
     /// It sums in an order of its own, so the last bits of floats can differ from run to run.
     #[arg(long, hide_short_help = true)]
     pub fast_reduce: bool,
-    // Removed: an error names what replaced it.
+    // This option was removed. It still parses, so that an error can name its replacement.
     #[arg(long, value_name = "PLACE", hide = true)]
     pub rendezvous: Option<String>,
     /// Limit the bytes that each process reads, sends and receives at a time in an exchange
@@ -116,7 +116,7 @@ pub struct ExchangeArgs {
     pub bucket_size: Option<Quantity>,
 }
 
-/// Files of SRC that each process of a run sees.
+/// The files of SRC that each process of a run sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum SourceSight {
     /// Every process sees all files
@@ -126,7 +126,7 @@ pub enum SourceSight {
     PerRank,
 }
 
-/// Way in which processes exchange bytes.
+/// The way in which processes exchange bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
     /// cpu if every process sees SRC; else nccl if each process has a GPU, else mpi if it is built in and started the
@@ -143,7 +143,8 @@ pub enum Backend {
     Mpi,
 }
 
-/// Arguments precede the options of a verb, whatever heading those have.
+/// The heading of positional arguments. There is none, so they precede the options of a verb, whatever heading those
+/// options have.
 const NO_HEADING: Option<&str> = None;
 
 /// Arguments that all verbs which write share.
@@ -180,7 +181,7 @@ pub struct ConvertArgs {
     pub exchange: ExchangeArgs,
 }
 
-/// Condition under which progress is shown.
+/// The condition under which progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProgressChoice {
     /// A bar on a terminal, lines now and then in a long run elsewhere

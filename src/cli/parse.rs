@@ -5,7 +5,7 @@ use clap::{Arg, Command, Error, FromArgMatches};
 
 use super::{Cli, command};
 
-/// Parses the arguments. The error for an unknown option names the verbs that have it.
+/// Parses the arguments. If an option is unknown to the verb, the error names the verbs that have the option.
 ///
 /// # Errors
 /// Errors of clap, which include `--help` and `--version`.

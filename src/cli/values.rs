@@ -7,14 +7,15 @@ use dtshard::Format;
 use dtshard::options::IoMode;
 use dtshard::options::Split;
 
-/// Parses the name of any format. Help lists only the formats in `shown`, since a verb explains why it does not write others.
+/// Returns a parser that accepts the name of any format. Help lists only the formats in `shown`; a verb explains itself
+/// why it does not write another format.
 pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {
     let value = |format: &Format| PossibleValue::new(format.name()).hide(!shown.contains(&format));
     let names: Vec<PossibleValue> = Format::ALL.iter().map(value).collect();
     PossibleValuesParser::new(names).map(|name| Format::from_name(&name).expect("one of the names"))
 }
 
-/// Parses the name of a format.
+/// Returns a parser for the name of any format.
 pub fn any_format() -> impl TypedValueParser<Value = Format> {
     formats(&Format::ALL.iter().collect::<Vec<_>>())
 }
@@ -64,12 +65,12 @@ impl From<SplitArg> for Split {
     }
 }
 
-/// Parses a number, with an error that has no word of Rust.
+/// Parses a number. The error describes the expected number without names of Rust types.
 pub(super) fn number<T: std::str::FromStr>(text: &str) -> Result<T, &'static str> {
     text.parse().map_err(|_| "expected a whole number below 2^32, such as 4")
 }
 
-/// Parses one rank of a list.
+/// Parses one rank of a list of ranks.
 pub(super) fn rank(text: &str) -> Result<u32, &'static str> {
     text.trim().parse().map_err(|_| "expected ranks separated by commas, such as 0,2,1,3")
 }

@@ -1,4 +1,4 @@
-//! Conversion of arguments to options of the library. No other file knows both.
+//! Converts arguments of the command line to options of the library. No other file uses both.
 
 use std::path::PathBuf;
 

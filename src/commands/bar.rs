@@ -1,10 +1,10 @@
-//! Progress bar on the terminal, and other output while the bar is shown.
+//! The progress bar on the terminal, and other output while the bar is shown.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use indicatif::ProgressBar;
 
-/// Bar that is on the terminal now.
+/// The progress bar that is on the terminal now, or `None` if there is none.
 pub static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
 /// Locks a mutex. A panic of another thread is ignored.
@@ -12,7 +12,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Writes to the terminal while the bar is hidden.
+/// Calls `write`, which writes to the terminal, while the bar is hidden.
 pub fn without_bar(write: impl FnOnce()) {
     let bar = lock(&BAR).clone();
     match bar {

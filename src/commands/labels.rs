@@ -1,5 +1,5 @@
-//! Options that determine the result. An error names the option whose value differs from the value in an interrupted
-//! run.
+//! The options that determine the result. If a run resumes an interrupted run, an error names the option whose value
+//! has changed.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -8,14 +8,14 @@ use clap::parser::ValueSource;
 
 use crate::cli::{self, normalise_long_options};
 
-/// Options that do not change the result, by their names.
+/// The names of options that do not change the result.
 const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "backend",
     "bucket_size",
     "check_crc",
     "check_replicas",
     "dry_run",
-    // The library records whether NCCL reduced anything.
+    // The library itself records whether NCCL reduced any values.
     "fast_reduce",
     "io",
     "json",
@@ -36,8 +36,8 @@ const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "verify",
 ];
 
-/// Returns the options of the verb that determine the result, as they are written, with their values: `--dtype` and
-/// `bf16`.
+/// Returns the options of the verb that determine the result, each with its value, as the user writes them: `--dtype`
+/// and `bf16`.
 pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
     let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {

@@ -22,11 +22,11 @@ use crate::cli::{Cli, Command};
 use dtshard::options::{Launch, launch, process_environment};
 use dtshard::{Error, Result};
 
-/// End of a verb without an error.
+/// The result of a verb that ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     Done,
-    /// `verify` found a difference or damage.
+    /// The verb is `verify`, and it found a difference or damage.
     Different,
 }
 
@@ -49,15 +49,16 @@ pub fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// Prints why arguments were not parsed, or the help that they ask for, and returns the exit code.
+/// Prints the reason why arguments were not parsed, or the help that they ask for. Returns the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
-    // The value of `--part` is not known, and a contradicting environment is ignored.
+    // The value of `--part` is unknown here. If the variables of the environment contradict each other, they are
+    // ignored.
     let launch = launch(None, None, false, &process_environment).unwrap_or_else(|_| Launch::alone());
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
-/// Returns the number of this process among the processes of a run.
+/// Returns the place of this process among the processes of a run: its number, and the number of processes.
 ///
 /// # Errors
 /// `Usage` if the command line and the environment contradict each other.

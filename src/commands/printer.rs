@@ -26,7 +26,8 @@ use dtshard::{Error, Result};
 pub struct Printer {
     choice: TalkArgs,
     part: Part,
-    /// True if this process writes to standard output.
+    /// True if this process writes documents to standard output. Of processes that share a standard output, only one
+    /// does.
     documents: bool,
 }
 
@@ -36,8 +37,8 @@ impl Printer {
         Self { choice, part: Part::alone(), documents: true }
     }
 
-    /// Returns the printer of one of several processes. Their lines may appear on one terminal, so each line begins
-    /// with the part of the process, and only the first process prints messages that are equal in all processes.
+    /// Returns the printer for one of several processes. Their lines may appear on one terminal, so each line begins
+    /// with the part of the process. Only the first process prints messages that are equal in all processes.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
@@ -89,7 +90,7 @@ impl Printer {
         write_stdout(&paint(lines, AutoStream::choice(&io::stdout()) != ColorChoice::Never))
     }
 
-    /// Returns the width for data in columns: the width of the terminal, but at most `most`.
+    /// Returns the width in columns that data may have: the width of the terminal, but at most `most`.
     #[must_use]
     pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
@@ -115,7 +116,7 @@ impl Printer {
         }
     }
 
-    /// Prints a line about the end of this process.
+    /// Prints a line about the result of this process.
     pub fn outcome(&self, text: &str) {
         if !self.choice.quiet {
             self.say(text);
@@ -239,13 +240,13 @@ fn write_stdout(text: &str) -> Result<()> {
     }
 }
 
-/// Writes a line to standard error: `head` unchanged, and `text` with escapes. It is not an error if the terminal was
-/// closed.
+/// Writes a line to standard error. `head` is written unchanged, and control characters in `text` are escaped. It is
+/// not an error if the terminal was closed.
 fn write_stderr(head: &str, text: &str) {
     without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", escape_invisible(text))));
 }
 
-/// Kind of a message. It is shown in its colour on a terminal, unless `NO_COLOR` is set.
+/// The kind of a message. The word for it is coloured on a terminal, unless `NO_COLOR` is set.
 #[derive(Clone, Copy)]
 enum Label {
     Error,
@@ -274,7 +275,7 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
             let ground = span.ground.filter(|_| coloured).map(|colour| Color::Ansi256(Ansi256Color(colour)));
             let style = match ground {
                 None => Style::new(),
-                // Backgrounds are light on every terminal, so the text is black.
+                // The backgrounds of drawings are light on every terminal, so the text is black.
                 ground => Style::new().bg_color(ground).fg_color(Some(Color::Ansi256(Ansi256Color(16)))),
             };
             write!(text, "{style}{}{style:#}", escape_invisible(&span.text)).expect("writing to memory");
@@ -285,13 +286,13 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     text
 }
 
-/// Returns the options of messages if the arguments could not be parsed.
+/// Returns the options of messages (`--json`, `--quiet`, ...) if the arguments could not be parsed.
 pub fn talk_of_unparsed(arguments: &[OsString]) -> TalkArgs {
     let options = || arguments.iter().skip(1).take_while(|argument| *argument != OsStr::new("--"));
     TalkArgs { json: options().any(|argument| argument == "--json"), ..TalkArgs::default() }
 }
 
-/// Splits an error of clap into message and hint. The hint is the usage if clap has no tip.
+/// Splits an error of clap into a message and a hint. If clap has no tip, the hint is the usage text.
 fn usage_text(error: &clap::Error) -> (String, Option<String>) {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return (String::from("no verb is given"), Some(String::from("`dtshard --help` lists the verbs")));
@@ -333,7 +334,7 @@ mod tests {
         assert_eq!(of(1, Launcher::Slurm, usual).progress(), ProgressChoice::Never);
         let always = TalkArgs { progress: ProgressChoice::Always, ..usual };
         assert_eq!(of(1, Launcher::Slurm, always).progress(), ProgressChoice::Always);
-        // Elements of a Slurm array have separate standard outputs.
+        // The processes of a Slurm array have separate standard outputs.
         assert!(of(1, Launcher::SlurmArray, usual).documents && !of(1, Launcher::Slurm, usual).documents);
     }
 

@@ -1,8 +1,8 @@
 //! Progress of a run: a bar with rate and remaining time on a terminal, a line every ten seconds elsewhere.
 //!
-//! Unit of rate and remaining time: bytes that move. Both leave out the time before the first bytes, the bytes of an
-//! earlier run, and the time in which files are allocated or synced. In such a phase, the display names the phase
-//! instead.
+//! Unit of rate and remaining time: bytes that this run copies. Both leave out the time before the first bytes, the
+//! bytes of an earlier run, and the time in which files are allocated or synced. In such a phase, the display shows the
+//! name of the phase instead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -20,10 +20,10 @@ use crate::cli::ProgressChoice;
 use dtshard::text::{human_bytes, human_rate};
 use dtshard::{Level, Phase, Progress};
 
-/// Time between two lines of progress.
+/// The time between two lines of progress.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Time between two updates of the bar.
+/// The time between two updates of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
 /// Shows progress and messages of the library on the terminal.
@@ -86,16 +86,16 @@ impl Progress for TerminalProgress {
     }
 }
 
-/// Display of one task.
+/// The display of the progress of one task.
 #[derive(Debug)]
 struct Task {
-    /// `None` if nothing is shown.
+    /// The state that is displayed, or `None` if no progress is shown.
     shown: Option<Arc<Shown>>,
-    /// Updates the display, even if no bytes move.
+    /// The thread that updates the display, even if no bytes are copied.
     thread: Option<JoinHandle<()>>,
 }
 
-/// State that the display shows.
+/// The state of a task that the display shows.
 #[derive(Debug)]
 struct Shown {
     verb: &'static str,
@@ -114,7 +114,7 @@ enum Display {
 }
 
 impl Task {
-    /// Begins to show progress over `total` bytes.
+    /// Begins to show the progress of a task over `total` bytes.
     fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
             ProgressChoice::Never => return Self { shown: None, thread: None },
@@ -132,7 +132,7 @@ impl Task {
         Self { shown: Some(shown), thread }
     }
 
-    /// Counts bytes that an earlier run has written.
+    /// Counts bytes of the task that an earlier run has written.
     fn skip(&self, bytes: u64) {
         if let Some(shown) = &self.shown {
             shown.flow.before.fetch_add(bytes, Ordering::Relaxed);
@@ -230,12 +230,12 @@ fn interrupted() -> Arc<AtomicBool> {
     Arc::clone(flag)
 }
 
-/// Counts of bytes, and their rate.
+/// The counts of bytes of a task, and their rate.
 #[derive(Debug, Default)]
 struct Flow {
-    /// Bytes of earlier runs.
+    /// The number of bytes that earlier runs have written.
     before: AtomicU64,
-    /// Bytes of this run.
+    /// The number of bytes that this run has written.
     done: AtomicU64,
     timing: Mutex<PhaseTiming>,
 }
@@ -243,9 +243,10 @@ struct Flow {
 #[derive(Debug, Default)]
 struct PhaseTiming {
     phase: Phase,
-    /// Time of the first bytes in this phase, and the bytes that were done by then.
+    /// The time of the first bytes in this phase, and the number of bytes that were done at that time.
     begun: Option<(Instant, u64)>,
-    /// Bytes and time of earlier phases in which bytes moved.
+    /// The number of bytes of earlier phases of this run, without the first bytes of each phase. `time` is the duration
+    /// of these phases.
     bytes: u64,
     time: Duration,
     last: Option<Instant>,
@@ -263,7 +264,7 @@ impl Flow {
         timing.last = Some(now);
     }
 
-    /// Enters another phase. Its time does not count for the rate.
+    /// Enters another phase. Only the time between the first and the last bytes of a phase counts for the rate.
     fn enter(&self, phase: Phase) {
         let mut timing = lock(&self.timing);
         if let (Some((begun, first)), Some(last)) = (timing.begun.take(), timing.last) {
@@ -281,8 +282,8 @@ impl Flow {
         }
     }
 
-    /// Returns a text such as `500.00 MB/s, 3 s left`. It is `None` before bytes move, and while files are allocated or
-    /// synced.
+    /// Returns a text such as `500.00 MB/s, 3 s left`, or `None` before the first bytes and while files are allocated
+    /// or synced.
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
         let timing = lock(&self.timing);
@@ -316,7 +317,7 @@ mod tests {
     fn rate_and_remaining_time_count_from_the_first_bytes() {
         let (flow, start) = (Flow::default(), Instant::now());
         assert_eq!(flow.pace(2000 * MB, start + seconds(60)), None);
-        // The time that the first bytes took is unknown.
+        // The rate leaves out the first bytes, because the time that they took is unknown.
         flow.advance(4 * MB, start + seconds(60));
         assert_eq!(flow.pace(2000 * MB, start + seconds(61)), None);
         flow.advance(496 * MB, start + seconds(62));

@@ -1,4 +1,4 @@
-//! State of the whole process, which only the program sets: signals, limits and the allocator.
+//! Settings of the complete process, which only the program makes: signals, limits and the allocator.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -1,4 +1,4 @@
-//! Terminal on which the progress bar is drawn.
+//! The terminal on which the progress bar is drawn.
 //!
 //! The cursor stays at the start of the bar's line. indicatif would leave it at the end of the line. There, the `^C`
 //! that a terminal echoes would wrap to the next line, and the bar would stay on the line above.
@@ -8,10 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use indicatif::TermLike;
 
-/// Standard error.
+/// Standard error, as the terminal of the progress bar.
 #[derive(Debug, Default)]
 pub struct Terminal {
-    /// Output that is collected and written in one piece, so that other output does not interleave.
+    /// Output that is collected and then written in one piece, so that other output cannot be in the middle of it.
     buffer: Mutex<String>,
 }
 
@@ -20,7 +20,7 @@ impl Terminal {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
     }
 
-    /// Moves the cursor.
+    /// Moves the cursor by `number` positions in a direction.
     fn go(&self, number: usize, direction: char) {
         if number > 0 {
             self.push(&format!("\x1b[{number}{direction}"));
@@ -29,7 +29,8 @@ impl Terminal {
 }
 
 impl TermLike for Terminal {
-    /// Returns one column less than the terminal has, because some terminals wrap after the last column.
+    /// Returns the width of the terminal minus one column, because some terminals wrap a line that reaches the last
+    /// column.
     fn width(&self) -> u16 {
         terminal_size::terminal_size_of(io::stderr()).map_or(79, |(width, _)| width.0.max(2) - 1)
     }

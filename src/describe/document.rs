@@ -6,8 +6,8 @@ use super::{Inspection, parts};
 use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::layout::DeviceMesh;
 
-/// Returns the document. `tensors` and `bytes` cover the tensors chosen with `--tensor`; all other fields cover the
-/// whole checkpoint.
+/// Returns the JSON document of `inspect`. `tensors` and `bytes` cover the tensors selected with `--tensor`; all other
+/// fields cover the complete checkpoint.
 pub fn document(view: &Inspection<'_>) -> Json {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let meshes: Vec<Json> = catalog.meshes.iter().map(mesh_document).collect();

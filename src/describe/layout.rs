@@ -2,7 +2,7 @@
 //!
 //! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
 //! of placements becomes the fallback, which is the list for all tensors without a rule. Other tensors of the model get
-//! rules. Then the same resolver applies the finished document, which shows the tensors that still need a rule.
+//! rules. Then the same resolver reads the finished document, which shows the tensors that still need a rule.
 //! Invariant: a printed document gives every tensor the layout that it has in the checkpoint.
 
 #[cfg(test)]
@@ -39,7 +39,7 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
     Ok(file::document(&of_tensors(&checkpoint.catalog, checkpoint.format, mesh)?))
 }
 
-/// Returns the layout of sharded tensors.
+/// Returns the layout of a checkpoint whose tensors are sharded on a mesh.
 fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<MeshLayout> {
     let tensors = tensors(catalog, format, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
@@ -60,7 +60,7 @@ fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Mes
     }
 }
 
-/// Returns the error for a checkpoint that does not record one layout.
+/// Returns the error for a checkpoint that records no layout, or more than one layout.
 fn untold(checkpoint: &Checkpoint) -> Error {
     let (root, meshes) = (checkpoint.root.display(), &checkpoint.catalog.meshes);
     if !meshes.is_empty() {
@@ -87,7 +87,7 @@ fn untold(checkpoint: &Checkpoint) -> Error {
     }
 }
 
-/// A name of a tensor, and the tensor's layout.
+/// A tensor under one of its names, with its layout.
 struct NamedTensor {
     path: Path,
     id: TensorId,
@@ -99,8 +99,7 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Returns true if the tensor needs no rule, because the fallback gives it the right layout or because it is a
-    /// plain scalar.
+    /// Returns true if the tensor needs no rule: the fallback gives it its layout, or it is a plain 0-d tensor.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
             PlacementChoice::Plain => self.ndim == 0,
@@ -118,7 +117,8 @@ fn usual(layout: &MeshLayout, ndim: usize) -> PlacementList {
     PlacementList { splits: splits_of(&placements, &vec![split; list.len()]), placements, slice: None }
 }
 
-/// Returns the splits of sharded mesh dimensions; an empty list if all are `torch.chunk` splits, as in DTensors.
+/// Returns the split rule of each mesh dimension, with `torch.chunk` for mesh dimensions that shard nothing. The list
+/// is empty if all split rules are `torch.chunk`, as in DTensors.
 fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     let is_cut = |spec: &PlacementSpec| matches!(spec, PlacementSpec::Shard(_) | PlacementSpec::StridedShard { .. });
     let of_dim = |(spec, split): (&PlacementSpec, &Split)| if is_cut(spec) { split.clone() } else { Split::Chunk };
@@ -126,7 +126,7 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-/// Returns the layout that `reshard` would give a tensor in the same format.
+/// Returns the layout that `reshard` would give a tensor if it wrote the same format again.
 fn lies(
     resolver: &mut PlacementResolver,
     format: Format,
@@ -157,7 +157,7 @@ fn lies(
     }))
 }
 
-/// Returns every tensor with the layout that `reshard` would give it in the same format.
+/// Returns every tensor with the layout that `reshard` would give it if it wrote the same format again.
 fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<NamedTensor>> {
     // ShardedTensors are sharded by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
@@ -181,8 +181,8 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
 
 /// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// Number of lists to try as the fallback. The most frequent list does not always fit the most tensors, but a list
-    /// that fits the most tensors is frequent.
+    /// The number of placement lists that are tried as the fallback. The most frequent list does not always fit the
+    /// most tensors, but the list that fits the most tensors is frequent.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -209,20 +209,21 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
     Ok(best.1)
 }
 
-/// The form of the patterns in rules.
+/// The form of the patterns that rules use to name tensors.
 #[derive(Clone, Copy)]
 enum RuleNames {
-    /// Names within the model, with or without `*` for numbers.
+    /// Rules use names within the model, complete or with `*` for numbers.
     InModel,
-    /// Whole names, with or without `*` for numbers, or only the first and last component: `optim.**.exp_avg`.
+    /// Rules use names in the state dict, complete, with `*` for numbers, or reduced to the first and last component:
+    /// `optim.**.exp_avg`.
     Wide,
-    /// Whole names only.
+    /// Each rule uses the complete name of one tensor, without wildcards.
     Whole,
 }
 
 impl RuleNames {
-    /// Returns patterns to try before the name itself. A pattern is used if all tensors that it covers have the same
-    /// layout.
+    /// Returns patterns that are tried before the complete name. A pattern is used if all tensors that it covers have
+    /// the same layout.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
         let numbers: Vec<usize> = (0..parts.len()).filter(|at| is_number(parts[*at])).collect();
@@ -236,13 +237,13 @@ impl RuleNames {
             (Self::InModel | Self::Wide, _) => Vec::new(),
         };
         wider.push(numbered(None));
-        // All experts of one layer.
+        // With several numbers, each pattern keeps one of them, for example to cover all experts of one layer.
         wider.extend(numbers.iter().filter(|_| numbers.len() > 1).map(|at| numbered(Some(*at))));
         wider
     }
 }
 
-/// Returns rules for the tensors `unmatched`. One rule may cover several of them.
+/// Returns rules for the tensors in `unmatched`. One rule may cover several tensors.
 fn rules_of(
     tensors: &[NamedTensor],
     unmatched: &BTreeSet<usize>,
@@ -293,7 +294,7 @@ fn rules_of(
     found.into_iter().map(rule).collect()
 }
 
-/// Returns the splits of tensors with these placements if no rule sets splits.
+/// Returns the split rules that tensors with these placements have if no rule sets a split.
 fn usual_splits(spec: &PlacementList, layout: &MeshLayout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
@@ -303,16 +304,17 @@ fn is_number(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Returns a pattern that covers a name. Each special character of patterns becomes `?`, which matches any character.
+/// Returns a pattern for one name. Each character of the name that is special in patterns becomes `?`, which matches
+/// any character.
 fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
-/// Maximal number of pattern matches. This function and each reader of the layout match every pattern with every
-/// tensor.
+/// The maximum number of pairs of a pattern and a tensor. This module and each reader of the layout match every pattern
+/// with every tensor.
 const MAX_TRIALS: usize = 1 << 24;
 
-/// Checks that the number of pattern matches is not too large.
+/// Checks that the number of pairs of a pattern and a tensor is not too large.
 ///
 /// # Errors
 /// `Unsupported` if the tensors have too many different layouts.
@@ -328,7 +330,8 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     ))
 }
 
-/// Returns the tensors for which the printed layout, when it is read again, gives another layout than the checkpoint.
+/// Reads the printed layout again, and returns the indices of the tensors to which it gives another layout than the
+/// checkpoint.
 fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;

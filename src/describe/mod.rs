@@ -24,8 +24,8 @@ use crate::text::escape_invisible;
 pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
-/// The tensors of a checkpoint to describe, under every name they have, in the order of the state dict, with digests if
-/// asked for.
+/// The tensors of a checkpoint to describe, under every name they have, in the order of the state dict. They have
+/// digests if the user asked for digests.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,
@@ -34,7 +34,7 @@ pub struct Inspection<'a> {
 }
 
 impl<'a> Inspection<'a> {
-    /// Chooses the tensors to show, and computes their digests if asked for.
+    /// Selects the tensors to show, and computes their digests if the user asked for digests.
     ///
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
@@ -45,7 +45,8 @@ impl<'a> Inspection<'a> {
         Ok(Self { checkpoint, args, names, digests })
     }
 
-    /// Returns the summary, one line for each fact: format, parameters, step, meshes, dtypes, series.
+    /// Returns the summary of the checkpoint. It has one line for each fact: format, parameters, step, meshes, dtypes,
+    /// series.
     ///
     /// # Errors
     /// `Io` if the tensor that holds the training step cannot be read.
@@ -65,7 +66,8 @@ impl<'a> Inspection<'a> {
         table::chunks(self)
     }
 
-    /// Draws the parts of each tensor with the rank or file that stores them, at most `columns` characters wide.
+    /// Draws the parts of each tensor, with the rank or file that stores each part. The drawings are at most `columns`
+    /// characters wide.
     #[must_use]
     pub fn drawings(&self, columns: usize) -> Vec<Vec<Span>> {
         drawings(self, columns)
@@ -78,10 +80,10 @@ impl<'a> Inspection<'a> {
     }
 }
 
-/// Part of a line of a drawing, with or without a background colour.
+/// A part of a line of a drawing, with or without a background colour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Text, which may contain any characters.
+    /// The text, which may contain any characters.
     pub text: String,
     /// The background colour, as a number of the 256-colour palette of terminals.
     pub ground: Option<u8>,
@@ -97,13 +99,13 @@ pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
     Ok((document, text))
 }
 
-/// Returns the path of the model in the state dict, because users may give names without it.
+/// Returns the path of the model in the state dict. Users may give names without this path.
 fn model_root(catalog: &Catalog) -> Option<String> {
     Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// Returns the tensors that `wanted` selects, by exact name, otherwise by pattern. Returns all tensors if `wanted` is
-/// empty.
+/// Returns the tensors that `wanted` selects. An entry of `wanted` is an exact name, or a pattern if no tensor has that
+/// name. Returns all tensors if `wanted` is empty.
 fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);
@@ -161,8 +163,8 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
 }
 
 impl Inspection<'_> {
-    /// Returns one digest for all tensors shown, which is equal in every layout and format: BLAKE3 over one line
-    /// `DIGEST "NAME"` per tensor, sorted by name, with names quoted as in JSON. `None` if a tensor has no digest.
+    /// Returns one digest for all tensors shown, or `None` if one of them has no digest. It is equal in every layout
+    /// and format: BLAKE3 over one line `DIGEST "NAME"` for each tensor, sorted by name, with names quoted as in JSON.
     fn digest(&self) -> Option<String> {
         let mut listed: Vec<(&str, &String)> =
             self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
@@ -175,7 +177,7 @@ impl Inspection<'_> {
     }
 }
 
-/// Maximal number of lines of a drawing.
+/// The maximum number of lines of a drawing.
 const LINES: usize = 24;
 
 fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
@@ -201,7 +203,7 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     }
 }
 
-/// Returns the rank or file of a chunk; an empty chunk may have neither.
+/// Returns the rank or file that holds a chunk. An empty chunk may have neither.
 fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
     let file = || file_name(view, chunk.location).map(ChunkHolder::File);
     chunk.rank.map(ChunkHolder::Rank).or_else(file)
@@ -214,7 +216,7 @@ fn file_name(view: &Inspection<'_>, place: FileLocation) -> Option<String> {
     Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())
 }
 
-/// A stored box of a tensor, in elements.
+/// A box of a tensor that is stored in one file. Offsets and sizes are in elements.
 struct StoredBox {
     offsets: Vec<u64>,
     sizes: Vec<u64>,
@@ -222,8 +224,8 @@ struct StoredBox {
     file: Option<String>,
 }
 
-/// Returns the boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global tensor. An
-/// empty local tensor is one box with the offsets that PyTorch reports.
+/// Returns the stored boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global
+/// tensor. An empty local tensor is one box with the offsets that PyTorch reports.
 fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {

@@ -93,7 +93,7 @@ fn units_text(flat: &FlatLayout) -> String {
     format!("{} over {} ranks{notes}", count(flat.units.len(), "flat parameter"), flat.world_size)
 }
 
-/// The number of distinct tensors, and their bytes.
+/// The number of distinct tensors, and the sum of their bytes.
 #[derive(Debug, Default)]
 struct TensorTotal {
     tensors: usize,
@@ -113,7 +113,7 @@ impl std::fmt::Display for TensorTotal {
     }
 }
 
-/// Totals of the model, the optimizer and other tensors, and of each dtype.
+/// The totals of the model, of the optimizer and of other tensors, and the total of each dtype.
 #[derive(Debug, Default)]
 struct TensorTotals {
     model: TensorTotal,
@@ -160,7 +160,7 @@ impl TensorTotals {
         else {
             return number.to_string();
         };
-        // Truncated to hundredths, not rounded: 999.999 M is not shown as 1.00 B.
+        // The number is cut off after two decimals, not rounded: 999.999 M is not shown as 1.00 B.
         let hundredths = u128::from(number) * 100 / u128::from(unit);
         format!("{}.{:02} {name} ({number})", hundredths / 100, hundredths % 100)
     }
@@ -184,11 +184,11 @@ fn mesh_text(mesh: &DeviceMesh) -> String {
     format!("{mesh} ({}: {})", count(mesh.world_size(), "rank"), short_list_of_counted(&ranks, FEW_NUMBERS))
 }
 
-/// Returns the names of each tensor that has several: `head.weight = embed.weight`.
+/// Returns a text for each tensor that has several names: `head.weight = embed.weight`.
 fn tied(view: &Inspection<'_>) -> Vec<String> {
     let mut count = vec![0_u32; view.checkpoint.catalog.tensors.len()];
     view.names.iter().for_each(|(_, id)| count[id.0 as usize] += 1);
-    // Counting first saves memory, because there may be a million tensors, and only a few have several names.
+    // Counting first saves memory: there may be a million tensors, but only a few have several names.
     let mut names: IndexMap<TensorId, Vec<&str>> = IndexMap::new();
     for (name, id) in view.names.iter().filter(|(_, id)| count[id.0 as usize] > 1) {
         names.entry(*id).or_default().push(name.as_str());
@@ -196,11 +196,11 @@ fn tied(view: &Inspection<'_>) -> Vec<String> {
     names.into_values().map(|names| names.join(" = ")).collect()
 }
 
-/// Names that trainers give the training step.
+/// The names under which trainers store the training step.
 const STEP: [&str; 3] = ["step", "global_step", "iteration"];
 
-/// Dicts that may hold the training step, besides the top level. The optimizer is not among them, because it may count
-/// steps differently.
+/// The dicts that may hold the training step, besides the top level of the state dict. The optimizer is not in the
+/// list, because it may count steps differently.
 const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
 
 /// Returns the training step: an integer, or a 0-d integer tensor as torchtitan stores it. Ignores a damaged tensor,
@@ -226,7 +226,7 @@ fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     Ok(None)
 }
 
-/// Returns the value of a 0-d integer tensor; `None` for any other tensor.
+/// Returns the value of a 0-d integer tensor, or `None` for any other tensor.
 fn integer(view: &Inspection<'_>, entry: &TensorEntry) -> Result<Option<i64>> {
     if !entry.shape.is_empty() || entry.chunks.is_empty() || !["i32", "i64"].contains(&entry.dtype.name()) {
         return Ok(None);

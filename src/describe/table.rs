@@ -9,7 +9,8 @@ use crate::format::TensorStorage;
 use crate::layout::{Region, chunk};
 use crate::text::escape_invisible;
 
-/// Returns the table of all tensors. The last column has the number of chunks, or the digest if digests were asked for.
+/// Returns the table of all tensors. The last column has the number of chunks, or the digest if the user asked for
+/// digests.
 pub fn tensors(view: &Inspection<'_>) -> String {
     let ranks = has_boxes_alone(view).then(|| most_chunks(view));
     let row = |(name, id): &(Fqn, _)| {
@@ -29,19 +30,19 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
 }
 
-/// Returns true if the format records boxes, but neither ranks nor placements, as DCP does.
+/// Returns true if the format records boxes of tensors, but neither ranks nor placements. DCP is such a format.
 fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
-/// Returns the likely number of ranks: the largest number of boxes of a tensor, because each rank stores at most one
-/// box.
+/// Returns the likely number of ranks: the largest number of boxes of any tensor, because each rank stores at most one
+/// box of a tensor.
 fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }
 
-/// Returns `S(0) x 8` if the boxes of a tensor are the shards that `Shard(0)` over 8 ranks makes with `torch.chunk`.
-/// The number of shards may be below `ranks`: other mesh dimensions may replicate the tensor.
+/// Returns `S(0) x 8` if the boxes of a tensor are the 8 shards that `Shard(0)` makes with `torch.chunk`, otherwise
+/// `None`. The number of shards may be below `ranks`, because other mesh dimensions may replicate the tensor.
 fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     let mut boxes: Vec<Region> = entry
         .chunks
@@ -80,15 +81,15 @@ pub fn chunks(view: &Inspection<'_>) -> String {
     text
 }
 
-/// Maximal width of a column, in characters. A longer cell does not widen the column. `format!` panics for widths of
-/// 2^16 or more.
+/// The maximum width of a column, in characters. A longer cell does not widen the column. `format!` panics for widths
+/// of 2^16 or more.
 const MAX_WIDTH: usize = 4096;
 
 fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Aligns columns to their widest cell, up to `MAX_WIDTH`, because names come from files and may be of any length.
+/// Pads each column to its widest cell, but at most to `MAX_WIDTH`. Names come from files and may be of any length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];

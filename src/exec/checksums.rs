@@ -8,6 +8,7 @@
 //! header bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If
 //! several runs write a checkpoint, the process that seals the checkpoint combines the parts of all runs
 //! ([`write_combined`]).
+//!
 //! All sizes and offsets are in bytes. Invariant: spans are in ascending order; their first sites are in ascending
 //! order, too, and so are their second sites (see [`ChecksumSpan`]).
 

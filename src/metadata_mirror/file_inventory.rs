@@ -1,4 +1,4 @@
-//! Inventory of the files in SRC that one process sees.
+//! An inventory of the files in SRC that one process sees.
 //!
 //! Links to files count as files, wherever they point, as when a folder is read. Links to folders are followed if a
 //! folder of that name may contain a checkpoint, and circular links are not followed. A dangling link is listed as

@@ -23,7 +23,7 @@ use crate::storage::{Ranges, regular_file};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// The properties of the file; `None` for a dangling link.
+    /// The properties of the file, or `None` for a dangling link.
     found: Option<FoundFile>,
 }
 
@@ -32,14 +32,15 @@ struct FoundFile {
     len: u64,
     modified: (i64, i64),
     metadata: Vec<HashedRange>,
-    /// True if the file may be part of the checkpoint. False, for example, for a log or a script in the same folder.
+    /// True if the file may be part of the checkpoint. It is false, for example, for a log or a script in the same
+    /// folder.
     is_checkpoint_data: bool,
 }
 
 /// A range of metadata: its start, its end, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
-/// The name of the property that differs, and both values.
+/// The name of a property that differs between two reports, and a text with both values.
 type Difference = (&'static str, String);
 
 /// A file, merged from the reports of all ranks.
@@ -57,9 +58,9 @@ pub struct ReportedFile {
     pub mirrored: Arc<Ranges>,
     /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// The ranks that see a different file with this name.
+    /// The ranks that see a different file under this path.
     pub differing_ranks: Vec<u32>,
-    /// The rank that writes the file in the mirror.
+    /// The rank that writes this file into the mirror.
     pub writer: u32,
 }
 
@@ -153,7 +154,8 @@ pub fn each_block(
     Ok(())
 }
 
-/// Merges the reports of all ranks. `own` is the folder of SRC on this rank. `rank` is the index of this rank.
+/// Merges the reports of all ranks into one list of files. `own` is the folder of SRC on this rank, and `rank` is the
+/// number of this rank.
 ///
 /// # Errors
 /// `Conflict` if files with the same name differ, `Comm` for invalid reports.
@@ -183,7 +185,7 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     merged.collect()
 }
 
-/// The reports of one file, each with its rank.
+/// The reports about one file. Each report has the rank that made it.
 type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {
@@ -307,7 +309,7 @@ mod tests {
         let link = FileReport { path: "a".into(), found: None };
         let text = refused(vec![vec![link.clone()], vec![report("a/b", 0, &[])]]);
         assert_eq!(text, "/src/a: the kind of entry differs between processes 0 and 1: a file and a folder");
-        // If the link points to a file on some rank, the path counts as that file.
+        // If the link points to a file on any rank, the merged entry is that file.
         let merged = merge_reports(Path::new("/src"), 1, vec![vec![link], vec![report("a", 3, &[(0, 3, 1)])]]).unwrap();
         let seen = &merged[Path::new("a")];
         assert_eq!((seen.len, seen.writer, &*seen.seen_by, seen.own_modified), (Some(3), 1, &[1][..], Some((5, 0))));

@@ -32,14 +32,14 @@ use file_report::{FileReport, ReportedFile};
 /// A metadata mirror, as one process uses it.
 #[derive(Debug)]
 pub struct MetadataMirror {
-    /// The folder of the mirror.
+    /// The path of the mirror, which is a folder.
     folder: PathBuf,
     /// The folder of SRC on this process: SRC itself, or the folder that contains SRC if SRC is a file.
     own: PathBuf,
     kind: SourceKind,
-    /// The files, by their paths relative to the folder.
+    /// The files of SRC, by their paths relative to its folder.
     files: BTreeMap<PathBuf, ReportedFile>,
-    /// The ranks that see no files, by their path of SRC. The path may be mistyped.
+    /// The ranks that see no files, grouped by the path of SRC that they were given. The path may be mistyped.
     ranks_without_files: BTreeMap<String, Vec<u32>>,
     /// The number of bytes that this process has written to the mirror.
     written: u64,
@@ -54,8 +54,8 @@ enum SourceKind {
 }
 
 /// Creates a mirror of the files that the ranks see, in the folder `mirror`, which all ranks see. Each rank has its own
-/// path `own` of SRC. The old content of `mirror` is replaced. If a rank sees nothing at `own`, it has none of the
-/// files; another rank must have some. Collective.
+/// path `own` of SRC. The old content of `mirror` is replaced. A rank that sees nothing at `own` has none of the files;
+/// another rank must have some. All ranks must call this function together.
 ///
 /// # Errors
 /// `Missing` if no rank sees any file, `Conflict` if ranks see different files with the same name, and `Comm` naming
@@ -78,8 +78,8 @@ pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPat
     Ok(MetadataMirror { folder, own, kind, files, ranks_without_files, written })
 }
 
-/// Returns the positions of objects in this process's data files, by folder. The positions are in the metadata file,
-/// which only another rank may have.
+/// Returns the positions of objects in this process's data files, by folder. The positions are recorded in the metadata
+/// file, which only another rank may have.
 fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = inventory.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
@@ -92,7 +92,7 @@ fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf,
     found.collect()
 }
 
-/// The state of the collective creation of a mirror.
+/// The state while all ranks create a mirror together.
 struct MirrorMaker<'a, C> {
     communicator: &'a C,
     inventory: &'a FileInventory,
@@ -101,7 +101,8 @@ struct MirrorMaker<'a, C> {
 }
 
 impl<C: Communicator> MirrorMaker<'_, C> {
-    /// Reports the selected files to all ranks, merges the reports, and writes the files that no lower rank has.
+    /// Reports the selected files of this rank to all ranks, merges the reports, and writes those files that no lower
+    /// rank has.
     fn mirror_files(
         &mut self,
         is_selected: impl Fn(&Path) -> bool,
@@ -149,8 +150,8 @@ impl MetadataMirror {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.mirrored.contains(&(0..len))))
     }
 
-    /// Returns whether all files of the mirror exist. If not, another process has failed and is deleting the mirror. An
-    /// error of reading the mirror is then not an error of SRC.
+    /// Returns whether all files of the mirror exist. If some do not, another process has failed and is deleting the
+    /// mirror, so an error of reading the mirror is not an error of SRC.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
@@ -181,8 +182,8 @@ impl MetadataMirror {
     }
 }
 
-/// Checks that SRC is of the same kind on all ranks that see it, and that at least one rank sees it. Returns the kind,
-/// and the ranks that see nothing, by their path of SRC.
+/// Checks that SRC has the same kind (file or folder) on all ranks that see it, and that at least one rank sees it.
+/// Returns the kind, and the ranks that see nothing, grouped by the path of SRC that they were given.
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,

@@ -11,7 +11,7 @@ use crate::name_list::name_processes;
 use crate::storage::{IoMode, LocalContent, LocalFile, MirroredFiles, filesystem, lookup};
 
 impl MetadataMirror {
-    /// Reads the checkpoint that the ranks see together. Its files are the files of SRC. This process can open the
+    /// Reads the checkpoint that all ranks see together. Its files have the paths of SRC. This process can open the
     /// files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by) returns the ranks that see a file.
     ///
     /// # Errors
@@ -62,7 +62,8 @@ impl MetadataMirror {
         text.replace(&format!("{mirror}/"), &own).replace(&mirror, own.trim_end_matches('/'))
     }
 
-    /// Returns additional text for hints: a node may have no files, or the path may be mistyped on that node.
+    /// Returns a text that is added to hints if some ranks see no files. Their node may have no files of SRC, or the
+    /// path may be mistyped on their node.
     fn ranks_without_files_text(&self) -> String {
         const SHOWN: usize = 3;
         let words = self.ranks_without_files.iter().take(SHOWN).map(|(place, ranks)| {
@@ -85,7 +86,7 @@ impl MetadataMirror {
             Error::Format(FormatError::Missing { path, expected, missing, hint, .. }) => {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
-                // If no process sees a file, it may exist on another node.
+                // A file that no process sees may exist on another node.
                 let hint = hint.get_or_insert_with(|| String::from("start a process on the node that has it"));
                 *hint += &self.ranks_without_files_text();
             }

@@ -36,7 +36,7 @@ pub fn create_parent_folders<'a>(mirror: &AnchoredPath, files: impl Iterator<Ite
         .try_for_each(|folder| mirror.create_folders(folder).map_err(Error::io("create", &mirror.join(folder))))
 }
 
-/// Writes the mirror of each file that this process has to write. Returns the number of bytes written.
+/// Writes into the mirror each file that this process has to write. Returns the number of bytes written.
 ///
 /// # Errors
 /// `Io`.
@@ -82,10 +82,10 @@ fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Resul
     close(target).map_err(Error::io("close", to))
 }
 
-/// The maximum time until the file systems of all nodes show a new file.
+/// The maximum time to wait until the file systems of all nodes show a new file.
 const MAX_DELAY: Duration = Duration::from_mins(1);
 
-/// Waits until this process sees all files with their full length.
+/// Waits until this process sees all files of the mirror with their full length.
 ///
 /// # Errors
 /// `Io`; `Missing` if a file does not appear.

@@ -26,11 +26,11 @@ use crate::select::Selected;
 
 /// A comparison of two checkpoints.
 pub(super) struct Comparison<'a> {
-    /// SRC, as stored.
+    /// The checkpoint SRC as stored, without selected names and dtypes.
     pub source: &'a Checkpoint,
-    /// OTHER, as stored.
+    /// The checkpoint OTHER as stored.
     pub other: &'a Checkpoint,
-    /// The names and dtypes to compare.
+    /// The tensors to compare, with the selected names and dtypes.
     pub names: &'a ComparedNames,
     /// The options of `verify`.
     pub args: &'a VerifyOptions,
@@ -55,7 +55,7 @@ impl Comparison<'_> {
                 found.removed(name, args);
                 continue;
             };
-            // The selected entry has the dtype for the comparison, the stored entries have the file locations.
+            // The selected entry has the dtype for the comparison. The stored entries have the file locations.
             let (selected, entry, other_entry) =
                 (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
             found.tensors += 1;
@@ -106,7 +106,7 @@ impl Comparison<'_> {
                 let are_equal =
                     match compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop) {
                         Ok(difference) => difference.is_none(),
-                        // The soundness check reports damage.
+                        // The soundness check already reports this damage.
                         Err(error) if error.is_about_content() || compare::has_no_value(&error, &[one, two]) => false,
                         Err(error) => return Err(error),
                     };
@@ -124,7 +124,7 @@ impl Comparison<'_> {
 }
 
 impl ComparedNames {
-    /// Checks that SRC has the tensors and objects of a listing of digests.
+    /// Checks that SRC has the tensors and objects that a listing of digests has.
     pub fn same_digests(
         &self,
         source: &Checkpoint,
@@ -185,7 +185,7 @@ impl ComparedNames {
     }
 }
 
-/// Refuses `--common` if no tensor name is common to both, because such a comparison would always succeed.
+/// Refuses `--common` if SRC and OTHER have no tensor name in common, because such a comparison would always succeed.
 fn check_common<'n>(
     args: &VerifyOptions,
     mut ours: impl Iterator<Item = &'n String>,
@@ -218,7 +218,7 @@ impl Findings {
         }
     }
 
-    /// Returns true if dtypes and shapes are equal; adds a finding if not.
+    /// Returns true if two tensors have equal dtypes and shapes. If not, adds a finding.
     fn same_kind(&mut self, name: &str, ours: &TensorEntry, theirs: &TensorEntry) -> bool {
         self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (theirs.dtype.name(), &theirs.shape))
     }
@@ -249,7 +249,8 @@ impl Findings {
         for (name, value) in ours {
             match theirs.remove(&name) {
                 None => self.removed(name, args),
-                // Tensors in objects are compared by their own names; here only their positions have to match.
+                // Tensors in objects are compared by their own names. Here only their positions in the object have to
+                // match.
                 Some(other) if value.same_but_tensors(other) => {}
                 // `.params` lists the names in a flat parameter, and the order may differ.
                 Some(other) if name.ends_with(".params") && same_names(value, other) => {}
@@ -296,14 +297,15 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     }
 }
 
-/// Returns true if one of `names` is `root`, a dot and one of `others`.
+/// Returns true if any of `names` consists of `root`, a dot and one of `others`.
 fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
     let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: HashSet<String> = names.iter().filter_map(below).collect();
     others.iter().any(|name| shorter.contains(name))
 }
 
-/// Returns the first component that all names share, if `others` has one of the names without that component.
+/// Returns the first component of `names` if all of them have the same first component, and if one of them without it
+/// is in `others`.
 fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
     let (first, _) = names.first()?.split_once('.')?;
     let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
@@ -313,7 +315,7 @@ fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> 
 /// Adds a hint to compare SRC as if it were cast, if OTHER has tensors in another dtype.
 pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
     let Some((dtype, number)) = found.casts.iter().max_by_key(|(_, number)| **number) else { return };
-    // If `--dtype` was given already, the remaining tensors need a pattern.
+    // If `--dtype` was given already, the tensors that still differ in dtype need a pattern.
     let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
     let number = count(*number, "tensor");
     found.hints.push(format!(

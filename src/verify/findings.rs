@@ -10,23 +10,23 @@ use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
 use crate::text::escape_invisible;
 
-/// One difference or one case of damage.
+/// One finding of `verify`: a difference, or a case of damage.
 #[derive(Debug)]
 pub(super) struct Finding {
     /// The name of the tensor or object, or the path of the checkpoint.
     pub fqn: String,
-    /// The kind of the finding, a word of the JSON document.
+    /// The kind of the finding, as the JSON document names it.
     pub kind: &'static str,
     /// The description for the user.
     pub detail: String,
-    /// All names, if `detail` shortens a list of names.
+    /// The complete list of names, if `detail` shortens it.
     pub names: Option<Vec<String>>,
 }
 
 /// The findings of one run.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
-    /// Damage, and values that differ.
+    /// The cases of damage, and the values that differ.
     pub different: Vec<Finding>,
     /// Names that only SRC has.
     pub only_in_src: Vec<String>,
@@ -36,9 +36,9 @@ pub(super) struct Findings {
     pub not_comparable: Vec<String>,
     /// The number of tensors checked or compared.
     pub tensors: usize,
-    /// The bytes of these tensors.
+    /// The number of bytes of the tensors that were checked or compared.
     pub bytes: u64,
-    /// Dtypes to which SRC may have been cast, with the number of tensors.
+    /// The dtypes to which SRC may have been cast, with the number of tensors for each.
     pub casts: BTreeMap<&'static str, usize>,
     /// Likely causes of the findings, with the option to try.
     pub hints: Vec<String>,
@@ -84,12 +84,13 @@ pub struct Verification {
 }
 
 impl Verification {
-    /// Wraps the findings of a run; `is_comparison` selects the words of the closing line.
+    /// Makes the result from the findings of a run. `is_comparison` is true if OTHER was given; the closing line then
+    /// says whether both are the same.
     pub(super) fn new(findings: Findings, is_comparison: bool) -> Self {
         Self { findings, is_comparison }
     }
 
-    /// Returns true if nothing was found: the checkpoint is sound, and both checkpoints have the same values.
+    /// Returns true if there is no finding: the checkpoint is sound, and both checkpoints have the same values.
     #[must_use]
     pub fn is_same(&self) -> bool {
         self.findings.same()
@@ -135,7 +136,7 @@ impl fmt::Display for Verification {
     }
 }
 
-/// Number of names shown from each list if there is no hint; `-v` shows all names.
+/// The number of names shown from each list if there is no hint; `-v` shows all names.
 const SHOWN: usize = 20;
 
 fn lines(found: &Findings, shown: usize) -> String {

@@ -79,7 +79,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// The tensors to compare: SRC with the selected names and dtypes, OTHER unchanged.
+/// The tensors to compare: SRC with the selected names and dtypes, and OTHER with all of its tensors.
 struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
@@ -97,7 +97,7 @@ impl ComparedNames {
     }
 }
 
-/// Opens a checkpoint. Returns `None`, and adds a finding, if it is too damaged to be opened.
+/// Opens a checkpoint. If it is too damaged to be opened, returns `None` and adds a finding.
 fn open(
     args: &VerifyOptions,
     path: &std::path::Path,
@@ -125,8 +125,8 @@ fn open(
     }
 }
 
-/// Refuses a checkpoint that is empty. A checkpoint of objects only is verified with a warning, because the user may
-/// have meant another path.
+/// Refuses a checkpoint that is empty. A checkpoint that has objects but no tensors is verified with a warning, because
+/// the user may have meant another path.
 fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Progress) -> Result<()> {
     let catalog = &source.catalog;
     if !catalog.tensors.is_empty() || !catalog.dropped.is_empty() {

@@ -12,7 +12,7 @@ use crate::format::index::is_index;
 use crate::json_text;
 use crate::storage::{lookup, regular_file};
 
-/// Part of the document that describes values.
+/// The part of a saved `inspect --digest --json` document that describes values.
 #[derive(Debug, Deserialize)]
 pub struct DigestListing {
     format: String,
@@ -20,12 +20,12 @@ pub struct DigestListing {
     pub objects: BTreeMap<String, Json>,
 }
 
-/// Entry of one tensor.
+/// The entry of one tensor in a saved document.
 #[derive(Debug, Deserialize)]
 pub struct ListedTensor {
     pub dtype: String,
     pub shape: Vec<u64>,
-    /// Digest of the values; `None` for partial values that cannot be reduced.
+    /// The digest of the values. It is `None` for partial values that cannot be reduced.
     pub digest: Option<String>,
 }
 

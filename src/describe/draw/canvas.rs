@@ -6,28 +6,30 @@
 use super::super::Span;
 use super::{Area, DrawnGrid, PictureSize};
 
-/// A picture that fits into the given size.
+/// A picture of a grid of boxes that fits into a given size.
 pub struct Canvas<'a> {
     grid: &'a DrawnGrid,
     names: &'a [String],
     areas: Vec<Area>,
-    /// Positions of the vertical lines between stretches; one more than there are stretches.
+    /// The positions of the vertical lines between stretches, in characters. There is one position more than there are
+    /// stretches.
     columns: Vec<usize>,
-    /// Positions of the horizontal lines.
+    /// The positions of the horizontal lines between stretches, in lines of text.
     lines: Vec<usize>,
-    /// False if boxes are stacked without lines between them, which leaves room for more boxes.
+    /// True if lines are drawn between boxes. False if boxes are stacked without lines, which leaves room for more
+    /// boxes.
     ruled: bool,
-    /// Number of characters left of the picture.
+    /// The number of characters to the left of the picture, in which row offsets are written.
     margin: usize,
 }
 
-/// Width of the picture if the tensor is not cut along its columns.
+/// The width of the picture in characters, if the tensor is not cut along its columns.
 const UNCUT_COLUMNS: usize = 40;
-/// Height of the picture if the tensor is not cut along its rows.
+/// The height of the picture in lines, if the tensor is not cut along its rows.
 const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
-    /// Lays out a grid with a name for each set of holders; `None` if the picture does not fit.
+    /// Lays out a grid. `names` has a name for each set of holders. Returns `None` if the picture does not fit.
     pub fn new(grid: &'a DrawnGrid, names: &'a [String], room: PictureSize) -> Option<Self> {
         let areas = grid.areas();
         let widest = |cuts: &[u64]| cuts.iter().map(|cut| digits(*cut)).max().unwrap_or(0);
@@ -88,7 +90,7 @@ impl<'a> Canvas<'a> {
         lines
     }
 
-    /// Returns the set of a cell; `None` beyond the edges.
+    /// Returns the index of the set of holders of a cell, or `None` beyond the edges of the grid.
     fn set(&self, row: Option<usize>, column: Option<usize>) -> Option<usize> {
         self.grid.cells.get(row?)?.get(column?).copied()
     }
@@ -156,10 +158,10 @@ impl<'a> Canvas<'a> {
         text.into_iter().collect()
     }
 
-    /// Returns the offset of the row that begins on a line.
+    /// Returns the offset of the row of cells that begins on a line of the picture.
     fn offset_beside(&self, line: usize) -> String {
         let width = self.margin - 1;
-        // Without lines, a row begins at its first characters; the first row begins below the edge.
+        // Without lines, a row of cells begins at its first line of characters. The first row begins below the edge.
         let row = match line {
             0 if !self.ruled => None,
             1 if !self.ruled => Some(0),
@@ -172,8 +174,8 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// Returns the stretches before and after a position. On a line these are two different stretches; elsewhere both are
-/// the stretch at the position.
+/// Returns the indices of the stretches before and after a position. On a line of the picture these are two different
+/// stretches; elsewhere both are the stretch at the position.
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
@@ -193,12 +195,14 @@ fn digits(number: u64) -> usize {
     number.to_string().len()
 }
 
-/// Returns the lengths between cuts; a single length of 1 if no dimension is drawn in this direction.
+/// Returns the distances between neighbouring cuts. If no dimension is drawn in this direction, the result is a single
+/// length of 1.
 fn lengths(cuts: &[u64]) -> Vec<u64> {
     if cuts.is_empty() { vec![1] } else { cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
 }
 
-/// Returns the positions of the lines between stretches of these sizes; without lines, the start of each stretch.
+/// Returns the positions of the lines between stretches of these sizes. If no lines are drawn, returns the start of
+/// each stretch.
 fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     let mut at = 0;
     let mut positions = vec![0];
@@ -209,7 +213,8 @@ fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     positions
 }
 
-/// Returns the widths that names need. Ignores areas of several columns, which nearly always have enough room.
+/// Returns the minimum width of each column for the names in it. Ignores areas of several columns, which nearly always
+/// have enough room.
 fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
     let mut least = vec![1; columns];
     for area in areas.iter().filter(|area| area.columns.len() == 1) {
@@ -220,8 +225,8 @@ fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize
     least
 }
 
-/// Returns sizes to scale: each at least `least`, in total near `natural` and at most `room`; `None` if `room` is too
-/// small.
+/// Returns sizes in proportion to `lengths`. Each size is at least its `least`. The sum is near `natural` and at most
+/// `room`. Returns `None` if `room` is too small.
 fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
     let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
     let scaled = |target: usize| -> Vec<usize> {

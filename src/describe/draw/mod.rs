@@ -27,16 +27,16 @@ use super::Span;
 use crate::layout::{Intervals, Rank, Tile};
 use canvas::Canvas;
 
-/// Maximal size of a picture, in characters.
+/// The maximum size of a picture, in characters.
 #[derive(Clone, Copy, Debug)]
 pub struct PictureSize {
-    /// Maximal width.
+    /// The maximum width, in characters.
     pub columns: usize,
-    /// Maximal height.
+    /// The maximum height, in lines.
     pub lines: usize,
 }
 
-/// The holder of a chunk: its rank, or its file if ranks are not recorded.
+/// The holder of a chunk: its rank, or its file if the format does not record ranks.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ChunkHolder {
     /// The rank that saved the chunk.
@@ -45,10 +45,10 @@ pub enum ChunkHolder {
     File(String),
 }
 
-/// Maximal number of cuts of one dim. A picture with more cuts would not fit.
+/// The maximum number of cuts of one dim. A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
-/// Maximal number of intervals of one dim in a list.
+/// The maximum number of intervals that a list shows for one dim.
 const MOST_INTERVALS: u64 = 8;
 
 /// Draws a tensor of this shape, as a picture or as a list.
@@ -82,22 +82,23 @@ fn plain(text: &str) -> Vec<Span> {
     vec![Span { text: text.to_owned(), ground: None }]
 }
 
-/// The tensor cut along the drawn dims.
+/// A tensor that is cut into cells along the drawn dims, with the holders of each cell.
 struct DrawnGrid {
     /// Lines that name the drawn dims and the dims that are not drawn.
     legend: Vec<String>,
-    /// Offsets of the cuts between rows, from 0 to the size of the dim; empty if the rows stand for no dim.
+    /// The offsets of the cuts between rows, from 0 to the size of the dim. The list is empty if no dim is drawn as
+    /// rows.
     rows: Vec<u64>,
-    /// Offsets of the cuts between columns.
+    /// The offsets of the cuts between columns. The list is empty if no dim is drawn as columns.
     columns: Vec<u64>,
-    /// The distinct sets of holders; the first one is empty.
+    /// The distinct sets of holders. The first set is empty.
     sets: Vec<Vec<ChunkHolder>>,
-    /// The index of the set of each cell, row by row.
+    /// For each cell, the index in `sets` of its set of holders, row by row.
     cells: Vec<Vec<usize>>,
 }
 
 impl DrawnGrid {
-    /// Cuts a tensor along its drawn dims; `None` if there are too many cuts to draw.
+    /// Cuts a tensor along its drawn dims. Returns `None` if there are too many cuts to draw.
     fn new(shape: &[u64], groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Option<Self> {
         let cuts: Vec<BTreeSet<u64>> =
             (0..shape.len()).map(|dim| cuts(shape[dim], groups.iter().map(|(tile, _)| &tile.dims()[dim]))).collect();
@@ -133,7 +134,7 @@ impl DrawnGrid {
         Some(grid)
     }
 
-    /// Removes cuts between equal rows or columns. Collapsing a dim leaves such cuts.
+    /// Removes cuts between equal rows or equal columns. Such cuts remain when a dim is not drawn.
     fn drop_needless_cuts(&mut self) {
         for row in (1..self.cells.len()).rev() {
             if self.cells[row] == self.cells[row - 1] {
@@ -151,8 +152,8 @@ impl DrawnGrid {
         }
     }
 
-    /// Returns the picture and its legend, with names in the boxes if they fit, letters otherwise; `None` if the
-    /// picture does not fit.
+    /// Returns the picture and its legend, or `None` if the picture does not fit. Boxes contain the names of their
+    /// holders if these names fit, otherwise letters that the legend explains.
     fn draw(&self, room: PictureSize) -> Option<Vec<Vec<Span>>> {
         let names: Vec<String> = self.sets.iter().map(|set| short(set.iter())).collect();
         let letters: Vec<String> = (0..self.sets.len()).map(letters).collect();
@@ -174,8 +175,8 @@ impl DrawnGrid {
         Some(lines)
     }
 
-    /// Returns the colour of a set. It depends on the first rank of the set, so a rank has the same colour in every
-    /// picture.
+    /// Returns the background colour of a set of holders. It depends on the first rank of the set, so a rank has the
+    /// same colour in every picture.
     fn ground(&self, set: usize) -> Option<u8> {
         // Light colours; neighbours in this list are easy to tell apart.
         const GROUNDS: [u8; 12] = [153, 223, 157, 219, 229, 159, 183, 216, 194, 189, 222, 152];
@@ -187,7 +188,7 @@ impl DrawnGrid {
     }
 }
 
-/// Maximal length of a name in a box; a longer name would make boxes too wide.
+/// The maximum length of a name in a box, in characters. A longer name would make boxes too wide.
 const LONGEST_NAME: usize = 16;
 
 /// Returns the offsets where any chunk begins or ends along a dim.
@@ -256,7 +257,7 @@ fn intervals(tile: &Tile) -> String {
     format!("[{}]", tile.dims().iter().map(dim).collect::<Vec<_>>().join(", "))
 }
 
-/// Returns the short names of holders, for boxes: `0-3,8` or `__0_0`.
+/// Returns the names of holders in the short form for boxes: `0-3,8` or `__0_0`.
 fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     let mut texts = Vec::new();
@@ -278,7 +279,7 @@ fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     runs.into_iter().map(run).chain(texts).collect::<Vec<_>>().join(",")
 }
 
-/// Returns the names of holders, for text: `rank 0`, `ranks 0-3, 8` or `__0_0.distcp`.
+/// Returns the names of holders in words: `rank 0`, `ranks 0-3, 8` or `__0_0.distcp`.
 fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
     let ranks: Vec<&ChunkHolder> =
         holders.iter().copied().filter(|holder| matches!(holder, ChunkHolder::Rank(_))).collect();
@@ -291,7 +292,7 @@ fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
     words.into_iter().chain(files).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the letters of a set: empty for 0, then `A`, ..., `Z`, `AA`, ...
+/// Returns the letters that stand for the set with this index: none for 0, then `A`, ..., `Z`, `AA`, ...
 fn letters(mut index: usize) -> String {
     let mut text = Vec::new();
     while index > 0 {
@@ -311,7 +312,8 @@ struct Area {
 }
 
 impl DrawnGrid {
-    /// Returns one area for each box: a large rectangle within the box, found by a simple search.
+    /// Returns one area for each box, into which its name is written: a large rectangle within the box, found by a
+    /// simple search.
     fn areas(&self) -> Vec<Area> {
         let mut seen = vec![vec![false; self.cells[0].len()]; self.cells.len()];
         let mut areas = Vec::new();
