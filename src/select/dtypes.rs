@@ -13,7 +13,7 @@ use crate::catalog::{Catalog, Dtype, Path};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 
-/// A rule: `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] accepts only dtypes that tensors can be cast to.
+/// A cast rule: `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] accepts only dtypes that tensors can be cast to.
 #[derive(Clone, Debug)]
 pub struct DtypeRule {
     pub pattern: Option<Pattern>,
@@ -52,15 +52,15 @@ impl DtypeRule {
 pub enum KeptReason {
     Scalar,
     OptimizerState,
-    /// The scale of a quantised tensor, which is cast only by a rule with a pattern.
+    /// The tensor is the scale of a quantised tensor, which is cast only by a rule with a pattern.
     Scale,
-    /// An f64 tensor, which is cast only by a rule with a pattern.
+    /// The tensor is f64, which is cast only by a rule with a pattern.
     Double,
     NotFloat,
 }
 
 impl KeptReason {
-    /// Returns the reason for messages.
+    /// Returns the text of the reason for messages.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -107,7 +107,7 @@ impl CastSummary {
     }
 }
 
-/// The properties of a tensor that rules depend on.
+/// The properties of a tensor on which cast rules depend.
 #[derive(Clone, Copy, Default)]
 struct SelectedTensor {
     is_selected: bool,
@@ -115,11 +115,11 @@ struct SelectedTensor {
     outside_optimizer: bool,
     /// True if one of the tensor's names is the name of a quantised tensor's scale.
     is_scale: bool,
-    /// The index of the first rule with a pattern that covers one of its names.
+    /// The index of the first cast rule that has a pattern and covers one of the tensor's names.
     rule: Option<usize>,
 }
 
-/// Sets the dtypes of the tensors in the new state dict.
+/// Sets the dtypes of the tensors in the new state dict, and counts the casts.
 pub(super) fn apply(
     survey: &Survey<'_>,
     kept: &[bool],
@@ -186,7 +186,7 @@ pub(super) fn apply(
             continue;
         }
         match reason_to_keep(entry.dtype, entry.shape.is_empty(), *seen) {
-            // An 8-bit float is small already, so it is not counted.
+            // 8-bit floats are small already, so they are not counted among the tensors that keep their dtype.
             Some(KeptReason::NotFloat) if is_small_float(entry.dtype) => {}
             Some(reason) => casts.count_kept(reason),
             None => {

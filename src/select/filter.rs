@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use crate::nearest;
 
-/// Patterns, and whether each of them has matched a leaf.
+/// Patterns, and for each pattern whether it has matched a leaf.
 struct UsedPatterns<'o> {
     patterns: &'o [Pattern],
     used: Vec<bool>,
@@ -24,7 +24,8 @@ impl<'o> UsedPatterns<'o> {
         Self { patterns, used: vec![false; patterns.len()] }
     }
 
-    /// Returns whether any pattern covers any of the names. After the first match, only unused patterns are tried.
+    /// Returns whether any pattern covers any of the names. After the first match, only patterns that have not matched
+    /// anything are tried.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
@@ -46,13 +47,13 @@ impl<'o> UsedPatterns<'o> {
     }
 }
 
-/// Returns the hint for a pattern that matches nothing.
+/// Returns a hint with the names that are nearest to a pattern that matches nothing.
 pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
     nearest::pattern_hint(pattern, &names)
 }
 
-/// Returns, for each leaf, whether it is kept.
+/// Returns, for each leaf of the state dict, whether it is kept.
 pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
     let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
     let mut kept: Vec<bool> =
@@ -86,7 +87,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<boo
     Ok(kept)
 }
 
-/// Returns whether a leaf of flattened parameter groups belongs to a parameter that is left out.
+/// Returns whether a leaf in flattened parameter groups belongs to a parameter that is left out.
 fn belongs_to_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
@@ -105,7 +106,8 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
     survey.for_patterns(names)
 }
 
-/// Returns the note about numbered optimizer state, which cannot be matched to parameters that are left out.
+/// Returns the note that numbered optimizer state was kept, because its numbers do not show which parameters are left
+/// out.
 pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();

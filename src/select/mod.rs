@@ -5,9 +5,10 @@
 //! selected tensors. It reads and writes no tensor data.
 //!
 //! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
-//! root is removed; prefixes are stripped; names are renamed; a prefix is added; everything is nested. Names are paths
-//! joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A name that does not change keeps its value,
-//! keys and containers, including all attributes.
+//! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
+//! root is removed; prefixes are stripped; names are renamed; a prefix is added; all names are nested below a path.
+//! Names are paths joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A name that does not change
+//! keeps its value, keys and containers, including all attributes.
 //!
 //! Invariant: a pattern, prefix or rename without effect is an error that shows the nearest names, because a typing
 //! mistake must not silently write another model.
@@ -39,14 +40,15 @@ use naming::Naming;
 use rebuild::Rebuild;
 use survey::{Leaf, LeafKind, Survey};
 
-/// The part of the state dict that becomes the new root.
+/// The part of the state dict that becomes the root of the result.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Root {
     #[default]
     Whole,
-    /// The model (see [`crate::catalog::model`]). Without a model, the result is empty.
+    /// The model becomes the root (see [`crate::catalog::model`]). If the state dict has no model, the result is empty.
     Model,
-    /// A dotted path, which may end inside a key: `model.layers.0` of `{"model": {"layers.0.w": ..}}`.
+    /// The value at this dotted path becomes the root. The path may end inside a key: `model.layers.0` of `{"model":
+    /// {"layers.0.w": ..}}`.
     At(String),
 }
 
@@ -66,11 +68,11 @@ pub enum Wrappers {
 #[derive(Clone, Debug, Default)]
 pub struct NameOptions {
     pub wrappers: Wrappers,
-    /// Patterns for names to keep; all names if empty.
+    /// The patterns of names that are kept. If there is no pattern, all names are kept.
     pub include: Vec<Pattern>,
-    /// Patterns for names to leave out.
+    /// The patterns of names that are left out.
     pub exclude: Vec<Pattern>,
-    /// Leaves out the gradients beside a model.
+    /// True to leave out the gradients that are stored beside a model.
     pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
@@ -78,7 +80,7 @@ pub struct NameOptions {
     pub renames: Vec<Rename>,
     /// A text that is put before the first key.
     pub add_prefix: Option<String>,
-    /// A dotted path under which everything is nested.
+    /// A dotted path. The complete result is nested below it.
     pub nest: Option<String>,
     pub dtypes: Vec<DtypeRule>,
 }
@@ -87,11 +89,11 @@ pub struct NameOptions {
 #[derive(Debug)]
 pub struct Selected {
     /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.
-    /// Tensors that were not selected are unchanged, but not in the state dict. Archives and warnings remain in the
-    /// source.
+    /// Tensors that were not selected are still in its list, but not in its state dict. Archives and warnings are only
+    /// in the source.
     pub catalog: Catalog,
     pub left_out: LeftOut,
-    /// The number of casts, by dtype.
+    /// The numbers of tensors that are cast, and of tensors that keep their dtype although a rule matches.
     pub casts: CastSummary,
     /// Notes for the user.
     pub notes: Vec<String>,
@@ -100,15 +102,16 @@ pub struct Selected {
 /// The tensors and objects of the source that are not in the result, with their names in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftOut {
-    /// The number of tensors for each top key of their paths.
+    /// The number of left-out tensors for each top-level key of their paths.
     pub groups: Vec<(String, usize)>,
-    /// The names of tensors. A tensor with several names is left out only if all its names are left out.
+    /// The names of the left-out tensors. A tensor with several names is left out only if all its names are left out.
     pub tensors: Vec<String>,
     pub objects: Vec<String>,
 }
 
 impl Selected {
-    /// Returns the tensors with several names: the first name and the other names, in the order of the state dict.
+    /// Returns the tensors that have several names in the result: the first name and the other names, in the order of
+    /// the state dict.
     #[must_use]
     pub fn ties(&self) -> Vec<(Fqn, Vec<Fqn>)> {
         let mut seen: HashMap<TensorId, usize> = HashMap::with_capacity(self.catalog.tensors.len());
@@ -166,8 +169,8 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
     ))
 }
 
-/// Returns the selected part of the state dict, if nothing in it is renamed or left out, and marks everything outside
-/// it as not kept.
+/// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. Marks all
+/// leaves outside this part as not kept.
 fn unchanged_state<'a>(
     source: &'a Catalog,
     survey: &Survey<'_>,
@@ -192,13 +195,13 @@ fn unchanged_state<'a>(
     Some(part)
 }
 
-/// Builds the new state dict of the kept leaves, and marks leaves outside the root as not kept.
+/// Builds the new state dict from the kept leaves. Marks leaves outside the root as not kept.
 fn rename(survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Result<Value> {
     let mut naming = Naming::new(survey, options)?;
     if survey.optimizers > 0 {
         naming.record_parameters(kept);
     }
-    // Lists of parameters lose excluded parameters, but not parameters outside the root.
+    // Lists of parameters lose the excluded parameters, but keep parameters outside the root.
     let filtered = kept.to_vec();
     let mut rebuild = Rebuild::new(survey);
     for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
@@ -224,12 +227,13 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
     }
 }
 
-/// Returns the value of a leaf in the result. Lists of parameters are renamed and filtered like the parameters.
+/// Returns the value of a leaf in the result. In lists of parameters, names are renamed and filtered as the parameters
+/// are.
 fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };
-    // `param_names` is parallel to a list of numbers, so none of its items may be removed.
+    // `param_names` has one item for each item of a list of numbers, so none of its items may be removed.
     let may_drop = key == "params";
     if !may_drop && key != "param_names" {
         return value.clone();
@@ -251,7 +255,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
     }
 }
 
-/// Sets the first new name of every selected tensor.
+/// Sets the name of every selected tensor to its first name in the new state dict.
 fn name_tensors(catalog: &mut Catalog) {
     let mut named = vec![false; catalog.tensors.len()];
     let entries = &mut catalog.tensors;

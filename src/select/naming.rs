@@ -1,8 +1,8 @@
 //! Computes the name of a leaf in the result: removes the root, strips prefixes, renames, adds the prefix, and nests.
 //!
-//! Optimizer state is named after its parameter. So renames see a placeholder for the parameter's part of the name,
-//! which is then replaced by the new name of the parameter. Otherwise `^model\.=` would rename a parameter but not its
-//! state. Invariant: a prefix or rename without effect is an error.
+//! Optimizer state is named after its parameter. So renames see a placeholder instead of the parameter's name, and the
+//! new name of the parameter then replaces the placeholder. Otherwise the rename `^model\.=` would rename a parameter
+//! but not its state. Invariant: a prefix or rename without effect is an error.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -14,26 +14,27 @@ use super::{NameOptions, Root};
 use crate::error::{Error, Result};
 use crate::nearest::nearest;
 
-/// The placeholder for a parameter while renames are applied, from Unicode's private use area.
+/// The character that stands for a parameter's name while renames are applied. It is from Unicode's private use area.
 const OPAQUE: char = '\u{E0F0}';
 
-/// The maximum length of a renamed name in bytes. Each rename can double a name, so a few dozen could fill the memory.
+/// The maximum length of a renamed name in bytes. Each rename can double a name, so a few dozen renames could fill the
+/// memory.
 const MAX_RENAMED: usize = 1 << 16;
 
-/// The maximum depth of a value (see [`crate::catalog::value`]).
+/// The maximum number of nested keys of a value (see [`crate::catalog::value`]).
 const MAX_KEYS: usize = 256;
 
-/// The mapping of names from the source to the result.
+/// The mapping of names in the source to names in the result.
 pub(super) struct Naming<'a, 'o> {
     survey: &'a Survey<'a>,
     options: &'o NameOptions,
-    /// The root with a final dot; empty if the root is the top.
+    /// The path of the root with a final dot; empty if the root is the top level.
     root: String,
     prefixes_used: Vec<Cell<bool>>,
     renames_used: Vec<Cell<bool>>,
-    /// The first rename that made a name too long. After that, nothing is renamed.
+    /// The index of the first rename that made a name too long. After that, no name is renamed.
     overlong: Cell<Option<usize>>,
-    /// The new names of the parameters by their old names, relative to the new path of the model.
+    /// The new names of the parameters by their old names. Both are relative to the path of the model.
     parameters: HashMap<String, String>,
 }
 
@@ -90,7 +91,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         ))
     }
 
-    /// Returns the paths nearest to `text`, among paths with the same number of components.
+    /// Returns those paths that are nearest to `text`, among paths with the same number of components.
     fn nearest_heads(&self, text: &str) -> String {
         let parts = text.trim_end_matches('.').split('.').count();
         let mut heads: Vec<String> = Vec::new();
@@ -98,7 +99,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             let name = self.survey.named(*leaf).name;
             let relative = name.strip_prefix(&self.root).unwrap_or(&name);
             let end = relative.match_indices('.').nth(parts - 1).map_or(relative.len(), |(at, _)| at);
-            // Neighbouring leaves have equal heads, so this list stays short.
+            // Neighbouring leaves often begin with the same components, so this list stays short.
             if heads.last().is_none_or(|last| *last != relative[..end]) {
                 heads.push(relative[..end].to_owned());
             }
@@ -108,7 +109,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         nearest(text.trim_end_matches('.'), &heads).join(", ")
     }
 
-    /// Records the new names of parameters, which their optimizer state follows.
+    /// Records the new names of parameters, because the names of their optimizer state follow.
     pub fn record_parameters(&mut self, kept: &[bool]) {
         let root = &self.survey.model_root;
         let place =
@@ -116,7 +117,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         let learnt = self.survey.parameters.iter().filter(|(_, index)| kept[**index as usize]);
         let learnt = learnt.filter_map(|(name, index)| {
             let leaf = self.survey.leaves[*index as usize];
-            // A leaf with an empty name becomes an error later.
+            // The empty name of a leaf is reported as an error later.
             let steps = self.steps(leaf).ok().flatten().filter(|_| self.is_under_root(leaf))?;
             let new = steps::join(&steps);
             Some((name.clone(), new.strip_prefix(&place).map(str::to_owned).unwrap_or(new)))
@@ -168,7 +169,8 @@ impl<'a, 'o> Naming<'a, 'o> {
             steps::cut_front(&mut named.steps, self.root.len());
             named.name.drain(..self.root.len());
             if named.tail > named.name.len() {
-                // The root ends inside the parameter's name.
+                // The root ends inside the parameter's name, so the remaining name is treated as a name without a
+                // parameter.
                 (named.tail, named.parameter) = (0, 0);
             }
         }
@@ -189,8 +191,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         Ok(Some(steps))
     }
 
-    /// Returns the new keys of a leaf that is named after a parameter, or `None` if the parameter is unknown or a
-    /// rename removes the placeholder.
+    /// Returns the new keys of a leaf that is named after a parameter. Returns `None` if the parameter is unknown, or
+    /// if a rename removes the placeholder.
     fn named_after_parameter(&self, named: &Named<'a>) -> Option<Vec<Step<'a>>> {
         let old = named.parameter()?;
         let new = match self.parameters.get(old) {
@@ -247,7 +249,7 @@ impl<'a, 'o> Naming<'a, 'o> {
                 name.drain(..cut);
             }
         }
-        // Keys are computed after each rename, because after several renames fewer old keys can be recognised.
+        // Keys are computed after each rename. After several renames, fewer old keys could be recognised in the name.
         for (index, used) in self.renames_used.iter().enumerate() {
             if let Some(renamed) = self.apply(index, &name) {
                 used.set(true);
@@ -260,7 +262,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         steps
     }
 
-    /// Returns the renamed name, or `None` if the rename does not match.
+    /// Returns the name after the rename with this index, or `None` if the rename does not match.
     fn apply(&self, index: usize, name: &str) -> Option<String> {
         if self.overlong.get().is_some() {
             return None;
@@ -272,7 +274,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(renamed)
     }
 
-    /// Checks that no rename made a name too long.
+    /// Checks that no rename has made a name too long.
     ///
     /// # Errors
     /// `Usage` with the rename.
@@ -287,8 +289,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         ))
     }
 
-    /// Returns the new name of a module such as `model.layers.`, without prefix and nesting. A module is not a leaf, so
-    /// its name is computed separately.
+    /// Returns the new name of a module such as `model.layers.`, before prefix and nesting are added. A module is not a
+    /// leaf, so its name is computed separately.
     fn new_prefix(&self, module: &str) -> Option<String> {
         let mut text = module.strip_prefix(&self.root)?.to_owned();
         for prefix in &self.options.strip_prefixes {
@@ -308,7 +310,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(format!("{nest}{prefix}{place}"))
     }
 
-    /// Returns the new name of a parameter in a list of parameters. `head` is the prefix of that optimizer's state.
+    /// Returns the new name of a parameter in a list of parameters. `head` is the name prefix of the state in the same
+    /// optimizer.
     pub fn parameter<'n>(&'n self, old: &'n str, head: &str) -> Cow<'n, str> {
         if let Some(new) = self.parameters.get(old) {
             return Cow::Borrowed(new);
@@ -346,7 +349,8 @@ impl<'a, 'o> Naming<'a, 'o> {
     }
 }
 
-/// Returns the number of bytes to strip. A prefix without its dot, as `model` of `model.w`, also strips the dot.
+/// Returns the number of bytes at the start of `name` that `prefix` strips. A prefix without its dot, such as `model`
+/// for `model.w`, also strips the dot.
 fn prefix_len(name: &str, prefix: &str) -> usize {
     match name.strip_prefix(prefix) {
         Some(rest) if rest.starts_with('.') && !prefix.is_empty() => prefix.len() + 1,
@@ -355,8 +359,8 @@ fn prefix_len(name: &str, prefix: &str) -> usize {
     }
 }
 
-/// Replaces the bytes `start..end` of the name by the placeholder. Returns the keys and the complete keys that were
-/// replaced, or `None` if the bytes start and end inside different keys.
+/// Replaces the bytes `start..end` of the name by the placeholder. Returns the new keys, and the keys that were
+/// replaced. Returns `None` if the bytes start and end inside different keys.
 fn mask<'a>(steps: &[Step<'a>], start: usize, end: usize) -> Option<(Vec<Step<'a>>, Vec<Step<'a>>)> {
     let mut masked = Vec::with_capacity(steps.len());
     let mut inner: Vec<Step<'a>> = Vec::new();

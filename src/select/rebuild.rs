@@ -13,26 +13,27 @@ use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
-/// The maximum number of list items that the result may have more than the source, because renames can multiply lists.
+/// The maximum number by which the list items of the result may exceed the list items of the source. Renames can
+/// multiply lists.
 const MAX_PADDING: usize = 1 << 16;
 
-/// A state dict under construction.
+/// The state dict of the result while it is built.
 pub(super) struct Rebuild<'a> {
     survey: &'a Survey<'a>,
     nodes: Vec<RebuiltNode<'a>>,
-    /// Children, by container, text of the key, and whether the key is a text.
+    /// The children of containers, by the container, the text of the key, and whether the key in the source is a text.
     children: HashMap<(u32, Box<str>, bool), u32>,
-    /// Leaves, by their new name, and whether they were renamed.
+    /// The leaves by their new names. The bool is true if the leaf was renamed.
     names: HashMap<String, (Leaf, bool)>,
 }
 
 struct RebuiltNode<'a> {
     content: RebuiltContent<'a>,
-    /// The source's container, which gives the kind.
+    /// The container of the source that determines the kind of this container.
     source: Option<u32>,
-    /// The first of the source's containers of this node that has attributes.
+    /// The first container of the source that has attributes, among the containers from which this node is built.
     attributes: Option<u32>,
-    /// True if a descendant has another name than in the source's container.
+    /// True if a descendant has another name than in the container of the source.
     renamed: bool,
 }
 
@@ -61,7 +62,7 @@ impl<'a> Rebuild<'a> {
             Value::Dict(dict) if dict.entries.is_empty() => RebuiltContent::Dict(Vec::new()),
             _ => RebuiltContent::Leaf(value, leaf),
         });
-        // After the last new key, all keys are keys of the source.
+        // The keys after the last new key are all keys of the source.
         let intact = steps.iter().rposition(|step| step.key.is_none()).map_or(0, |last| last + 1);
         let mut at = None;
         for depth in 0..=steps.len() {
@@ -102,7 +103,7 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
-    /// Records the source's container of a node.
+    /// Records the container of the source from which a node is built.
     fn record_source(&mut self, node: u32, source: Option<u32>, renamed: bool) {
         let Some(source) = source else { return };
         let has_attributes =
@@ -114,7 +115,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Registers the new name of a leaf. Two leaves with one name are an error only if one of them was renamed, because
-    /// a source may have such leaves.
+    /// the source may already have two leaves with one name.
     fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
         let name = steps::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
@@ -147,10 +148,10 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// Returns the position of a key in the source's list that contains it.
+    /// Returns the position that a key has in the list of the source that contains the key.
     fn position(&self, step: &Step<'_>) -> Option<usize> {
         let Value::List(items) = self.survey.nodes[step.container? as usize].value else { return None };
-        // Only the text of `str(int)` is a position: `007` is a name.
+        // Only the text that `str(int)` gives is a position: `007` is a name.
         step.text.parse::<usize>().ok().filter(|index| *index < items.len() && index.to_string() == step.text)
     }
 
@@ -193,7 +194,7 @@ impl<'a> Rebuild<'a> {
         *content = RebuiltContent::Dict(entries);
     }
 
-    /// Builds the state dict.
+    /// Builds and returns the state dict.
     ///
     /// # Errors
     /// `Usage` if renames make the lists much larger than the lists of the source.
@@ -259,7 +260,7 @@ impl<'a> Rebuild<'a> {
         })
     }
 
-    /// Returns the attributes of a dict, in which torch stores versions of modules under names relative to the dict.
+    /// Returns the attributes of a dict. In them, torch stores versions of modules under names relative to the dict.
     fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
         let node = &self.nodes[node as usize];
         let source = node.attributes?;

@@ -54,7 +54,7 @@ impl Rename {
         let because = |problem: String| (problem, String::from(FORM));
         let cut =
             last_unescaped_equals(text).ok_or_else(|| because(String::from("expected REGEX=REPL, found no `=`")))?;
-        // The regular expression reads `\=` as `=` too.
+        // The regular expression itself also reads `\=` as `=`, so the backslash can stay.
         let pattern = &text[..cut];
         if pattern.is_empty() {
             return Err(because(String::from("the regular expression is empty")));
@@ -89,7 +89,7 @@ impl Rename {
         &self.text
     }
 
-    /// Returns the characters of the regular expression that may occur in a name, to search for similar names.
+    /// Returns those characters of the regular expression that may occur in a name, for a search for similar names.
     #[must_use]
     pub fn likeness(&self) -> String {
         let pattern = self.regex.as_str().replace("\\d", "").replace("\\w", "");
@@ -104,7 +104,7 @@ fn last_unescaped_equals(text: &str) -> Option<usize> {
     (0..bytes.len()).rev().find(|&at| bytes[at] == b'=' && !escaped(at))
 }
 
-/// Returns a syntax error in one line. The `regex` crate formats it on several lines, the last of which has the
+/// Returns a syntax error as one line. The `regex` crate formats it on several lines, and the last line has the
 /// problem.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
@@ -157,7 +157,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
     Ok(pieces)
 }
 
-/// Returns the group that is named between braces.
+/// Returns the group whose name or number is between braces.
 fn group(
     name: &str,
     regex: &Regex,

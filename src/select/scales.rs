@@ -11,13 +11,14 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::catalog::Dtype;
 
-/// Words in names, between underscores, of tensors with scales, zero points or code books.
+/// Words that names of scales, zero points and code books contain, separated by underscores.
 const WORDS: [&str; 14] = [
     "scale", "scales", "scaling", "zero", "zeros", "zp", "qzeros", "scb", "absmax", "amax", "map", "qmap", "offset",
     "codebook",
 ];
 
-/// Words in names of packed integer weights. Other integers, such as masks and positions, are not quantised weights.
+/// Words that names of packed integer weights contain. Other integers, such as masks and positions, are not quantised
+/// weights.
 const PACKED: [&str; 5] = ["weight", "packed", "blocks", "data", "w_q"];
 
 /// Names of key-value cache scales, which are in the attention module that contains the quantised projections.
@@ -26,13 +27,13 @@ const OF_ATTENTION: [&str; 5] = ["k_scale", "v_scale", "q_scale", "kv_scale", "p
 /// The quantised tensors of a checkpoint, by name.
 #[derive(Debug, Default)]
 pub(super) struct Quantised {
-    /// The last components of their names, by module.
+    /// For each module, the last name components and the dtypes of its quantised tensors.
     modules: HashMap<String, Vec<(String, Dtype)>>,
     names: BTreeMap<String, Dtype>,
 }
 
 impl Quantised {
-    /// Adds a tensor, if its dtype may be the dtype of a quantised tensor.
+    /// Adds a tensor if its dtype may be that of a quantised tensor.
     pub fn add(&mut self, name: &str, dtype: Dtype) {
         if dtype.itemsize() > 4 || !(is_small_float(dtype) || is_integer(dtype)) {
             return;
@@ -42,7 +43,7 @@ impl Quantised {
         self.names.insert(name.to_owned(), dtype);
     }
 
-    /// Returns whether the tensor of this name scales a quantised tensor.
+    /// Returns whether the tensor of this name is a scale of a quantised tensor.
     pub fn is_scale(&self, name: &str) -> bool {
         let (module, last) = split(name);
         let lower = last.to_lowercase();

@@ -1,8 +1,8 @@
 //! Splits a new dotted name into keys, using the keys of the old name.
 //!
-//! A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. Common parts
-//! at both ends of the old and the new name keep the old keys. A middle part with the same number of components is
-//! split at the old positions:
+//! A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. Where the
+//! beginnings or the ends of the old and the new name are equal, the old keys are kept. A middle part with the same
+//! number of components is split at the old positions:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight
@@ -16,7 +16,7 @@ use crate::catalog::Value;
 use crate::catalog::path::key_text;
 use crate::catalog::wrappers::{WRAPPERS, has_wrapper};
 
-/// A key of the source.
+/// A key of the source, by reference.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum KeyRef<'a> {
     Entry(&'a Value),
@@ -38,20 +38,20 @@ impl<'a> KeyRef<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Step<'a> {
     pub text: Cow<'a, str>,
-    /// The key in the source, if it is unchanged.
+    /// The key in the source, or `None` if the key is new.
     pub key: Option<KeyRef<'a>>,
-    /// The source's dict or list that contains the key, as a node of the survey.
+    /// The dict or list of the source that contains the key, as the index of a survey node.
     pub container: Option<u32>,
 }
 
 impl Step<'_> {
-    /// Makes a new key.
+    /// Makes a key that is not in the source.
     pub fn new(text: String, container: Option<u32>) -> Self {
         Self { text: Cow::Owned(text), key: None, container }
     }
 
-    /// Removes wrapper components. Returns `None` if nothing else is left. The last component of a name is never a
-    /// wrapper.
+    /// Removes wrapper components from the key. Returns `None` if nothing is left of it. The last component of a name
+    /// is never a wrapper.
     pub fn clean(mut self, is_last: bool) -> Option<Self> {
         if !has_wrapper(&self.text) {
             return Some(self);
@@ -83,7 +83,7 @@ pub(super) fn join(steps: &[Step<'_>]) -> String {
     name
 }
 
-/// Removes this many bytes from the front of the name.
+/// Removes `bytes` bytes from the front of the name that `steps` form.
 pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
     let whole = steps.iter().take_while(|step| {
         let goes = bytes > step.text.len();
@@ -97,7 +97,8 @@ pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
     }
 }
 
-/// Returns the keys of the new name of a leaf with keys `old`. `flat` returns whether a container has dotted keys.
+/// Returns the keys of the new name of a leaf whose old keys are `old`. `flat` returns whether a container has dotted
+/// keys.
 pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool) -> Vec<Step<'a>> {
     let mut rest = new;
     let mut start = 0;
@@ -132,9 +133,9 @@ pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool)
     steps
 }
 
-/// Returns the keys of `text`, which replace the keys `old`. With the same number of components, each key keeps its
-/// number of components. Otherwise `text` becomes one key if `old` was one key or had dotted keys, and one key per
-/// component if not.
+/// Returns the keys of `text`, which replace the keys `old`. If the number of components is the same, each key keeps
+/// its number of components. Otherwise `text` becomes a single key if `old` was a single key or had dotted keys, and
+/// one key for each component if not.
 fn replace<'a>(old: &[Step<'a>], text: &str, container: Option<u32>) -> Vec<Step<'a>> {
     let parts: Vec<&str> = text.split('.').collect();
     let len = |step: &Step<'_>| step.text.split('.').count();

@@ -1,4 +1,4 @@
-//! Traverses the state dict of the source once, and records its leaves and whether they belong to the model or an
+//! Traverses the state dict of the source once. Records its leaves, and whether they belong to the model or to an
 //! optimizer.
 //!
 //! Leaves are the leaves of [`crate::catalog::path`], and also empty dicts. Empty dicts have no name but are kept in
@@ -26,7 +26,7 @@ pub(super) struct SurveyNode<'a> {
     key: Option<KeyRef<'a>>,
     pub value: &'a Value,
     /// True if the dict is flat: its keys are dotted names, or it is the top of a model and has only leaves. A prefix
-    /// for one of its keys becomes part of the key.
+    /// that is put before one of its keys becomes part of the key.
     pub flat: bool,
 }
 
@@ -38,11 +38,11 @@ pub(super) enum LeafKind {
     EmptyDict,
 }
 
-/// The section of an optimizer that a leaf belongs to.
+/// The section of an optimizer to which a leaf belongs: state or parameter groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OptimizerSection {
-    /// The state of a parameter. The parameter's name follows `head` keys, and also `state.` if the section is
-    /// flattened.
+    /// The leaf is in the state of a parameter. The name of the parameter follows after `head` keys, and also after
+    /// `state.` if the section is flattened.
     State {
         head: usize,
         flat: bool,
@@ -54,13 +54,13 @@ pub(super) enum OptimizerSection {
     Rest,
 }
 
-/// A leaf of the state dict.
+/// A leaf of the state dict, with the section to which it belongs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Leaf {
     pub node: u32,
     pub kind: LeafKind,
     pub in_model: bool,
-    /// The number of the optimizer, and the section in it.
+    /// The number of the optimizer that contains the leaf, and the section in it.
     pub optimizer: Option<(u32, OptimizerSection)>,
 }
 
@@ -81,15 +81,15 @@ impl Leaf {
     }
 }
 
-/// The name of a leaf, as patterns and renames use it.
+/// The name of a leaf in the form that patterns and renames use.
 #[derive(Debug)]
 pub(super) struct Named<'a> {
     pub steps: Vec<Step<'a>>,
     pub name: String,
-    /// The number of bytes at the end of the name that are the parameter and its state key; 0 if the name has no
-    /// parameter.
+    /// The number of bytes at the end of the name that consist of the parameter's name and its state key. It is 0 if
+    /// the name contains no parameter's name.
     pub tail: usize,
-    /// The number of these bytes that are the parameter.
+    /// The number of bytes of the parameter's name, at the start of the `tail` bytes.
     pub parameter: usize,
 }
 
@@ -110,10 +110,10 @@ pub(super) struct Survey<'a> {
     pub model_root: String,
     /// The number of optimizers.
     pub optimizers: u32,
-    /// The number of items of all lists.
+    /// The total number of items of all lists.
     pub list_items: usize,
-    /// The parameters of the model, as indices of `leaves`, by their names in the model (without wrappers if these are
-    /// cut).
+    /// The parameters of the model, as indices of `leaves`, by their names in the model. If wrappers are cut, these
+    /// names have no wrappers.
     pub parameters: HashMap<String, u32>,
     wrappers: Wrappers,
     clean: bool,
@@ -122,12 +122,12 @@ pub(super) struct Survey<'a> {
     root_keys: Vec<Arc<str>>,
 }
 
-/// The position of the traversal.
+/// The current position of the traversal.
 #[derive(Clone, Copy)]
 struct WalkPosition {
     node: u32,
     depth: usize,
-    /// True if all keys so far are a prefix of the model's root.
+    /// True if all keys from the top to this position are a prefix of the model's path.
     on_root: bool,
     in_model: bool,
     optimizer: Option<(u32, OptimizerSection)>,
@@ -211,7 +211,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Returns whether a key at the top starts the model, if the model is at the top.
+    /// Returns whether a top-level key belongs to the model, if the tensors of the model are at the top level.
     fn begins_model(&self, at: WalkPosition, name: &str, value: &Value) -> bool {
         at.depth == 0 && self.root_keys.is_empty() && at.optimizer.is_none() && !model::is_beside_model(name, value)
     }
@@ -264,13 +264,14 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Returns the name relative to the model, if the model is not at the top and the name is in it.
+    /// Returns the name relative to the model. Returns `None` if the model is at the top level or does not contain the
+    /// name.
     pub fn in_model<'n>(&self, name: &'n str) -> Option<&'n str> {
         let below = name.strip_prefix(self.model_root.as_str())?.strip_prefix('.')?;
         (!self.model_root.is_empty()).then_some(below)
     }
 
-    /// Returns the keys from the top to a node.
+    /// Returns the keys from the top level to a node, each with the node of its container.
     fn keys(&self, node: u32) -> Vec<(KeyRef<'a>, u32)> {
         let mut keys = Vec::new();
         let mut at = &self.nodes[node as usize];
@@ -282,13 +283,14 @@ impl<'a> Survey<'a> {
         keys
     }
 
-    /// Returns the name in the file, including wrappers.
+    /// Returns the name of a leaf in the file, including wrappers.
     pub fn raw_name(&self, leaf: Leaf) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(leaf.node).into_iter().map(|(key, _)| key.text()).collect();
         texts.join(".")
     }
 
-    /// Returns the top key of a leaf. For a leaf at the top, returns the first component of its name.
+    /// Returns the top-level key of a leaf. If the leaf itself is at the top level, returns the first component of its
+    /// name.
     pub fn top_key(&self, leaf: Leaf) -> String {
         let keys = self.keys(leaf.node);
         let first = keys.first().map(|(key, _)| key.text()).unwrap_or_default();
@@ -311,7 +313,7 @@ impl<'a> Survey<'a> {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
-    /// Calls `visit` for the tensors in a leaf, with their clean names.
+    /// Calls `visit` for the tensors in a leaf, with their names without wrappers.
     pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
@@ -336,13 +338,13 @@ impl<'a> Survey<'a> {
         ids
     }
 
-    /// Returns the clean name of a node.
+    /// Returns the name of a container, without wrappers.
     pub fn container_name(&self, node: u32) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(node).into_iter().map(|(key, _)| key.text()).collect();
         self.clean(&texts.join("."))
     }
 
-    /// Returns the names that patterns are matched with.
+    /// Returns the names with which patterns are compared, given the names of a leaf.
     pub fn for_patterns(&self, mut names: Vec<String>) -> Vec<String> {
         if self.wrappers == Wrappers::Match {
             with_clean(&mut names);
@@ -355,7 +357,7 @@ impl<'a> Survey<'a> {
         if self.clean { clean_name(module) } else { module.to_owned() }
     }
 
-    /// Returns the prefix of state names of the leaf's optimizer: `optim.state.`.
+    /// Returns the name prefix of the state in the leaf's optimizer: `optim.state.`.
     pub fn state_head(&self, leaf: Leaf) -> String {
         let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
             leaf.optimizer
@@ -367,7 +369,7 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    /// Returns the name of a leaf, with the position of its parameter.
+    /// Returns the name of a leaf, and the position of its parameter's name in it.
     pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
@@ -397,9 +399,9 @@ impl<'a> Survey<'a> {
         named
     }
 
-    /// Returns the number of bytes of `FQN.exp_avg` that are the parameter. The parameter is a numeric key, otherwise
-    /// the longest name that the model has, otherwise everything except the last key (or the last component if there
-    /// are no keys).
+    /// Returns the number of bytes of `FQN.exp_avg` that are the name of the parameter. A numeric key is the parameter.
+    /// Otherwise it is the longest name that the model has, and if the model has none of them, everything except the
+    /// last key (or the last component if there are no keys).
     fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
         if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
             return first.text.len();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns `training` with tensors of other dtypes and shapes in the model.
+/// Returns the state dict `training` as a catalog, in whose model some tensors have other dtypes and shapes.
 fn typed() -> Catalog {
     let mut source = catalog(training());
     let mut add = |name: &str, dtype, shape: &[u64]| {
@@ -59,7 +59,7 @@ fn first_matching_pattern_decides() {
     assert_eq!(found["model.layers.1.w"], Dtype::F16);
     assert_eq!(found["model.head.w"], Dtype::Bf16);
     assert_eq!(found["model.double"], Dtype::F32);
-    // The pattern matches its own name, not that of its parameter.
+    // The pattern matches the state's own name, not the name of its parameter.
     assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F16);
     assert_eq!(found["optim.state.layers.0.w.exp_avg_sq"], Dtype::F32);
     let (found, selected) = dtypes(&["{ids,scale,mask,quant}=bf16"]);

@@ -17,7 +17,7 @@ fn dict(entries: Vec<(&str, Value)>) -> Value {
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
-/// Makes an `OrderedDict` with torch's `_metadata` of these modules.
+/// Makes an `OrderedDict` whose `_metadata` lists these modules, as torch does.
 fn ordered(entries: Vec<(&str, Value)>, modules: &[&str]) -> Value {
     let version = || dict(vec![("version", Value::Int(1))]);
     let modules = modules.iter().map(|module| (*module, version())).collect();
@@ -39,7 +39,7 @@ fn names(values: &[&str]) -> Value {
     list(values.iter().map(|name| text(name)).collect())
 }
 
-/// Makes a catalog of f32 matrices for a state dict.
+/// Makes a catalog from a state dict. All tensors are f32 matrices.
 fn catalog(state: Value) -> Catalog {
     let mut catalog = Catalog::empty();
     let count = state.tensor_ids().iter().map(|id| id.0 + 1).max().unwrap_or(0);
@@ -91,7 +91,7 @@ fn tensor_names(state: &Value) -> Vec<String> {
     model::all_tensors(state).iter().map(|(fqn, _)| fqn.to_string()).collect()
 }
 
-/// A state dict with model and optimizer, as FSDP2 jobs save it.
+/// Returns a state dict with a model and an optimizer, as FSDP2 jobs save it.
 fn training() -> Value {
     let weights = vec![("layers.0.w", t(0)), ("layers.1.w", t(1)), ("head.w", t(2))];
     let moments = |first, second| dict(vec![("step", Value::Int(7)), ("exp_avg", t(first)), ("exp_avg_sq", t(second))]);
@@ -104,7 +104,7 @@ fn training() -> Value {
     ])
 }
 
-/// A state dict with every kind of container and key.
+/// Returns a state dict with every kind of container and key.
 fn every_container() -> Value {
     let Value::Dict(mut keyed) = dict(vec![("name", t(2))]) else { unreachable!() };
     keyed.entries.insert(0, (Value::Int(0), t(0)));
@@ -200,7 +200,7 @@ fn wrappers_are_cut_from_all_names_or_none() {
 
 #[test]
 fn patterns_match_any_name_of_a_tensor() {
-    // Each case lists the remaining tensors of `training`.
+    // Each case has the include patterns, the exclude patterns, and the tensors of `training` that remain.
     let cases: [(&[&str], &[&str], &[u32]); 9] = [
         (&["model.layers.0"], &[], &[0, 3, 4]),
         (&["layers.0"], &[], &[0, 3, 4]),
@@ -258,7 +258,7 @@ fn numbered_state_is_kept_with_a_note() {
         ("model", dict(vec![("c.w", t(0))])),
         ("optimizer", dict(vec![("state", Value::Dict(by_number)), ("param_groups", list(vec![group]))])),
     ]);
-    // The rename of `0` also matches `param_groups.0`, which then becomes a dict.
+    // The rename of `0` also matches in `param_groups.0`, so the list `param_groups` becomes a dict.
     let unzeroed = selection(&source, &NameOptions { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
     assert_state(&unzeroed.catalog.state, &expected);
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
@@ -302,7 +302,7 @@ fn pattern_that_matches_nothing_is_an_error() {
     assert_eq!(hint, "there are no names to match");
 }
 
-/// Each rename doubles the name.
+/// Each of the renames doubles the name.
 #[test]
 fn name_that_grows_too_long_is_an_error() {
     let (message, _) = error(&training(), &renaming(&[r".*=\0\0"; 40]));
@@ -427,7 +427,7 @@ fn optimizer_state_follows_its_parameter() {
         assert_eq!((found_parameter.as_str(), found_state.as_str()), (parameter, of_state), "{options:?}");
         assert!(params.starts_with(&format!("['{first}'")), "{params}");
     }
-    // A flattened optimizer, and one that is nested like the model.
+    // One optimizer is flattened, and the other is nested like the model.
     let flat = dict(vec![
         ("layers.0.w", t(0)),
         ("optimizer", dict(vec![("state.layers.0.w.exp_avg", t(1)), ("param_groups.layers.0.w.lr", Value::Int(1))])),
@@ -463,7 +463,7 @@ fn optimizer_state_follows_its_parameter() {
         &state(&sequential("0.weight"), &NameOptions { exclude: patterns(&["0.weight"]), ..NameOptions::default() }),
         &dict(vec![]),
     );
-    // For unknown parameters, the complete name is renamed.
+    // If the parameters are unknown, the complete name of the state is renamed.
     let alone = |name: &str| {
         let group = dict(vec![("params", names(&[name]))]);
         dict(vec![("state", dict(vec![(name, dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![group]))])
@@ -544,7 +544,7 @@ fn lists_keep_positions_or_become_dicts() {
         &state(&source, &renaming(&[r"l\.2=l.99999999999"])),
         &dict(vec![("l", dict(vec![("0", w(0)), ("1", w(1)), ("99999999999", w(2))]))]),
     );
-    // One list for each name would be larger than the source.
+    // If there were one list for each name, the lists would be much larger than in the source.
     let many = items((0..2000).map(w).collect());
     let (message, _) = error(&many, &renaming(&[r"^l\.(\d+)=l\1.\1"]));
     assert!(message.ends_with("options::rename splits this list into too many lists"), "{message}");

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Random trees of tensors. Their names use few words, so that keys repeat, and some keys contain dots.
+/// Generates random trees of tensors. Their names use few words, so that keys repeat, and some keys contain dots.
 fn trees() -> impl Strategy<Value = Value> {
     let key = || proptest::sample::select(vec!["a", "b", "a.b", "layers", "layers.0", "w"]);
     let leaf = prop_oneof![4 => Just(t(0)), 1 => Just(Value::Int(1)), 1 => Just(dict(vec![]))];
@@ -81,7 +81,7 @@ proptest! {
         let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
         let options = NameOptions { wrappers, ..NameOptions::default() };
         prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
-        // A rename that changes no name still rebuilds the state dict.
+        // A rename that changes no name still makes the state dict be rebuilt.
         let options = NameOptions { wrappers, ..renaming(&[r"(.)=\1"]) };
         prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
     }
