@@ -1,5 +1,5 @@
-//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Unit:
-//! elements for offsets and sizes of boxes, bytes for buffers.
+//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Offsets and
+//! sizes of boxes count elements; lengths of buffers are in bytes.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -24,26 +24,28 @@ use crate::progress::{NoProgress, Progress};
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
-    /// Format, resources, and the layout that the files do not record.
+    /// The format of the source, the resources for reading it, and the layout that its files do not record.
     pub source: SourceOptions,
-    /// Parts of a folder that are read.
+    /// The parts of a checkpoint folder that are read.
     pub contents: Contents,
-    /// Checkpoint of the same model that gives the shapes of FSDP1 flat parameters if the source lacks them.
+    /// A checkpoint of the same model. It gives the shapes of FSDP1 flat parameters if the source lacks them.
     pub like: Option<PathBuf>,
-    /// Opens a set of files even if some are missing, and lists the missing files in [`Checkpoint::missing`].
+    /// True to open a set of files even if some are missing. [`Checkpoint::missing`] lists the missing files.
     pub incomplete: bool,
-    /// Reads FSDP1 flat parameters as 1-d tensors if nothing gives the shapes of their parameters.
+    /// True to read FSDP1 flat parameters as 1-d tensors if nothing gives the shapes of their parameters.
     pub raw_flat: bool,
-    /// Keeps wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) in the names that patterns match.
+    /// True to keep wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) in the names that patterns match.
     pub keep_names: bool,
-    /// Identity of this process, its stop signal, and the spelling of option names in messages.
+    /// The identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,
-    /// Options of the operation that follows. Processes that exchange bytes must set it, because they compare these
-    /// options. With `None`, options for FSDP1 flat parameters are refused if the source has no flat parameters.
+    /// The options of the operation that follows. Processes that exchange bytes must set this field, because they
+    /// compare these options. With `None`, options for FSDP1 flat parameters are refused if the source has no flat
+    /// parameters.
     pub writes: Option<Writes>,
 }
 
-/// Options for writing that opening the source depends on. Processes that exchange bytes compare them.
+/// Options of a conversion that are needed when its source is opened. Processes that exchange bytes compare these
+/// options.
 #[derive(Clone, Debug, Default)]
 pub struct Writes {
     /// The destination. Processes that exchange bytes find each other in a hidden folder beside it.
@@ -54,21 +56,21 @@ pub struct Writes {
     pub dry_run: bool,
     /// Options for exchanging bytes between the processes of a run.
     pub exchange: ExchangeOptions,
-    /// Checks before anything is written.
+    /// The checks before anything is written.
     pub checks: CheckOptions,
 }
 
-/// Parts of a checkpoint folder that are read.
+/// The parts of a checkpoint folder that are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
-    /// Model and optimizer, and the files beside them.
+    /// The model, the optimizer, and the other files in the folder are read.
     #[default]
     All,
-    /// Model and optimizer.
+    /// The model and the optimizer are read.
     State,
-    /// The model.
+    /// Only the model is read.
     Model,
-    /// The model, and gradients if there are any.
+    /// The model is read, and the gradients if there are any.
     ModelAndGradients,
 }
 
@@ -83,22 +85,22 @@ impl Contents {
     }
 }
 
-/// An open checkpoint: everything except its tensor data.
+/// An open checkpoint, without its tensor data.
 ///
 /// Opening reads headers and metadata files only, so a checkpoint of terabytes opens in seconds. A file that is
 /// replaced while the checkpoint is open is detected when a conversion is published.
 pub struct Checkpoint {
-    /// The catalog and the files.
+    /// The catalog of the checkpoint and its files.
     pub(crate) inner: format::Checkpoint,
-    /// The other processes of the run, if they exchange bytes.
+    /// The other processes of the run, or `None` if the processes do not exchange bytes.
     pub(crate) peers: Option<convert::Peers>,
-    /// Threads and resources, shared with the conversions of this checkpoint.
+    /// Threads and resources, which the conversions of this checkpoint share.
     pub(crate) engine: Arc<Engine>,
-    /// The options of opening, which a conversion starts from.
+    /// The options with which the checkpoint was opened. A conversion starts from them.
     pub(crate) convert: ConvertOptions,
-    /// Receiver of progress and messages.
+    /// The receiver of progress and messages.
     pub(crate) progress: Arc<dyn Progress>,
-    /// Tensors by name, built at the first lookup.
+    /// The tensors by name. The map is built at the first lookup.
     by_name: OnceLock<HashMap<String, TensorId>>,
 }
 
@@ -185,7 +187,7 @@ impl Checkpoint {
         named.into_iter().map(|(name, id)| self.tensor_info(name.to_string(), id))
     }
 
-    /// Returns the tensor of this name. A name is the whole dotted path in the state dict.
+    /// Returns the tensor of this name. A name is the complete dotted path in the state dict.
     #[must_use]
     pub fn tensor(&self, name: &str) -> Option<TensorInfo<'_>> {
         self.find(name).map(|id| self.tensor_info(name.to_owned(), id))
@@ -208,7 +210,7 @@ impl Checkpoint {
         self.by_name.get_or_init(names).get(name).copied()
     }
 
-    /// Reads a whole tensor into `buffer`: its elements, row-major, in little-endian byte order.
+    /// Reads a complete tensor into `buffer`: its elements in row-major order, in little-endian byte order.
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, or if `buffer` has another length than the tensor; `Io` and `Malformed` from
@@ -220,13 +222,13 @@ impl Checkpoint {
     }
 
     /// Reads one box of a tensor into `buffer`, and no other data of the tensor. The box begins at `offsets` and has
-    /// these `sizes`. The elements are row-major, in little-endian byte order. Partial values are reduced.
+    /// the given `sizes`. The elements are in row-major order, in little-endian byte order. Partial values are reduced.
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than
     /// the box; `Io` and `Malformed` from reading files.
     pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
-        /// Bytes that one thread reads at a time.
+        /// The number of bytes that one thread reads at a time.
         const BLOCK_BYTES: usize = 4 << 20;
         let id = self.find(name).ok_or_else(|| self.unknown(name))?;
         let entry = self.inner.catalog.tensor(id);
@@ -264,7 +266,7 @@ impl Checkpoint {
         })
     }
 
-    /// Returns a checkpoint of the same files, used by this process only.
+    /// Returns a checkpoint of the same files for use by this process alone, without the other processes of the run.
     pub(crate) fn clone_alone(&self) -> Self {
         Self {
             inner: self.inner.clone(),
@@ -337,13 +339,13 @@ pub struct TensorInfo<'a> {
 }
 
 impl TensorInfo<'_> {
-    /// Returns the whole dotted path in the state dict: `model.layers.0.wq.weight`.
+    /// Returns the name of the tensor, which is its complete dotted path in the state dict: `model.layers.0.wq.weight`.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns the global shape, in elements; empty for a scalar.
+    /// Returns the global shape in elements. It is empty for a 0-d tensor.
     #[must_use]
     pub fn shape(&self) -> &[u64] {
         &self.entry.shape
@@ -361,20 +363,20 @@ impl TensorInfo<'_> {
         self.entry.len_bytes()
     }
 
-    /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. `None` if the format does
-    /// not record them; DCP does not.
+    /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. Returns `None` if the
+    /// format does not record placements, as DCP.
     #[must_use]
     pub fn placements(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)
     }
 
-    /// Returns the device mesh, such as `dp=2,tp=4`. `None` if the format does not record the mesh.
+    /// Returns the device mesh, such as `dp=2,tp=4`, or `None` if the format does not record the mesh.
     #[must_use]
     pub fn mesh(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())
     }
 
-    /// Returns the number of stored chunks, replicas included.
+    /// Returns the number of stored chunks, including replicas.
     #[must_use]
     pub fn chunks(&self) -> usize {
         self.entry.chunks.len()

@@ -1,5 +1,5 @@
-//! Conversions: a builder for the description of the output, the plan with every output file laid out, and the
-//! execution of the plan.
+//! Conversions: a builder that describes the output, a plan in which every output file is laid out, and the execution
+//! of the plan.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -22,13 +22,15 @@ use crate::select::{Root, Wrappers};
 /// The kind of result of a conversion.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// Every tensor and object, sharded for a mesh: other placements, another world size, or another format.
+    /// The result has every tensor and object, sharded for a mesh: other placements, another world size, or another
+    /// format.
     Sharded(ReshardOptions),
-    /// Whole tensors in the nested state dict.
+    /// The result has complete tensors in the nested state dict.
     Whole(UnshardOptions),
-    /// FSDP1 flat parameters.
+    /// The result has FSDP1 flat parameters.
     Flat(FlattenOptions),
-    /// The model only, with whole tensors, and the config and tokenizer files that loaders need beside it.
+    /// The result has only the model, with complete tensors, and the config and tokenizer files that loaders need
+    /// beside it.
     Model(ConsolidateOptions),
 }
 
@@ -69,10 +71,10 @@ impl Target {
     }
 }
 
-/// A builder that describes the output. It starts with every tensor and object, unchanged.
+/// A builder that describes the output of a conversion. It starts with every tensor and object, unchanged.
 ///
-/// Patterns match whole names: `*` matches within one component, `**` matches across dots, `{a,b}` matches either
-/// alternative. A pattern that matches a module covers everything below it.
+/// Patterns match complete names: `*` matches within one component, `**` matches across dots, `{a,b}` matches either
+/// alternative. A pattern that matches a module covers every name below it.
 #[derive(Debug)]
 pub struct Conversion {
     checkpoint: Checkpoint,
@@ -89,16 +91,16 @@ impl From<Checkpoint> for Conversion {
 }
 
 impl Conversion {
-    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog, and reports no
-    /// progress of planning. Processes that exchange bytes must use [`Conversion::from`], which takes the checkpoint
-    /// itself.
+    /// Starts from all tensors and objects of a checkpoint, which stays open. The catalog of the checkpoint is copied,
+    /// and planning reports no progress. Processes that exchange bytes must use [`Conversion::from`], which takes the
+    /// checkpoint itself.
     #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
         checkpoint.clone_alone().into()
     }
 
-    /// Keeps only names that `pattern` covers, and their optimizer state. A further call keeps the names of both
-    /// patterns.
+    /// Keeps only names that `pattern` covers, and their optimizer state. If this is called several times, a name is
+    /// kept if any of the patterns covers it.
     ///
     /// # Errors
     /// `Layout` for an invalid pattern. Planning fails if the pattern covers nothing.
@@ -174,14 +176,14 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Writes whole tensors in the nested state dict.
+    /// Makes the target complete tensors in the nested state dict.
     #[must_use]
     pub fn whole_tensors(self) -> Self {
         self.target(Target::Whole(UnshardOptions::default()))
     }
 
-    /// Writes the model only, with whole tensors, under the names that loaders expect, with config and tokenizer files
-    /// beside it.
+    /// Makes the target the model only: complete tensors under the names that loaders expect, with config and tokenizer
+    /// files beside it.
     #[must_use]
     pub fn model(self) -> Self {
         self.target(Target::Model(ConsolidateOptions::default()))
@@ -195,21 +197,22 @@ impl Conversion {
         self
     }
 
-    /// Chooses the format to write. Otherwise the target or the suffix of the destination determines it.
+    /// Sets the format to write. If it is not set, the target or the suffix of the destination determines the format.
     #[must_use]
     pub fn to(mut self, format: Format) -> Self {
         self.convert.destination.to = Some(format);
         self
     }
 
-    /// Writes DTensors in rank files as this version of PyTorch does, such as `2.9`.
+    /// Sets the version of PyTorch, such as `2.9`, whose form DTensors in rank files get.
     #[must_use]
     pub fn torch_version(mut self, version: impl Into<String>) -> Self {
         self.convert.destination.torch_version = Some(version.into());
         self
     }
 
-    /// Sets the destination. Its suffix determines the format, and its name is the name of a single output file.
+    /// Sets the destination. Its suffix determines the format. If the output is a single file, its name is the name of
+    /// the file.
     #[must_use]
     pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
         self.convert.dst = Some(path.into());
@@ -251,7 +254,7 @@ impl Conversion {
     }
 }
 
-/// A conversion with every output file laid out. `Display` prints a summary.
+/// The plan of a conversion, in which every output file is laid out. `Display` prints a summary.
 pub struct Plan {
     prepared: Prepared,
     convert: ConvertOptions,
@@ -260,8 +263,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes the bytes that an execution would read and the memory that it would need. Also checks the destination,
-    /// if [`Conversion::destination`] has set one.
+    /// Computes the number of bytes that an execution would read, and the memory that it would need. Also checks the
+    /// destination, if [`Conversion::destination`] has set one.
     ///
     /// Processes that exchange bytes disconnect after a preview, so the plan cannot be executed after a preview.
     ///
@@ -272,8 +275,9 @@ impl Plan {
         engine.work(progress, |run| convert::preview(prepared, convert, run))
     }
 
-    /// Moves the bytes and publishes the result at `destination`; creates missing parent folders. One of several
-    /// processes writes only its own share; [`Report::outcome`] shows whether the destination is complete.
+    /// Moves the bytes and publishes the result at `destination`. Missing parent folders are created. If several
+    /// processes share a conversion, each writes only its own part; [`Report::outcome`] shows whether the destination
+    /// is complete.
     ///
     /// A single output file is written at exactly this path. Its suffix does not choose the format; the suffix given to
     /// [`Conversion::destination`] does.

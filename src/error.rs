@@ -39,11 +39,11 @@ pub enum Error {
     #[error(transparent)]
     Catalog(#[from] CatalogError),
 
-    /// A layout is impossible, or cannot be applied to a tensor.
+    /// A layout contradicts itself, or cannot be applied to a tensor.
     #[error(transparent)]
     Layout(#[from] LayoutError),
 
-    /// Options contradict each other or the checkpoint, or ask for something that is not possible.
+    /// Options contradict each other or the checkpoint, or request something that is not possible.
     #[error(transparent)]
     Usage(#[from] UsageError),
 
@@ -59,11 +59,11 @@ pub enum Error {
     #[error(transparent)]
     Stopped(#[from] Stopped),
 
-    /// The message of `source` shortens a list of names; `names` has all of them.
+    /// The error `source`, whose message shows only some names of a list; `names` has the complete list.
     #[error("{source}")]
     Naming { names: Vec<String>, source: Box<Error> },
 
-    /// The error is about a tensor of the checkpoint at `path`.
+    /// The error `source`, which is about a tensor of the checkpoint at `path`.
     #[error("{}: {source}", path.display())]
     Within { path: PathBuf, source: Box<Error> },
 }
@@ -100,14 +100,14 @@ impl Error {
         CommError { rank: rank.into(), op, detail: detail.into(), hint: None }.into()
     }
 
-    /// Adds all names of a list that the message shortens.
+    /// Adds the complete list of names, of which the message shows only some.
     #[must_use]
     pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
         let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
         Self::Naming { names, source: Box::new(self) }
     }
 
-    /// Returns all names of the list that the message shortens.
+    /// Returns the complete list of names, if the message shows only some of them.
     #[must_use]
     pub fn names(&self) -> Option<&[String]> {
         match self {
@@ -141,7 +141,7 @@ impl Error {
         }
     }
 
-    /// Returns the path of the checkpoint whose tensor the error is about.
+    /// Returns the path of the checkpoint that contains the tensor that the error is about.
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Within { path, .. } => Some(path),
@@ -150,7 +150,7 @@ impl Error {
         }
     }
 
-    /// Returns the path of the damaged file, and the field for a more specific hint.
+    /// Returns the path of the damaged file, and the hint, so that the caller can set a more specific hint.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self.innermost_mut() {
             Self::Format(error) => error.damaged_mut(),
@@ -158,7 +158,7 @@ impl Error {
         }
     }
 
-    /// Returns the process that the error names.
+    /// Returns the other process that the error names.
     pub(crate) fn peer_mut(&mut self) -> Option<&mut Peer> {
         match self {
             Self::Comm(error) => Some(&mut error.rank),
@@ -167,7 +167,7 @@ impl Error {
         }
     }
 
-    /// Adds the path of the checkpoint to an error that names only a tensor.
+    /// Adds the path of the checkpoint to an error that names only a tensor of it.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {
@@ -177,7 +177,7 @@ impl Error {
         }
     }
 
-    /// Returns the next step for the user, as an imperative sentence.
+    /// Returns the hint: the next step for the user, as an imperative sentence.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
@@ -222,7 +222,7 @@ impl Error {
         document
     }
 
-    /// Returns the `kind` of the JSON document.
+    /// Returns the kind of the error, as the field `kind` of the JSON document has it.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {

@@ -1,11 +1,11 @@
-//! Crash points: places in the code where a test kills the process, to simulate a node that loses power.
+//! Crash points: positions in the code at which a test kills the process, to simulate a node that loses power.
 //!
 //! `DTSHARD_FAULT=NAME` kills the process at the crash point NAME. Builds without debug assertions have no crash
 //! points.
 
 use std::time::Duration;
 
-/// Every crash point, in the order of an undisturbed run.
+/// The names of all crash points, in the order in which an undisturbed run passes them.
 pub const POINTS: [&str; 24] = [
     "begin-draft",
     "begin-planned",
@@ -33,10 +33,11 @@ pub const POINTS: [&str; 24] = [
     "commit-left",
 ];
 
-/// The crash points of a run with `options::source per-rank`, while processes copy files of SRC.
+/// The names of the crash points that only a run with `options::source per-rank` passes, while processes copy files of
+/// SRC.
 pub const COPY_POINTS: [&str; 3] = ["source-copying", "source-copied", "source-recorded"];
 
-/// Kills the process if a test has selected this crash point.
+/// Kills the process here, if a test has selected the crash point with this name.
 #[cfg(debug_assertions)]
 pub fn point(name: &str) {
     debug_assert!(POINTS.contains(&name) || COPY_POINTS.contains(&name), "{name} is not listed");
@@ -49,7 +50,7 @@ pub fn point(name: &str) {
 #[cfg(not(debug_assertions))]
 pub fn point(_name: &str) {}
 
-/// Returns whether a crash test runs, which needs small steps and short waits.
+/// Returns whether a crash test runs. Such a test needs small steps of work and short waits.
 #[must_use]
 pub fn is_testing_faults() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()

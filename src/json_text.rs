@@ -76,7 +76,7 @@ fn value_in_json(found: &str) -> String {
     }
 }
 
-/// Describes a type that serde expects, such as `u64` or `struct DocumentJson`.
+/// Describes a type that serde expects, given as the name of a Rust type, such as `u64` or `struct DocumentJson`.
 fn type_in_json(expected: &str) -> String {
     if let Some(len) = expected.strip_prefix("a tuple of size ") {
         return format!("a list of {len} values");

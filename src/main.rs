@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     let arguments = normalise_long_options(std::env::args_os());
     let cli = match cli::parse(&arguments) {
         Ok(cli) => cli,
-        // clap also returns an error for `--help` and `--version`.
+        // clap also returns an "error" for `--help` and `--version`.
         Err(error) => return ExitCode::from(commands::not_parsed(&error, &arguments)),
     };
     let printer = Printer::new(cli.talk);

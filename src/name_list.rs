@@ -1,4 +1,5 @@
-//! Short lists of names for messages: a few names, numbered runs as ranges, and the number of the other names.
+//! Short lists of names for messages: a few names, consecutive numbers as ranges, and the number of names that are left
+//! out.
 //!
 //! A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it names a few of
 //! them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
@@ -7,15 +8,16 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ops::{Range, RangeInclusive};
 
-/// The maximum number of entries in a list of files or tensors.
+/// The maximum number of entries that a list of files or tensors shows.
 pub const FEW: usize = 4;
 
-/// The maximum number of entries in a list of ranks, processes or parts, whose names are short.
+/// The maximum number of entries that a list of ranks, processes or parts shows. Their names are short, so more fit.
 pub const FEW_NUMBERS: usize = 8;
 
 /// Formats at most `most` entries of a list: `a, b and 3 more`.
 ///
-/// In a longer list, numbered runs are first folded to ranges: `__0_0.distcp .. __999_0.distcp`.
+/// If the list is longer, names with consecutive numbers are first combined to ranges: `__0_0.distcp ..
+/// __999_0.distcp`.
 #[must_use]
 pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
     let (shown, rest) = entries(names, most);
@@ -37,7 +39,7 @@ pub fn numbered(noun: &str, plural: &str, numbers: impl IntoIterator<Item = u32>
     format!("{} {}", if numbers.len() == 1 { noun } else { plural }, short_list(&numbers, FEW_NUMBERS))
 }
 
-/// A set of numbers as ascending ranges. There may be billions of numbers.
+/// A set of numbers, stored as ascending ranges, because there may be billions of numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Numbers(Vec<RangeInclusive<u32>>);
 
@@ -60,7 +62,7 @@ impl Numbers {
         (!ranges.is_empty()).then_some(Self(ranges))
     }
 
-    /// Returns the count of numbers in all ranges.
+    /// Returns how many numbers the set contains.
     fn len(&self) -> u64 {
         self.0.iter().map(Self::len_of).sum()
     }
@@ -102,7 +104,8 @@ pub fn name_processes(processes: &[u32]) -> String {
     numbered("process", "processes", processes.iter().copied())
 }
 
-/// Returns the first entries of a list, folded if it is longer than `most`, and the number of names that are left out.
+/// Returns the first entries of a list, and the number of names that are left out. If the list is longer than `most`,
+/// names with consecutive numbers are combined to ranges.
 fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
     if names.len() <= most {
         return (names.iter().map(|name| name.as_ref().to_owned()).collect(), 0);
@@ -120,21 +123,21 @@ fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
     (shown, names.len() - covered)
 }
 
-/// The length of the shortest run that is shown as a range.
+/// The minimum number of names in a run that is shown as a range.
 const SHORTEST_RUN: usize = 3;
 
-/// Groups names into runs whose names differ in one number that counts up by one. A run has the position of its first
-/// name.
+/// Groups names into runs. The names of a run differ in one number, which increases by one from name to name. A run is
+/// in the position of its first name.
 fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     struct NumberRun {
         members: Vec<usize>,
-        /// The index of the number that counts up, once there are two members.
+        /// The index of the number that increases from name to name. It is known when the run has two names.
         counting: Option<usize>,
     }
     let mut order: Vec<usize> = (0..names.len()).collect();
     order.sort_by(|left, right| natural_order(names[*left], names[*right]));
     let mut runs: Vec<NumberRun> = Vec::new();
-    // For each name that would continue a run: the run, and the index of the number that counts up.
+    // For each name that would continue a run: the index of the run, and the index of the number that increases.
     let mut expected_next: HashMap<String, (usize, usize)> = HashMap::new();
     for index in order {
         let name = names[index];
@@ -169,7 +172,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     folded
 }
 
-/// Returns the positions of the numbers in a name.
+/// Returns the ranges of the digits of each number in a name.
 fn numbers_in(name: &str) -> Vec<Range<usize>> {
     let mut numbers: Vec<Range<usize>> = Vec::new();
     for (at, _) in name.bytes().enumerate().filter(|(_, byte)| byte.is_ascii_digit()) {
@@ -181,14 +184,15 @@ fn numbers_in(name: &str) -> Vec<Range<usize>> {
     numbers
 }
 
-/// Returns the name with the number at `place` increased by one: `00009` becomes `00010`.
+/// Returns the name with the number at `place` increased by one (`00009` becomes `00010`), or `None` if that is not
+/// possible.
 fn counted_up(name: &str, place: Range<usize>) -> Option<String> {
     let number = name[place.clone()].parse::<u64>().ok()?.checked_add(1)?;
     let width = place.len();
     Some(format!("{}{number:0width$}{}", &name[..place.start], &name[place.end..]))
 }
 
-/// Compares texts with numbers compared as numbers: `layers.2` before `layers.10`.
+/// Compares texts, with the numbers in them compared as numbers: `layers.2` is before `layers.10`.
 #[must_use]
 pub fn natural_order(left: &str, right: &str) -> Ordering {
     let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
@@ -204,8 +208,8 @@ pub fn natural_order(left: &str, right: &str) -> Ordering {
                 (a, b) = (rest_a, rest_b);
             }
             (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            // The texts differ at most in leading zeros. They are then compared as ordinary text, so that the order is
-            // total.
+            // Both texts are equal except for leading zeros. They are then compared as ordinary text, so that the order
+            // is total.
             (None, None) => return left.cmp(right),
             (x, y) => return x.cmp(&y),
         }

@@ -1,11 +1,11 @@
-//! Finds the names nearest to a pattern that matches nothing, for hints of errors.
+//! Finds the names nearest to a pattern that matches nothing, for the hints of errors.
 //!
 //! Unit of distances: edited characters.
 
 use crate::layout::Pattern;
 
-/// Returns the names nearest to a pattern by edit distance. Wildcards are ignored. A pattern may mean a module, so it
-/// is compared with every part of a name that has the same number of components.
+/// Returns the names with the smallest edit distance from a pattern. Wildcards are ignored. A pattern may name a
+/// module, so it is compared with every part of a name that has the same number of components.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;
@@ -53,7 +53,7 @@ mod tests {
         assert_eq!(nearest("layers.0.w1.wieght", &names)[0], "layers.0.w1.weight");
         assert_eq!(nearest("**.w11.weight", &names)[0], "layers.0.w1.weight");
         assert_eq!(nearest("layers.*.w2.bais", &names)[0], "layers.0.w2.bias");
-        // Modules.
+        // The pattern names a module.
         assert_eq!(nearest("layrs.0.w2", &names)[0], "layers.0.w2.bias");
         assert_eq!(nearest("**.haed", &names)[0], "head.weight");
         assert_eq!(nearest("**", &names).len(), 3);

@@ -1,5 +1,5 @@
-//! The options of all operations, as plain structs. Every struct implements `Default`, and the default options change
-//! nothing.
+//! The options of all operations, as plain structs. Every struct implements `Default`; a conversion with default
+//! options changes nothing.
 //!
 //! Messages of the library name an option by `options::` and its field, such as `options::max_memory`;
 //! [`spell_options`](crate::text::spell_options) replaces these names.

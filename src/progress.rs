@@ -12,13 +12,13 @@ use crate::exec::Reporter;
 ///
 /// Worker threads call the methods. They call [`advance`](Self::advance) once for each block of some megabytes.
 pub trait Progress: Send + Sync {
-    /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next one begins.
+    /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next task begins.
     fn begin(&self, _task: &'static str, _bytes: u64) {}
 
-    /// Adds bytes of the task that an earlier run has completed.
+    /// Counts bytes of the task that an earlier run has completed.
     fn skip(&self, _bytes: u64) {}
 
-    /// Adds bytes that are done.
+    /// Counts bytes of the task that this run has completed.
     fn advance(&self, _bytes: u64) {}
 
     /// Enters another phase of the task.
@@ -30,7 +30,8 @@ pub trait Progress: Send + Sync {
     /// Receives one message, without a line break at its end.
     fn message(&self, _level: Level, _text: &str) {}
 
-    /// Returns true if waits are reported immediately, not only after some seconds.
+    /// Returns true if messages about waiting for other processes are sent immediately, and false if they are sent only
+    /// after some seconds.
     fn is_verbose(&self) -> bool {
         false
     }
@@ -66,20 +67,20 @@ impl<P: Progress + ?Sized> Progress for Arc<P> {
     }
 }
 
-/// Kind of a message.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// A detail, for verbose output.
+    /// The message is a detail, for verbose output.
     Detail,
-    /// A fact about the result that is the same for all processes of a run.
+    /// The message is a fact about the result, equal in all processes of a run.
     Note,
-    /// The result of this process, if other processes may have another result.
+    /// The message is the result of this process; other processes may have another result.
     Outcome,
-    /// A result that may differ from what the user wanted.
+    /// The message is about a result that may differ from what the user wanted.
     Warning,
 }
 
-/// A [`Progress`] that ignores everything.
+/// A [`Progress`] that ignores all progress and messages.
 #[derive(Clone, Copy, Debug)]
 pub struct NoProgress;
 
@@ -117,7 +118,7 @@ impl<'a> Task<'a> {
         Self(progress)
     }
 
-    /// Adds bytes of the task that an earlier run has completed.
+    /// Counts bytes of the task that an earlier run has completed.
     pub fn skip(&self, bytes: u64) {
         self.0.skip(bytes);
     }

@@ -63,7 +63,7 @@ pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
     (time >= SHORTEST_RATED).then(|| format!("{}/s", human_bytes(rate as u64)))
 }
 
-/// The shortest time with a rate. Shorter times are mostly start-up time.
+/// The shortest time for which a rate is shown. A shorter time consists mostly of start-up time.
 const SHORTEST_RATED: Duration = Duration::from_millis(100);
 
 /// Formats a number with its noun: `1 file`, `7 files`.

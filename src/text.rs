@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 pub use crate::quantity::{count, human_bytes, human_rate};
 
-/// The prefix of an option in messages: `options::max_memory` is the field `max_memory` of a struct in
+/// The prefix of an option in messages. For example, `options::max_memory` is the field `max_memory` of a struct in
 /// [`options`](crate::options).
 const OPTION: &str = "options::";
 
@@ -36,7 +36,7 @@ pub fn spell_options(text: &str, spell: impl Fn(&str) -> String) -> Cow<'_, str>
     Cow::Owned(spelled)
 }
 
-/// Escapes invisible characters, as in `\u{1b}`. Escaping twice gives the same text.
+/// Escapes invisible characters, for example as `\u{1b}`. Escaping the result again changes nothing.
 pub fn escape_invisible(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -45,7 +45,8 @@ pub fn escape_invisible(text: &str) -> String {
     escaped
 }
 
-/// Escapes invisible characters in a JSON document as `\uXXXX`, which JSON parsers read as the same characters.
+/// Escapes invisible characters in a JSON document as `\uXXXX`. JSON parsers read these escapes as the original
+/// characters.
 pub fn escape_invisible_json(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -61,7 +62,7 @@ pub fn escape_invisible_json(text: &str) -> String {
     escaped
 }
 
-/// Returns whether a terminal shows a character as that character.
+/// Returns whether a terminal displays a character as a visible character or an ordinary space.
 ///
 /// Control and format characters (Cc, Cf: bidirectional overrides, zero-width joiners), line and paragraph separators,
 /// spaces other than the ASCII space, private and unassigned characters are not visible. Letters and marks that Unicode
@@ -72,8 +73,8 @@ fn is_visible(c: char) -> bool {
     }
     let is_ignorable = matches!(c, '\u{34f}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}' | '\u{180b}'..='\u{180f}'
         | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{e0000}'..='\u{e0fff}');
-    // `escape_debug` prints a combining mark only after another character, and escapes characters that cannot be
-    // printed.
+    // `escape_debug` prints a combining mark unchanged only after another character, and escapes characters that cannot
+    // be printed.
     let mut behind_another = ['x', c].iter().collect::<String>();
     behind_another = behind_another.escape_debug().skip(1).collect();
     !is_ignorable && !behind_another.starts_with('\\')
