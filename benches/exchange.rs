@@ -1,8 +1,10 @@
-//! Benchmarks planning the rounds of an exchange between very many processes: its cost per process, and its balance.
+//! Benchmarks the planning of exchange rounds between very many processes: the cost for each process, and the balance
+//! between processes.
 //!
-//! Converts layers of Llama 3.1 405B with AdamW from one mesh to another, with a process for each rank of the larger
-//! mesh, and 100,000 tensors of 1 KiB (`small`) between few ranks. It runs on one thread and moves no data. Figures are
-//! processor seconds, and bytes of the busiest process divided by those of the average process.
+//! The benchmark converts layers of Llama 3.1 405B with AdamW from one mesh to another, with a process for each rank of
+//! the larger mesh. It also converts 100,000 tensors of 1 KiB (`small`) between a few ranks. It runs on one thread and
+//! moves no data. The figures are processor seconds, and the bytes of the busiest process divided by the bytes of the
+//! average process.
 //!
 //! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER is a part of `| from | to |` as it is printed.
 
@@ -21,7 +23,7 @@ use support::tables::tables;
 
 const BUCKET_BYTES: u64 = 64 << 20;
 
-/// Returns the value of the busiest process divided by the average.
+/// Returns the value of the process with the largest value, divided by the average over all processes.
 fn busiest(loads: &[Load], value: impl Fn(&Load) -> u64) -> f64 {
     let (most, sum) = loads.iter().map(value).fold((0, 0), |(most, sum), bytes| (bytes.max(most), sum + bytes));
     #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
@@ -38,7 +40,7 @@ fn main() {
             _ => filter = argument,
         }
     }
-    // All threads of the pool plan rounds, so the pool gets one.
+    // Rounds are planned by all threads of the pool. The benchmark measures one thread, so the pool gets one.
     rayon::ThreadPoolBuilder::new().num_threads(1).build_global().expect("the global pool is built once");
     println!("| from | to | rounds | copies | GB | on the wire | s | in rounds: read | sent | received | peak MB |");
     println!("|---|---|---|---|---|---|---|---|---|---|---|");

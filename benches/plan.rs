@@ -1,7 +1,8 @@
-//! Benchmarks plans for large clusters: every tensor of Llama 3.1 405B with AdamW from one mesh to another.
+//! Benchmarks conversion plans for large clusters: every tensor of Llama 3.1 405B with AdamW from one mesh to another.
 //!
-//! It runs on one thread, tensor by tensor, and keeps nothing: tables of both sides, the proof, the intersection, and
-//! its lowering to strided byte copies. An *item* is a strided copy. Figures are processor seconds.
+//! The benchmark runs on one thread, tensor by tensor, and keeps no results. It measures the chunk tables of source and
+//! target, the proof of coverage, the intersection, and the lowering to strided byte copies. An *item* is a strided
+//! copy. The figures are processor seconds.
 //!
 //! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers, and FILTER is a part of `| from | to
 //! |` as it is printed.

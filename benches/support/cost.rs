@@ -1,7 +1,7 @@
 //! Measures the cost of work: processor time of this process in seconds, and its peak memory.
 //!
-//! Processor time is used instead of wall time because all measured work runs on one thread, and other work on the
-//! machine must not count. Memory is that of the process, in MB of 10^6 bytes, from `/proc/self/status` (Linux).
+//! Processor time is used instead of wall time because all measured work runs on one thread, and other programs on the
+//! machine must not count. Memory is the memory of the process, in MB of 10^6 bytes, from `/proc/self/status` (Linux).
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub fn processor_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("below 10^9"))
 }
 
-/// Returns the result of `work`, and adds its time to `spent`.
+/// Returns the result of `work`, and adds the processor time of `work` to `spent`.
 pub fn timed<T>(spent: &mut Duration, work: impl FnOnce() -> T) -> T {
     let start = processor_time();
     let result = work();
@@ -27,7 +27,7 @@ pub fn peak_mb() -> u64 {
     kib.unwrap_or(0) * 1024 / 1_000_000
 }
 
-/// Returns nanoseconds per item.
+/// Returns the processor time for each item, in nanoseconds.
 #[expect(clippy::cast_precision_loss, reason = "figures to read")]
 pub fn nanos_each(spent: Duration, items: u64) -> f64 {
     spent.as_nanos() as f64 / items.max(1) as f64

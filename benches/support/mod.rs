@@ -1,4 +1,4 @@
-//! Shared parts of the benchmarks: a synthetic model on any mesh, and the cost of a run.
+//! The shared parts of the benchmarks: a synthetic model on any mesh, and the measurement of cost.
 
 #![allow(dead_code, reason = "each bench takes what it needs")]
 

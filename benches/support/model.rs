@@ -1,8 +1,8 @@
-//! Llama 3.1 405B with the state of AdamW, laid out on any mesh: tables of chunks for large clusters.
+//! A synthetic checkpoint for benchmarks: Llama 3.1 405B with the state of AdamW, laid out on any mesh.
 //!
-//! Counts elements. Nothing is on disk and file positions are not real; the chunks are those of the placements, so
-//! planning does the same work as for a checkpoint of such a job. Tensors are generated one by one: all tables at once
-//! would dominate the memory that the benchmark measures.
+//! Shapes and offsets count elements. Nothing is on disk, and positions in files are not real. The chunks are those of
+//! the placements, so planning does the same work as for a checkpoint of a real job. Tensors are generated one by one,
+//! because all chunk tables together would dominate the memory that the benchmark measures.
 //!
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
@@ -17,26 +17,26 @@ const FFN: u64 = 53_248;
 const VOCAB: u64 = 128_256;
 const KEYS: u64 = 8 * 128;
 
-/// Sharding of a parameter by tensor parallelism.
+/// The way in which tensor parallelism shards a tensor.
 #[derive(Clone, Copy)]
 pub enum Role {
-    /// `ColwiseParallel`: rows of the weight are sharded.
+    /// The style is `ColwiseParallel`: the rows of the weight are sharded.
     Column,
-    /// `RowwiseParallel`: columns of the weight are sharded.
+    /// The style is `RowwiseParallel`: the columns of the weight are sharded.
     Row,
-    /// Norms: replicated on the tp dimension.
+    /// The tensor is replicated on the tp dimension, as norms are.
     Whole,
-    /// `step`: replicated on all ranks.
+    /// The tensor is a plain tensor on all ranks, as `step` of AdamW is.
     Plain,
 }
 
 /// A tensor of the model or of its optimizer state.
 pub struct Tensor {
-    /// Name in the state dict.
+    /// The name of the tensor in the state dict.
     pub fqn: String,
-    /// Global shape.
+    /// The global shape.
     pub shape: Dims,
-    /// Sharding by tensor parallelism.
+    /// The way in which tensor parallelism shards the tensor.
     pub role: Role,
 }
 
@@ -76,15 +76,15 @@ pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
     })
 }
 
-/// Returns `count` tensors of 16 x 32 elements: weights of very many small experts.
+/// Returns `count` tensors of 16 x 32 elements, such as the weights of very many small experts.
 pub fn small_tensors(count: u64) -> impl Iterator<Item = Tensor> {
     let name = |index: u64| format!("model.layers.{}.experts.{}.weight", index / 100, index % 100);
     (0..count).map(move |index| Tensor { fqn: name(index), shape: Dims::from_slice(&[16, 32]), role: Role::Column })
 }
 
-/// A training job: a mesh, and its placements of tensors.
+/// A training job: its mesh, and the placements that it gives to tensors.
 pub struct Job {
-    /// The mesh, for printing.
+    /// The name of the mesh, for printing.
     pub name: String,
     layout: MeshLayout,
     column: Vec<PlacementSpec>,
@@ -101,12 +101,12 @@ impl Job {
         Self { name: mesh.to_owned(), layout, column: parse(column), row: parse(row), whole: parse(whole) }
     }
 
-    /// Returns a job with FSDP2 alone: rows are sharded over all ranks.
+    /// Returns a job that uses only FSDP2: the rows of each tensor are sharded over all ranks.
     pub fn fsdp(ranks: u64) -> Self {
         Self::new(&format!("fsdp={ranks}"), "S(0)", "S(0)", "S(0)")
     }
 
-    /// Returns a job with FSDP2 and tensor parallelism.
+    /// Returns a job that uses FSDP2 and tensor parallelism.
     pub fn fsdp_tp(ranks: u64, tp: u64) -> Self {
         let strided = format!("_S(0,{tp}),S(0)");
         Self::new(&format!("fsdp={},tp={tp}", ranks / tp), &strided, "S(0),S(1)", "S(0),R")

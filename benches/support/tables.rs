@@ -1,11 +1,11 @@
-//! Builds the tables of both sides of a conversion, with nothing on disk.
+//! Builds the chunk tables of source and target of a conversion, without files on disk.
 
 use dtshard::catalog::{Catalog, ChunkTable, FileLocation, OutputFile, Reservation, Reserved, TensorId};
 use dtshard::storage::FileId;
 
 use super::model::{Job, Tensor};
 
-/// Returns the tables of source and target; every rank of the target has a file.
+/// Returns the catalog of the source, and the reservation of the target. Every rank of the target has a file.
 pub fn tables(from: &Job, to: &Job, tensors: impl Iterator<Item = Tensor>) -> (Catalog, Reservation) {
     let (mut catalog, mut reservation) = (Catalog::empty(), Reservation::default());
     for tensor in tensors {

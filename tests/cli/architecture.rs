@@ -1,16 +1,16 @@
-//! The modules that each module may import.
+//! Tests of the architecture: which modules each module may import.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Modules that every other module may use.
+/// The modules that every other module may import.
 const EVERYWHERE: [&str; 4] = ["error", "json_text", "name_list", "threads"];
 
-/// Public modules, which may use every other module.
+/// The public modules of the library, which may import every other module.
 const PUBLIC: [&str; 3] = ["checkpoint", "conversion", "options"];
 
-/// For each module at the top, the modules at the top that it may use besides itself and `EVERYWHERE`.
+/// For each top-level module, the other top-level modules that it may import besides `EVERYWHERE`.
 const ALLOWED: [(&str, &[&str]); 27] = [
     ("layout", &[]),
     ("storage", &[]),
@@ -67,14 +67,14 @@ const ALLOWED: [(&str, &[&str]); 27] = [
         "verify",
         &["catalog", "convert", "describe", "exec", "format", "progress", "quantity", "select", "storage", "text"],
     ),
-    // Errors are defined in separate modules, which import no others.
+    // Errors are defined in separate modules, which import no other modules.
     ("error", &["catalog", "comm", "convert", "exec", "format", "gpu", "layout", "storage"]),
-    // Parts of the program, which see the library as `dtshard`.
+    // These are modules of the program, which use the library as `dtshard`.
     ("cli", &["options"]),
     ("commands", &["cli", "options", "text", "verify"]),
 ];
 
-/// Files that may contain `unsafe`: mapped files with their kernel hints, and CUDA.
+/// The files that may contain `unsafe`: mapped files with their kernel hints, and CUDA.
 const UNSAFE: [&str; 4] =
     ["commands/signals_and_limits.rs", "gpu/mod.rs", "storage/filesystem.rs", "storage/mapping.rs"];
 
@@ -119,8 +119,8 @@ fn unsafe_code_is_limited_to_listed_files() {
     assert_eq!(allowing, UNSAFE);
 }
 
-/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The archive
-/// reader copies or compares each byte of a mapping once.
+/// Other parsers read from memory, not from mapped files, because another process may change a mapped file at any
+/// moment. The archive reader copies or compares each byte of a mapping once.
 #[test]
 fn mapped_bytes_are_read_by_two_modules_only() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -135,7 +135,7 @@ fn mapped_bytes_are_read_by_two_modules_only() {
     assert_eq!(using, ["exec/runs.rs", "format/archive.rs"]);
 }
 
-/// Processes exchange bytes by files, NCCL and MPI only.
+/// Processes exchange bytes only by files, NCCL and MPI.
 #[test]
 fn no_module_opens_a_socket() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -196,7 +196,8 @@ fn paths_of(tree: &str) -> Vec<String> {
     found
 }
 
-/// Returns the modules that each module imports, without its parents and children: these may use each other.
+/// Returns the modules that each module imports. Parents and children of the module are left out, because they may
+/// import each other.
 fn imported() -> BTreeMap<Module, BTreeSet<Module>> {
     let trees = regex::Regex::new(r"\buse\s+([^;]+);|\b((?:crate|super|dtshard)(?:::\w+)+)").unwrap();
     let modules = modules();
@@ -249,7 +250,8 @@ fn no_module_imports_itself_through_others() {
     assert!(circles.is_empty(), "{circles:?}");
 }
 
-/// The cycle test above skips parents and children, so a folder could import another one through its parent.
+/// The test of import cycles skips parents and children of a module, so a folder could import another folder through
+/// its parent.
 #[test]
 fn no_top_level_module_imports_itself_through_others() {
     let mut remaining: BTreeMap<&str, &[&str]> = ALLOWED.into_iter().filter(|(module, _)| *module != "error").collect();
@@ -263,7 +265,7 @@ fn no_top_level_module_imports_itself_through_others() {
     assert!(remaining.is_empty(), "{remaining:?}");
 }
 
-/// Programs without a command line use the library as well.
+/// The library is also used by programs without a command line, so it must not need clap.
 #[test]
 fn clap_is_imported_by_the_command_line_only() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -277,8 +279,8 @@ fn clap_is_imported_by_the_command_line_only() {
     assert!(importing.is_empty(), "{importing:?}");
 }
 
-/// Messages of the library name an option as `options::max_memory`, which every front end spells for its users. Flags
-/// of other programs are allowed.
+/// Messages of the library name an option as `options::max_memory`, and every front end spells this name for its users.
+/// Messages may name flags of other programs.
 #[test]
 fn library_messages_name_options_by_field_names() {
     let help = |verb: &str| {

@@ -1,10 +1,11 @@
-//! The console examples of README.md and docs/ match the output of the program, and links between pages have targets.
+//! Tests that the console examples of README.md and docs/ match the output of the program, and that links between pages
+//! have targets.
 //!
-//! A block of ```` ```console ```` whose commands all begin with `dtshard` is run, in the order of the page, in a
-//! temporary folder in which `tests` is that of the repository, so fixtures have the paths that are shown. Later blocks
-//! see the files of earlier blocks. Standard output and errors are compared together. A line `...` matches any lines;
-//! times and rates are masked. `<!-- not run -->` in the line before a block leaves it out. The tutorial needs PyTorch:
-//! tests/interop/test_tutorial.py runs it.
+//! A block ```` ```console ```` in which every command begins with `dtshard` is run, in the order of the page. The
+//! commands run in a temporary folder in which `tests` is the folder of the repository, so fixtures have the paths that
+//! the page shows. Later blocks see the files of earlier blocks. Standard output and standard error are compared
+//! together. A line `...` matches any lines; times and rates are masked. `<!-- not run -->` in the line before a block
+//! excludes the block. The tutorial needs PyTorch: tests/interop/test_tutorial.py runs it.
 
 use std::fmt::Write;
 use std::fs;
@@ -16,7 +17,7 @@ use regex::Regex;
 #[derive(Debug)]
 struct Block {
     line: usize,
-    /// Commands with their output.
+    /// The commands of a page, each with the output that the page shows.
     examples: Vec<(String, Vec<String>)>,
 }
 
@@ -70,7 +71,7 @@ fn run(command: &str, folder: &Path) -> Vec<String> {
 fn masked(line: &str) -> String {
     let time = Regex::new(r"in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
     let line = time.replace(line, "in _ s");
-    // Allocator and kernel make this number differ from run to run.
+    // The allocator and the kernel make this number differ from run to run.
     let memory = Regex::new(r"[\d.]+ MB \(anonymous\)").unwrap();
     memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()
 }
@@ -84,8 +85,8 @@ fn matches(found: &[String], expected: &[String]) -> bool {
     }
 }
 
-/// Runs the examples of a page and returns those whose output differs. `UPDATE_SNAPSHOTS=1` writes their output into the
-/// page, apart from examples with `...`.
+/// Runs the examples of a page and returns those whose output differs. With `UPDATE_SNAPSHOTS=1`, writes their output
+/// into the page, except for examples with `...`.
 fn check(page: &Path) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
@@ -133,7 +134,7 @@ fn console_examples_match_the_output_of_the_program() {
     assert!(wrong.is_empty(), "what these examples print now:\n\n{wrong}");
 }
 
-/// Returns the anchors of a page, as GitHub derives them from its headings.
+/// Returns the anchors of a page, as GitHub derives them from the headings.
 fn anchors(text: &str) -> Vec<String> {
     let link = Regex::new(r"\[([^\]]*)\]\([^)]*\)").unwrap();
     let mut code = false;
@@ -148,7 +149,7 @@ fn anchors(text: &str) -> Vec<String> {
     headings.map(anchor).collect()
 }
 
-/// Every link leads to an existing file, and to a heading in it.
+/// Every link leads to an existing file. If the link has an anchor, the file has a heading for it.
 #[test]
 fn links_between_pages_have_targets() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -172,7 +173,7 @@ fn links_between_pages_have_targets() {
     assert!(broken.is_empty(), "links that lead nowhere:\n{broken}");
 }
 
-/// The documented program is the one that made the fixtures.
+/// The program in the documentation is the program that made the flat layouts of the fixtures.
 #[test]
 fn documented_flat_layout_program_equals_that_of_the_fixtures() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

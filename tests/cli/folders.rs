@@ -1,5 +1,5 @@
-//! Folders of real jobs: checkpoints in subfolders, several checkpoints in one folder, other files beside them, other
-//! file names, and missing files.
+//! Tests of folders of real jobs: checkpoints in subfolders, several checkpoints in one folder, other files beside
+//! them, other file names, and missing files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn temporary_folder() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Copies the folder of a fixture, with its subfolders.
+/// Copies the folder of a fixture with its subfolders, and returns the path of the copy.
 fn copy_fixture(case: &str, root: &TempDir, at: &str) -> PathBuf {
     let target = root.path().join(at);
     copy_tree(&fixture(case), &target);
@@ -95,7 +95,7 @@ fn every_verb_accepts_a_parent_folder_and_names_the_checkpoint() {
     let root = temporary_folder();
     let actor = copy_fixture("llama_tiny/ranks", &root, "global_step_10/actor");
     write_text(&root, "latest_checkpointed_iteration.txt", "10");
-    // verl saves the state of the data loader there.
+    // verl saves the state of the data loader in this folder.
     fs::copy(fixture("torch_file/objects.pt"), root.path().join("global_step_10/data.pt")).unwrap();
     let beside = temporary_folder();
     let out = beside.path().join("out");
@@ -171,7 +171,7 @@ fn latest_file_that_leads_outside_is_refused() {
     let root = temporary_folder();
     write_text(&root, "latest", "global_step_5");
     assert_refused(root.path(), &ReadOptions::default(), &["the folder it names", "missing: global_step_5"]);
-    // A link to its own parent folder does not loop.
+    // A link to its own parent folder does not cause an endless search.
     let root = temporary_folder();
     std::os::unix::fs::symlink(".", root.path().join("latest")).unwrap();
     assert_refused(root.path(), &ReadOptions::default(), &["folders are nested too deeply"]);
@@ -219,7 +219,7 @@ fn megatron_and_deepspeed_folders_are_refused_by_name() {
 
 // ------------------------------------------------------------------------------------------------------ accelerate
 
-/// Writes the files of accelerate and the Trainer below the folder of a run.
+/// Writes the files that accelerate and the Hugging Face Trainer write below the folder of a run.
 fn accelerate() -> TempDir {
     let root = temporary_folder();
     for name in ["pytorch_model_fsdp_0", "optimizer_0"] {
@@ -289,7 +289,7 @@ fn files_beside_a_checkpoint_are_listed() {
     assert_eq!(series, [&PartContent::Subtree("model".into()), &PartContent::Subtree("extra_state".into())]);
     assert_eq!(found.parts[0].name_pattern.as_ref().unwrap().render(3, 16), "model_world_size_16_rank_3.pt");
     assert_eq!(RankNamePattern::new_series("optim").render(0, 2), "optim_world_size_2_rank_0.pt");
-    // Files of an excluded series still belong to the checkpoint.
+    // Files of a series that is not selected still belong to the checkpoint.
     let only = ReadOptions { series: SeriesChoice::Named(vec!["model".into()]), ..ReadOptions::default() };
     let found = open(&source, &only);
     assert_eq!(found.beside.len(), 2);
@@ -300,7 +300,7 @@ fn files_beside_a_checkpoint_are_listed() {
     assert!(found.beside.is_empty(), "{:?}", found.beside);
 }
 
-/// The last folder of the Trainer: a model, its arguments, and checkpoints in subfolders.
+/// The folder is the last folder of the Trainer. It has a model, its arguments, and checkpoints in subfolders.
 #[test]
 fn model_beside_other_torch_files_is_read() {
     let root = temporary_folder();
@@ -311,7 +311,7 @@ fn model_beside_other_torch_files_is_read() {
     copy_fixture("accelerate/pytorch_model_fsdp_0", &root, "checkpoint-500/pytorch_model_fsdp_0");
     let found = open(root.path(), &model_only());
     assert_eq!((found.format, found.root.as_path()), (Format::Safetensors, root.path()));
-    // Such a file alone is the checkpoint.
+    // If such a file is alone in a folder, it is the checkpoint.
     let root = temporary_folder();
     fs::copy(fixture("torch_file/trainer.pt"), root.path().join("optimizer.pt")).unwrap();
     assert_eq!(open(root.path(), &ReadOptions::default()).format, Format::Torch);
@@ -325,7 +325,7 @@ fn model_beside_other_torch_files_is_read() {
 
 // ----------------------------------------------------------------------------------------------- names of rank files
 
-/// Returns a folder with the renamed model files of `fsdp4`.
+/// Returns a folder with the model files of `fsdp4` under other names.
 fn renamed(name: impl Fn(u32) -> String) -> TempDir {
     let root = temporary_folder();
     for rank in 0..4 {
@@ -361,7 +361,7 @@ fn ranks_that_count_from_one_are_refused() {
     let root = renamed(|rank| format!("model_rank_{}_of_4.pt", rank + 1));
     let words = ["its files are numbered from 1 to 4, but ranks are numbered from 0", "rename the files"];
     assert_refused(root.path(), &ReadOptions::default(), &words);
-    // The ranks inside the files show the mismatch where the names do not.
+    // The names look valid, but the ranks recorded inside the files contradict them.
     let root = renamed(|rank| format!("model_rank_{}.pt", (rank + 1) % 4));
     assert_refused(root.path(), &ReadOptions::default(), &["the file of rank", "the file name has the wrong rank"]);
 }
@@ -394,7 +394,7 @@ fn files_of_two_world_sizes_are_refused() {
     copy_folder(&fixture("fsdp4/ranks"), &source);
     let words = ["one world size", "files of 3 and 4", "into another folder", "--series cannot"];
     assert_refused(&source, &ReadOptions::default(), &words);
-    // Series that are not selected may be incomplete.
+    // Series that are not selected may have missing files.
     for rank in 0..4 {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
@@ -407,7 +407,7 @@ fn files_of_two_world_sizes_are_refused() {
 #[test]
 fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     let allow = ReadOptions { allow_missing: true, ..model_only() };
-    // HSDP: (dp_replicate=2, dp_shard=2).
+    // The job uses HSDP on (dp_replicate=2, dp_shard=2).
     let root = temporary_folder();
     let source = copy_fixture("hsdp/ranks", &root, "ranks");
     let whole = read_with(&source, &model_only());
@@ -419,7 +419,7 @@ fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     assert_eq!(read_with(&source, &allow), whole);
     assert!(open(&source, &allow).catalog.warnings[0].contains("read without ranks 0, 3"));
 
-    // Ranks 1 and 3 hold the same shards.
+    // Ranks 1 and 3 hold the same shards, and so do ranks 0 and 2.
     fs::remove_file(source.join("model_world_size_4_rank_2.pt")).unwrap();
     let error = Checkpoint::open(&source, &model_only()).unwrap_err();
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
@@ -427,7 +427,7 @@ fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     let gap = rest.catalog.tensors.iter().find_map(|entry| entry.tilings().err()).expect("a hole");
     assert!(gap.to_string().contains("gap"), "{gap}");
 
-    // Ranks with different names prove nothing.
+    // If the ranks have different tensor names, the present ranks do not show which tensors the missing rank has.
     let root = temporary_folder();
     let source = copy_fixture("conflict/missing", &root, "ranks");
     let third = source.join("model_world_size_3_rank_0.pt");
@@ -489,7 +489,8 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
     assert!(run.stderr.contains("give the folder"), "{}", run.stderr);
 }
 
-/// Recorded offsets identify a shard under any file name; without them a name in two files is an error.
+/// Recorded offsets identify a shard in a file of any name. Without recorded offsets, one tensor name in two files is
+/// an error.
 #[test]
 fn dcp_hf_shards_are_read_under_other_names() {
     let root = temporary_folder();
@@ -520,7 +521,7 @@ fn missing_dcp_hf_shards_are_refused() {
     let allow = ReadOptions { allow_missing: true, ..ReadOptions::default() };
     let truth = crate::common::Truth::load("dcp_hf/truth").tensors;
     assert_same(&read_with(&source, &allow), &truth, "without the missing");
-    // This rank had data.
+    // The rank of this file has data, so its file must not be missing.
     fs::remove_file(name(2)).unwrap();
     let error = Checkpoint::open(&source, &ReadOptions::default()).unwrap_err();
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
@@ -530,7 +531,7 @@ fn missing_dcp_hf_shards_are_refused() {
     let source = copy_fixture("dcp_hf/shards", &root, "out/sharded");
     fs::write(root.path().join("out/model.safetensors.index.json"), "{}").unwrap();
     assert!(open(&source, &ReadOptions::default()).catalog.warnings.is_empty());
-    // The files are of two saves.
+    // The files are from two different saves.
     fs::copy(
         fixture("dcp_hf/mapped/shard-00001-model-00001-of-00002.safetensors"),
         source.join("shard-00001-model-00001-of-00002.safetensors"),
@@ -554,7 +555,7 @@ fn consolidated_files_are_read_before_their_shards() {
 
 // -------------------------------------------------------------------------------------------- names of tied tensors
 
-/// Writes a safetensors file of two f32 vectors, `a` and `b`, with this `__metadata__`.
+/// Writes a safetensors file of two f32 vectors, `a` and `b`, with the given `__metadata__`.
 fn tied(root: &TempDir, name: &str, metadata: &str) -> PathBuf {
     let header = format!(
         r#"{{"__metadata__":{metadata},"a{name}":{{"dtype":"F32","shape":[2],"data_offsets":[0,8]}},"b{name}":{{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}}}"#
@@ -627,7 +628,7 @@ fn unknown_objects_are_left_out_on_request() {
         assert_eq!(found.catalog.dropped, ["scaler (my.trainer.Scaler)", "list[1] (my.trainer.Other)"]);
     };
     check(&root.path().join("one.pt"));
-    // Every rank has the objects; each is listed once.
+    // Every rank has the unknown objects, but each object is listed once.
     for rank in 0..2 {
         write_bytes(&root, &format!("ranks/model_rank_{rank}.pt"), &file);
         write_bytes(&root, &format!("both/model_rank_{rank}.pt"), &file);
@@ -638,7 +639,7 @@ fn unknown_objects_are_left_out_on_request() {
     assert_eq!(both.catalog.dropped[2], "extra.scaler (my.trainer.Scaler)");
 }
 
-/// PyTorch wrote these objects.
+/// The objects in this fixture were written by PyTorch.
 #[test]
 fn unknown_objects_of_pytorch_are_left_out_on_request() {
     let drop = ReadOptions { drop_unknown: true, ..ReadOptions::default() };

@@ -1,4 +1,4 @@
-//! Flat parameters of FSDP1 read from rank files, compared with the ground truth bit by bit.
+//! Tests of reading flat parameters of FSDP1 from rank files, compared with the ground truth bit by bit.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,12 +19,12 @@ use tempfile::TempDir;
 
 const SHARDED: [&str; 6] = ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"];
 
-/// Returns the folders of flat parameters of a case.
+/// Returns the names of the folders with flat parameters of a case.
 fn folders(case: &str) -> Vec<&'static str> {
     ["views", "flat", "groups", "one_file"].into_iter().filter(|name| fixture(case).join(name).is_dir()).collect()
 }
 
-/// A copy of a fixture's folder.
+/// A copy of a fixture's folder, which tests may change.
 struct Copy {
     folder: TempDir,
     _transcript: Transcript,
@@ -42,7 +42,7 @@ impl Copy {
         Self { folder, _transcript: transcript, truth, layout }
     }
 
-    /// Copies the folder with its flat layout beside the files.
+    /// Copies the folder of a fixture, and its flat layout into the same folder.
     fn with_layout(case: &str, name: &str) -> Self {
         let copy = Self::new(case, name);
         copy.write_layout(&copy.layout);
@@ -61,7 +61,7 @@ impl Copy {
         fs::write(self.path().join("flat_layout.json"), layout.to_string()).unwrap();
     }
 
-    /// Returns every tensor of the model and its optimizer.
+    /// Returns every tensor that the model and its optimizer are expected to have.
     fn expected(&self) -> Tensors {
         self.truth.tensors.clone()
     }
@@ -110,7 +110,8 @@ fn flat_parameters_with_their_layout_equal_the_truth() {
     }
 }
 
-/// Views record everything but shapes; a torch file gives shapes and strides.
+/// Files with `use_orig_params` (views) record everything except shapes. A torch file given as `--like` has shapes and
+/// strides.
 #[test]
 fn views_with_like_equal_the_truth() {
     let full = fixture("flat2/full/model.pt");
@@ -122,7 +123,8 @@ fn views_with_like_equal_the_truth() {
     }
 }
 
-/// Without views, order and ties come from the other checkpoint: the flat parameters of another fixture have both.
+/// Without views, order and ties come from the checkpoint given as `--like`. The flat parameters of another fixture
+/// have both.
 #[test]
 fn flat_parameters_with_an_ordered_like_equal_the_truth() {
     for case in SHARDED {
@@ -152,8 +154,8 @@ fn tied_weights_of_a_full_state_dict_are_found() {
     assert_same(&read_safetensors(&out.at("model")), &src.model(), "--like");
 }
 
-/// Loaders and other wrappings rely on this order: parameters as in `named_parameters()`, buffers after those of their
-/// module.
+/// Loaders and other wrappings rely on this order: parameters as in `named_parameters()`, and buffers after the
+/// parameters of their module.
 #[test]
 fn names_have_the_order_of_the_model() {
     for name in ["views", "flat"] {
@@ -174,7 +176,7 @@ fn names_have_the_order_of_the_model() {
     }
 }
 
-/// A given layout describes the model; ranks and `use_orig_params` are those of the files.
+/// A flat layout given by the user describes the model. The number of ranks and `use_orig_params` come from the files.
 #[test]
 fn flat_layout_of_another_world_size_is_accepted() {
     for (case, name, other) in [("flat2", "flat", "views"), ("flat3", "views", "flat"), ("flat_hybrid", "flat", "flat")]
@@ -187,7 +189,8 @@ fn flat_layout_of_another_world_size_is_accepted() {
     }
 }
 
-/// With NO_SHARD files hold whole parameters; a flat layout gives the numbering of the optimizer.
+/// With NO_SHARD, files hold complete parameters. A flat layout is still needed for the parameter numbers of the
+/// optimizer.
 #[test]
 fn no_shard_parameters_are_whole() {
     for name in ["views", "flat"] {
@@ -203,7 +206,7 @@ fn no_shard_parameters_are_whole() {
     }
 }
 
-/// Optimizer state that PyTorch keyed by names needs no layout.
+/// Optimizer state that PyTorch saved with names as keys is read without a flat layout.
 #[test]
 fn named_optimizer_state_is_read_without_a_layout() {
     for name in ["sharded", "full/optim.pt"] {
@@ -222,7 +225,7 @@ fn optimizer_series_is_read_alone() {
         let whole = copy.at("optim.pt");
         succeed("unshard", &[&copy.path(), &whole], "--series optim");
         assert_same(&read(&whole), &expected, name);
-        // The model beside it and `--like` give the layout.
+        // The model beside the optimizer, or `--like`, gives the flat layout.
         let like = Copy::with_layout("flat4", "views");
         fs::remove_file(copy.path().join("flat_layout.json")).unwrap();
         let flat = FlatKnowledge { like: Some(like.path()), ..FlatKnowledge::default() };
@@ -234,7 +237,7 @@ fn optimizer_series_is_read_alone() {
     }
 }
 
-/// Parameter groups have names, with the order and hyperparameters of the files.
+/// Parameter groups contain names, with the order and the hyperparameters that the files have.
 #[test]
 fn parameter_groups_have_names() {
     for (case, name) in [("flat2", "groups"), ("flat2", "flat"), ("flat_none", "flat")] {
@@ -319,7 +322,7 @@ fn replicas_cover_a_missing_rank() {
 // Refusals
 // ---------------------------------------------------------------------------------------------------------------
 
-/// The folder, a change of its flat layout, and the expected message.
+/// A case of a refused layout: the folder, a change of its flat layout, and the expected message.
 type Change = (&'static str, fn(&mut Json), &'static str);
 
 fn units(layout: &mut Json) -> &mut Vec<Json> {
@@ -413,7 +416,7 @@ fn flat_parameters_without_a_layout_are_refused() {
         let outcome = succeed("verify", &[&copy.path()], "");
         assert!(outcome.stderr.contains("give --flat-layout FILE or --like CKPT to see them"), "{outcome:?}");
     }
-    // A format without an order gives no layout of flat parameters, and no strides.
+    // A format that records no order of parameters gives neither a layout of flat parameters nor strides.
     let like = tempfile::tempdir().unwrap();
     let like = like.path().join("like");
     succeed("consolidate", &[&Copy::with_layout("flat2", "views").path(), &like], "");
@@ -421,7 +424,7 @@ fn flat_parameters_without_a_layout_are_refused() {
         let error = Copy::new("flat2", name).refused_like(&like).stderr;
         assert!(error.contains(expected), "{error}");
     }
-    // Parameter groups have their own order.
+    // Each parameter group has its own order of parameters.
     let copy = Copy::with_layout("flat2", "groups");
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
@@ -429,7 +432,7 @@ fn flat_parameters_without_a_layout_are_refused() {
     assert!(copy.assert_refused().stderr.contains("the parameters of its 2 groups are unknown"));
 }
 
-/// A torch file that was made from sorted names records no order.
+/// A torch file that was made from sorted names does not record the order of registration.
 #[test]
 fn sorted_names_are_refused_as_order() {
     let copy = Copy::with_layout("flat2", "views");
@@ -442,7 +445,7 @@ fn sorted_names_are_refused_as_order() {
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
 }
 
-/// Returns the strides of the permuted tensors of a torch file.
+/// Returns the strides of those tensors of a torch file that are not row-major.
 fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
     let checkpoint = Checkpoint::open(path, &ReadOptions::default()).unwrap();
     let permuted = checkpoint.catalog.tensors.iter().filter_map(|entry| {
@@ -452,7 +455,8 @@ fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
     permuted.collect()
 }
 
-/// Unsharded tensors have the strides of the module, so they can be flattened again, and used with `--like`.
+/// Unsharded tensors have the strides of the module's parameters, so they can be flattened again and used with
+/// `--like`.
 #[test]
 fn unsharded_parameters_keep_their_strides() {
     let channels_last = |name: &str| (name.to_owned(), vec![8, 1, 4, 2]);
@@ -481,7 +485,7 @@ fn unsharded_parameters_keep_their_strides() {
     assert_eq!(written["units"], copy.layout["units"]);
 }
 
-/// Dense tensors of a torch file keep their strides; expanded tensors and tensors with holes do not.
+/// Dense tensors of a torch file keep their strides. Expanded tensors and tensors with gaps in memory do not.
 #[test]
 fn torch_file_keeps_strides() {
     let folder = tempfile::tempdir().unwrap();
@@ -497,20 +501,21 @@ fn torch_file_keeps_strides() {
     assert_eq!(strides(&cast), expected);
 }
 
-/// The order of units in a layout does not affect the optimizer; the order of the files does.
+/// The parameter numbers of the optimizer follow the order of units in the files, whatever the order of units in the
+/// flat layout.
 #[test]
 fn optimizer_numbers_follow_the_order_of_the_files() {
     let copy = Copy::with_layout("flat2", "flat");
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
-    // A unit without parameters has no number.
+    // A unit without parameters has no parameter number.
     units(&mut layout).push(json!({"module": "act", "params": []}));
     units(&mut layout).reverse();
     copy.write_layout(&layout);
     assert_same(&tensors_of(&copy.opened(None).unwrap()), &copy.expected(), "units in another order");
 }
 
-/// The name of a parameter must not replace a buffer.
+/// If a tied name in the flat layout is the name of a buffer, it must not replace the buffer.
 #[test]
 fn tied_name_of_another_tensor_is_refused() {
     for name in ["views", "flat"] {
@@ -531,7 +536,7 @@ fn damaged_file_is_refused() {
     let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
     assert!(outcome.stderr.contains("model_world_size_2_rank_1.pt"), "{outcome:?}");
     assert!(!copy.at("out").exists());
-    // The file is of another rank.
+    // The file is a copy of another rank's file.
     fs::copy(copy.path().join("model_world_size_2_rank_0.pt"), &path).unwrap();
     assert!(copy.assert_refused().stderr.contains("a ShardedTensor saved by rank 0"));
     let copy = Copy::new("flat2", "flat");

@@ -1,4 +1,4 @@
-//! The output of `inspect`, help, completions and man pages, and errors about arguments.
+//! Tests of the output of `inspect`, of help, completions and man pages, and of errors about arguments.
 
 use std::fs;
 use std::path::Path;
@@ -38,13 +38,13 @@ fn brief_is_the_summary() {
         let brief = succeed("inspect", &[&source], "--brief").stdout;
         assert!(whole.starts_with(&format!("{brief}\ntensor ")), "{brief}");
     }
-    // Tied names, and ranks with different values.
+    // The fixture has tied names, and ranks with different values.
     assert_inspect_snapshot("inspect_ties.txt", "torch_file/model.pt", "--brief");
     assert_inspect_snapshot("inspect_conflict.txt", "conflict/object", "--brief");
     assert_inspect_snapshot("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
 }
 
-/// Some trainers keep the step in an integer tensor; a float is not a step.
+/// Some trainers store the step in an integer tensor. A float tensor of this name is not a step.
 #[test]
 fn integer_tensor_called_step_is_shown_as_step() {
     let folder = tempfile::tempdir().unwrap();
@@ -114,7 +114,7 @@ fn unknown_tensor_is_refused_with_a_suggestion() {
     assert!(expect(2, "inspect", &[&source], "--draw").stderr.contains("--tensor"));
 }
 
-/// Names of a checkpoint must not control the terminal, nor look like lines of the program.
+/// A name in a checkpoint must not control the terminal, and must not look like a line of the program.
 #[test]
 fn control_characters_of_names_are_escaped() {
     let folder = tempfile::tempdir().unwrap();
@@ -161,7 +161,7 @@ fn invalid_arguments_have_a_json_document() {
     assert_eq!(error["message"], "the following required arguments were not provided: <SRC>");
     assert_eq!(error["hint"], "usage: dtshard inspect --json <SRC>");
     usage_error(&["--json"]);
-    // After `--` it is a path.
+    // After `--`, an argument that looks like an option is a path.
     let outcome = run(["inspect", "a", "b", "--", "--json"]);
     assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""));
 }

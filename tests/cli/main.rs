@@ -1,4 +1,5 @@
-//! The command line on one machine: the contract of each verb, bad input, messages, and the bytes of every conversion.
+//! Tests of the command line on one machine: the contract of each verb, bad input, messages, and the bytes of every
+//! conversion.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 

@@ -1,4 +1,4 @@
-//! All messages of the program: help, errors, hints, notes, warnings, progress and closing lines.
+//! Snapshots of all messages of the program: help, errors, hints, notes, warnings, progress and closing lines.
 //!
 //! `tests/messages/AREA.txt` holds scenarios. A scenario begins with a heading, and its commands share one folder:
 //!
@@ -28,7 +28,7 @@ use crate::common::in_parallel;
 use crate::common::transcript::{difference, portable};
 use crate::corrupt::{edit, edit_pickle, fixture, replace};
 
-/// Makes a test of each area, and one that finds files without an area.
+/// Makes one test for each area, and a test that finds files without an area.
 macro_rules! areas {
     ($($area:ident)*) => {
         $(#[test]
@@ -90,7 +90,7 @@ fn split_scenarios(text: &str) -> Vec<String> {
     scenarios
 }
 
-/// Runs the commands of a scenario and returns it with what they print now.
+/// Runs the commands of a scenario. Returns the scenario with the output that the commands print now.
 fn replay(scenario: &str) -> String {
     let sandbox = tempfile::tempdir().unwrap();
     let root = sandbox.path().canonicalize().unwrap();

@@ -1,4 +1,4 @@
-//! The bytes of every conversion of every fixture, for every verb and target.
+//! Tests that the bytes of every conversion of every fixture, for every verb and target, do not change.
 //!
 //! `tests/outputs/manifest.txt` has one line per conversion: a BLAKE3 hash over all files at DST (paths and contents),
 //! or `exit N` for a conversion that fails, and the command line without DST, run in `tests/fixtures`. A change that is
@@ -14,7 +14,7 @@ use std::process::Command;
 
 use crate::common::in_parallel;
 
-/// Each verb with the options of one target.
+/// The conversions: each verb with the options of one target.
 const CONVERSIONS: [&str; 25] = [
     "consolidate",
     "consolidate --to torch",
@@ -43,14 +43,15 @@ const CONVERSIONS: [&str; 25] = [
     "flatten --world-size 4 --strategy hybrid-shard --shard-group-size 2 --wrap blocks.*",
 ];
 
-/// Folders of the fixtures without checkpoints, and those that the published package leaves out.
+/// Folders of fixtures that are not converted: they contain no checkpoints, or the published package leaves them out.
 const NOT_CONVERTED: [&str; 2] = ["plans", "compat"];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
-/// Returns every folder of the fixtures, and every checkpoint file that is not one of a set, relative to the fixtures.
+/// Returns every folder of the fixtures, and every checkpoint file that does not belong to a set of files, relative to
+/// the fixtures.
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     for case in sorted_entries(&fixtures()) {
@@ -85,7 +86,7 @@ fn sorted_entries(folder: &Path) -> Vec<PathBuf> {
     entries
 }
 
-/// Runs one conversion and describes its result.
+/// Runs one conversion and returns its line of the manifest.
 fn convert(source: &Path, conversion: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     let destination = folder.path().join("out");
@@ -108,7 +109,7 @@ fn convert(source: &Path, conversion: &str) -> String {
     }
 }
 
-/// Hashes the paths and contents of all files of a checkpoint.
+/// Returns a hash over the paths and contents of all files of a checkpoint.
 fn hash_of(checkpoint: &Path) -> String {
     let mut files = BTreeMap::new();
     read_files(checkpoint, Path::new(""), &mut files);
@@ -134,7 +135,7 @@ fn conversions() -> Vec<(PathBuf, String)> {
     let mut jobs = Vec::new();
     for source in sources() {
         jobs.extend(CONVERSIONS.iter().map(|conversion| (source.clone(), (*conversion).to_owned())));
-        // Flat parameters are also read with the layout of the job that saved them.
+        // Flat parameters are also converted with the flat layout of the job that saved them.
         let layout = source.with_added_extension("flat_layout.json");
         if fixtures().join(&layout).is_file() {
             let with_layout = |conversion| format!("{conversion} --flat-layout {}", layout.display());

@@ -1,5 +1,5 @@
-//! Parallelize plans against what `parallelize_module` and `fully_shard` made of the same models: mesh, placements,
-//! shape and bytes of the local tensor of each rank.
+//! Tests of parallelize plans against the results of `parallelize_module` and `fully_shard` for the same models: mesh,
+//! placements, shape and bytes of the local tensor of each rank.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -21,7 +21,7 @@ fn truth(family: &str) -> Json {
     serde_json::from_slice(&fs::read(fixture("plans").join(format!("{family}.json"))).unwrap()).unwrap()
 }
 
-/// Every model family of the fixtures, and its built-in plan.
+/// Every model family of the fixtures, with the name of its built-in plan.
 const FAMILIES: [(&str, &str); 14] = [
     ("llama", "llama"),
     ("titan", "llama"),
@@ -39,7 +39,7 @@ const FAMILIES: [(&str, &str); 14] = [
     ("gpt2", "gpt2"),
 ];
 
-/// A tensor that PyTorch places differently from its recorded placements.
+/// The name of a tensor that PyTorch places differently from the placements that it records.
 const MISPLACED: &str = "transformer.h.0.attn.c_attn.bias";
 
 fn text(value: &Json) -> String {
@@ -54,13 +54,14 @@ fn numbers(list: &Json) -> Vec<u64> {
     serde_json::from_value(list.clone()).unwrap()
 }
 
-/// Returns a mesh such as `dp=2,tp=2`.
+/// Returns the text of a mesh, such as `dp=2,tp=2`.
 fn mesh_of(placing: &Json) -> String {
     let dims = placing["mesh"].as_array().unwrap().iter();
     dims.map(|dim| format!("{}={}", text(&dim[0]), dim[1])).collect::<Vec<_>>().join(",")
 }
 
-/// Returns name, shape and bytes of each tensor, computed like in the generator.
+/// Returns the name, shape and bytes of each tensor. The bytes are computed in the same way as in the script that made
+/// the fixtures.
 fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
     let whole = truth["whole"].as_object().unwrap().iter();
     whole
@@ -77,7 +78,7 @@ fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
         .collect()
 }
 
-/// Writes the whole model to one file.
+/// Writes the complete model to one file.
 fn write_model(truth: &Json, path: &Path) {
     let tensors = tensors(truth);
     let views = tensors.iter().map(|(name, shape, bytes)| {
@@ -144,7 +145,8 @@ fn built_in_plans_give_the_local_tensors_of_pytorch() {
     }
 }
 
-/// Returns the styles of the toy model, whose embeddings are modules of another class in PyTorch.
+/// Returns the styles of the toy model. In PyTorch, its embeddings are modules of another class than its linear
+/// modules.
 fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),
@@ -178,7 +180,7 @@ fn bind(plan: &ParallelizePlan, mesh: &DeviceMesh, truth: &Json) -> HashMap<Stri
     named.into_iter().map(|(name, _)| name).zip(laid).collect()
 }
 
-/// Returns the elements of a tile.
+/// Returns the bytes of the elements of a tile.
 fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
     let mut part = Vec::new();
     let mut index = vec![0_u64; shape.len()];
@@ -197,8 +199,8 @@ fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
     part
 }
 
-/// Each style alone. Where FSDP has the inner dim, PyTorch swaps the dims of the mesh: the bytes are equal, and on the
-/// mesh in its order the placements as well.
+/// Each style is tested alone. If FSDP has the inner mesh dim, PyTorch swaps the dims of the mesh. Then the bytes are
+/// equal, and the placements are equal on the mesh with swapped dims.
 #[test]
 fn styles_give_the_placements_of_pytorch() {
     let truth = truth("styles");
@@ -213,7 +215,7 @@ fn styles_give_the_placements_of_pytorch() {
         let own = DeviceMesh::parse(&mesh).unwrap();
         for mesh in std::iter::once(own).chain(swapped) {
             let is_in_order = !is_sharded || mesh.names().unwrap()[0] != "tp";
-            // Without fully_shard the other dim is unused, and its ranks hold copies.
+            // Without `fully_shard`, the other mesh dim is unused, and its ranks hold replicas.
             let given =
                 RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
             let plan = ParallelizePlan { roles: MeshRoles::resolve(&mesh, &given).unwrap(), ..styles() };
@@ -236,7 +238,7 @@ fn styles_give_the_placements_of_pytorch() {
     }
 }
 
-/// Asserts class, mesh dims and placements.
+/// Asserts the class, the mesh dims and the placements of a parameter.
 fn assert_styled(
     laid: &ParameterPlacement,
     mesh: &DeviceMesh,
@@ -289,7 +291,7 @@ fn built_in_plan_is_recognised_by_parameter_names() {
     }
 }
 
-/// The shards of fused weights are not boxes: DCP directories and plain shards hold them in pieces.
+/// The shards of fused weights consist of several boxes. DCP directories and plain shards store them in pieces.
 #[test]
 fn fused_weights_survive_every_format() {
     for (family, plan) in [("gpt2", "gpt2"), ("mixtral", "mixtral")] {
@@ -306,7 +308,7 @@ fn fused_weights_survive_every_format() {
     }
 }
 
-/// A block that no placement describes is not sharded.
+/// If no placement can describe the shards of a block, the block is not sharded, and a note says so.
 #[test]
 fn blocks_under_fsdp_stay_whole_with_a_note() {
     let truth = truth("gpt2");
@@ -321,7 +323,7 @@ fn blocks_under_fsdp_stay_whole_with_a_note() {
     assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");
 }
 
-/// The documentation has every row of every built-in plan.
+/// The documentation lists every row of every built-in plan.
 #[test]
 fn built_in_plans_match_the_documentation() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

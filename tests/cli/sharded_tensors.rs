@@ -1,4 +1,4 @@
-//! Rank files of ShardedTensors, written like FSDP1 does and read back.
+//! Tests of rank files of ShardedTensors, which are written as FSDP1 writes them and read back.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ fn tensors_of_file(folder: &Path, series: &str, world_size: u32, rank: u32) -> V
     reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap().tensors
 }
 
-/// Returns class, dtype, shape and region of a tensor, without the storage keys.
+/// Returns a text with the class, dtype, shape and region of a tensor, without the storage keys.
 fn description(found: &TensorNode) -> String {
     match found {
         TensorNode::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
@@ -30,8 +30,8 @@ fn description(found: &TensorNode) -> String {
     }
 }
 
-/// Asserts that each rank has its part of `torch.chunk` over the ranks of its group, the n-th of them being
-/// `group(rank)`'s n-th, and returns the number of ShardedTensors.
+/// Asserts that each rank has its part of `torch.chunk` over the ranks of its group. The position of a rank in its
+/// group is `rank % group_size`. Returns the number of ShardedTensors.
 fn assert_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) -> usize {
     let mut sharded = 0;
     for rank in 0..world_size {
@@ -81,7 +81,7 @@ fn sharded_tensors_on_any_number_of_ranks_keep_values() {
         succeed("reshard", &[&original, &there], &format!("--mesh fsdp={world_size} --verify"));
         assert_same(&read(&there), &expected, "there");
         let sharded: usize = SERIES.iter().map(|series| assert_boxes(&there, series, world_size, world_size)).sum();
-        // 10 parameters with two moments each; FSDP1 has plain tensors on one rank.
+        // There are 10 parameters with two moments each. On one rank, FSDP1 has plain tensors.
         assert_eq!(sharded, if world_size == 1 { 0 } else { 30 * world_size as usize });
 
         succeed("reshard", &[&there, &dcp], "--to dcp --mesh fsdp=3");
@@ -115,7 +115,7 @@ fn uneven_empty_and_scalar_tensors_of_every_dtype_are_written() {
         succeed("verify", &[&source, &out], "");
         let sharded = assert_boxes(&out, "model", world_size, world_size);
         assert!(sharded > 10 * world_size as usize);
-        // Scalars, and tensors without elements.
+        // These are scalars, and tensors without elements.
         let whole = tensors_of_file(&out, "model", world_size, 0).into_iter().filter(|found| match found {
             TensorNode::Plain(view) => view.sizes.is_empty() || view.sizes.contains(&0),
             _ => false,

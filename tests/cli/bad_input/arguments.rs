@@ -81,7 +81,7 @@ fn invalid_threads_and_memory_are_refused() {
     }
 }
 
-/// `comm::tests` covers the variables of launchers and all contradictions between them.
+/// All contradictions between the variables of launchers are tested in `comm::tests`.
 #[test]
 fn invalid_parts_are_refused() {
     let mesh = "--mesh=dp=2";
@@ -120,7 +120,7 @@ fn contradicting_launchers_are_refused_by_verbs_that_write() {
     assert!(!outcome.assert_succeeded().err.contains('['), "{outcome:?}");
 }
 
-/// Every line begins with the part of its process; one process alone prints output that is equal for all.
+/// Every line begins with the part of its process. Only one process prints output that is equal in all processes.
 #[test]
 fn output_of_several_processes_is_prefixed_and_printed_once() {
     let source = fixture("replicated_plain/dcp");
@@ -142,7 +142,7 @@ fn output_of_several_processes_is_prefixed_and_printed_once() {
     task("2", &[&"--include=nothing"]).assert_refused(&["[2/4] error: ", "[2/4] hint: "]);
     assert!(task("2", &[&"--json"]).assert_succeeded().out.is_empty());
     task("2", &[&"--json", &"--include=nothing"]).assert_refused(&["{\n  \"error\""]);
-    // All processes have the same command line, so one process alone prints tip and usage.
+    // All processes have the same command line, so only one process prints the tip and the usage.
     let first = task("0", &[&"--mehs=dp=2", &"--json"]);
     first.assert_refused(&["error: unexpected argument '--mehs' found", "tip: ", "Usage: ", "\"error\""]);
     let other = task("2", &[&"--mehs=dp=2", &"--json"]);
@@ -217,7 +217,7 @@ fn sources_without_a_checkpoint_are_refused() {
     assert_no_checkpoint(&fixture("fsdp3/dcp/__0_0.distcp"));
 }
 
-/// A pipe must not be opened for reading: that would block forever.
+/// A pipe must not be opened for reading, because opening it would block forever.
 #[test]
 fn folder_or_pipe_in_place_of_a_file_is_refused() {
     for name in
@@ -260,7 +260,7 @@ fn folder_with_two_formats_is_refused_without_from() {
     assert_no_checkpoint(&source);
 }
 
-/// Options that would not change flat parameters, and world sizes with too many files.
+/// The options would not change flat parameters, or the world size would give too many files.
 #[test]
 fn useless_or_oversized_flat_parameters_are_refused() {
     let env = TestEnv::new();

@@ -36,7 +36,7 @@ fn digests_without_panic(source: &Path, what: &str) -> Result<BTreeMap<String, S
     catch_unwind(AssertUnwindSafe(|| digests(source))).unwrap_or_else(|_| panic!("panicked on {what}"))
 }
 
-/// Returns one case of each kind of file: the source, and the file in it to damage.
+/// Returns one source for each kind of file, with the file in it that the test damages.
 fn cases(env: &TestEnv) -> Vec<(PathBuf, PathBuf)> {
     let cases = [
         ("replicated_plain/dcp", ".metadata"),
@@ -90,7 +90,8 @@ fn set_byte(file: &Path, at: usize, byte: u8) {
     File::options().write(true).open(file).unwrap().write_all_at(&[byte], at as u64).unwrap();
 }
 
-/// Returns whether checksums protect the header. Without them a changed name, shape or dtype is not detectable.
+/// Returns whether checksums protect the header of the file. Without checksums, a changed name, shape or dtype cannot
+/// be detected.
 fn has_sums(file: &Path) -> bool {
     file.extension().is_some_and(|suffix| suffix == "pt" || suffix == "distcp")
 }
@@ -117,7 +118,7 @@ fn flipped_header_byte_is_an_error_or_harmless() {
     }
 }
 
-/// The flipped bytes include tensor data.
+/// Bytes of headers and bytes of tensor data are flipped.
 #[test]
 fn flipped_byte_anywhere_does_not_panic() {
     let env = TestEnv::new();

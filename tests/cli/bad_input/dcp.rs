@@ -19,7 +19,7 @@ struct Tensor<'a> {
     chunks: Vec<Chunk<'a>>,
 }
 
-/// The path of each name in the state dict: keys, and positions written as `#3`.
+/// For each name in the state dict, its path: keys, and list positions written as `#3`.
 type Paths<'a> = &'a [(&'a str, Vec<&'a str>)];
 
 fn size(writer: &mut Writer, values: &[u64]) {
@@ -86,7 +86,7 @@ fn metadata(tensors: &[Tensor<'_>], paths: Paths<'_>) -> Vec<u8> {
     w.finish()
 }
 
-/// Returns the item of a chunk of two f32.
+/// Returns the item of a chunk: a torch.save archive of a tensor of two f32 elements.
 fn item() -> Vec<u8> {
     let mut writer = Writer::new();
     View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(&mut writer);
@@ -99,7 +99,7 @@ fn len() -> u64 {
 
 const FILE: &str = "__0_0.distcp";
 
-/// Writes a directory of two items and this metadata.
+/// Writes a DCP directory with two items and the given metadata.
 fn directory(env: &TestEnv, metadata: &[u8]) -> PathBuf {
     env.write(&format!("src/{FILE}"), [item(), item()].concat());
     env.write("outside.distcp", item());
@@ -134,7 +134,7 @@ fn paths_outside_the_folder_are_refused() {
     assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]));
     let nul = metadata_of_one_tensor(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]);
     assert_bad_metadata(&nul);
-    // A folder stands in place of a data file.
+    // In this case, a folder has the path of a data file.
     let env = TestEnv::new();
     let source = directory(&env, &metadata_of_one_tensor(&[2], vec![(&[0], &[2], "sub", 0, len())]));
     fs::create_dir(source.join("sub")).unwrap();
@@ -165,7 +165,7 @@ fn huge_shapes_and_offsets_are_refused() {
         assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, 0, huge)]));
         assert_bad_metadata(&metadata_of_one_tensor(&[2], vec![(&[0], &[2], FILE, huge, huge)]));
     }
-    // Each tensor alone has a valid size; their sum overflows.
+    // The size of each tensor is valid, but the sum of their sizes overflows.
     let many = |name| Tensor { name, shape: &[1 << 60], chunks: vec![] };
     assert_bad_metadata(&metadata(&["a", "b", "c", "d", "e"].map(many), &[]));
 }
@@ -179,7 +179,7 @@ fn items_other_than_the_tensor_are_refused() {
     let env = TestEnv::new();
     let source = directory(&env, &metadata_of_one_tensor(&[1], vec![(&[0], &[1], FILE, 0, len())]));
     env.assert_bad_input(&source);
-    // The item holds another dtype, an object, or no valid pickle.
+    // The item contains another dtype, an object instead of a tensor, or no valid pickle.
     let view = View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] };
     let mut list = Writer::new();
     list.empty_list();
@@ -218,7 +218,7 @@ fn contradicting_state_dict_paths_are_refused() {
     for index in ["#4294967296", "#18446744073709551615", "#100000"] {
         assert_bad_metadata(&metadata(&both[..1], &[("a", vec!["x", index])]));
     }
-    // Many lists have one hole each.
+    // Each of many lists has one missing position.
     let names: Vec<String> = (0..64).map(|index| format!("t{index}")).collect();
     let tensors: Vec<Tensor<'_>> = names.iter().map(|name| tensor(name)).collect();
     let paths: Vec<(&str, Vec<&str>)> = names.iter().map(|name| (&**name, vec![&**name, "#60000"])).collect();
@@ -247,7 +247,8 @@ fn malformed_metadata_is_refused() {
     assert_bad_metadata(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat());
 }
 
-/// Another process may change a mapped file while it is decoded, after its text was validated.
+/// The metadata must be copied before it is decoded: another process may change a mapped file after its text was
+/// validated.
 #[test]
 fn metadata_is_not_decoded_from_a_mapping() {
     use dtshard::format::{Checkpoint, ReadOptions};

@@ -45,7 +45,7 @@ fn nested_source_and_destination_are_refused() {
     assert_refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["is inside the source"]);
 }
 
-/// An index as SRC stands for all files that it names.
+/// An index file as SRC stands for all files that it names.
 #[test]
 fn destination_that_is_a_file_of_the_source_is_refused() {
     let env = TestEnv::new();
@@ -75,7 +75,7 @@ fn existing_destinations_are_refused_and_links_are_not_followed() {
     dtshard(&[&"unshard", &source, &env.path("link"), &"--overwrite"]).assert_succeeded();
     assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
     assert!(env.path("link").is_file() && !env.path("link").is_symlink());
-    // A folder is not replaced by a file, and a folder without a checkpoint is not replaced at all.
+    // A folder is not replaced by a file. A folder without a checkpoint is not replaced at all.
     let folder = env.path("folder");
     assert_refused(&env, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
     assert_refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["is not a checkpoint"]);
@@ -95,7 +95,8 @@ fn unusable_destinations_are_refused() {
         ("new/../..", &[]),
         (".", &[]),
     ] {
-        // The target is in a subfolder, because the folder above the temporary one may hold this repository.
+        // The target is in a subfolder, because the folder that contains the temporary folder may be that of this
+        // repository.
         let target = env.path("folder").join(target);
         assert_refused(&env, &[&"unshard", &source, &target], words);
         assert_refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2"], words);
@@ -106,14 +107,14 @@ fn unusable_destinations_are_refused() {
     assert_refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(300))], &[]);
     assert_refused(&env, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
     assert_refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
-    // A trailing slash asks for a folder.
+    // A trailing slash requests a folder.
     let target = format!("{}/", env.path("out.safetensors").display());
     assert_refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
 }
 
 fn is_root() -> bool {
     use std::os::unix::fs::MetadataExt;
-    // A new folder belongs to the current user.
+    // Returns true for root: a new folder belongs to the current user.
     fs::metadata(tempfile::tempdir().unwrap().path()).unwrap().uid() == 0
 }
 
@@ -134,7 +135,7 @@ fn destination_and_source_without_permission_are_refused() {
     assert_refused(&env, &[&"unshard", &source, &env.path("out.pt")], &["__0_0.distcp", "Permission denied"]);
 }
 
-/// A file system of 1 MiB; needs root.
+/// A mounted file system of 1 MiB. Mounting it needs root.
 struct SmallFileSystem(PathBuf);
 
 impl SmallFileSystem {
@@ -169,12 +170,12 @@ fn full_file_system_leaves_nothing() {
     let env = TestEnv::new();
     let Some(tiny) = SmallFileSystem::mount(env.path("tiny")) else { return };
     let source = env.path("w.safetensors");
-    // The output cannot fit, which is known before anything is written.
+    // The output does not fit into the file system. This is detected before anything is written.
     write_weights(&source, 2, 1 << 20);
     let target = tiny.0.join("out");
     dtshard(&[&"consolidate", &source, &target]).assert_refused(&["needed on the file system", "free", "hint: "]);
     assert!(files_of(&tiny.0).is_empty());
-    // The bytes fit, but the pages of the file system do not.
+    // The bytes of the output fit, but the pages that they need in the file system do not.
     write_weights(&source, 180, 4200);
     dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"])
         .assert_refused(&["No space left", "hint: free space"]);

@@ -14,7 +14,7 @@ fn json(run: &Outcome) -> Json {
     serde_json::from_str(&run.out).unwrap_or_else(|error| panic!("{error}: {run:?}"))
 }
 
-/// Runs a verb that writes, with options as on a command line.
+/// Runs a verb that writes. `options` has the options as on a command line.
 fn convert(env: &TestEnv, verb: &str, source: &Path, options: &str) -> Outcome {
     let out = env.path("out");
     let options: Vec<&str> = options.split_whitespace().collect();
@@ -33,7 +33,7 @@ fn assert_refused(env: &TestEnv, verb: &str, source: &Path, options: &str) {
     }
 }
 
-/// `{"step": 3, "lr": {"base": 1}}`
+/// Returns the pickle of `{"step": 3, "lr": {"base": 1}}`.
 fn objects() -> Vec<u8> {
     let mut writer = Writer::new();
     writer.empty_dict().string("step").int(3).setitem();
@@ -53,7 +53,7 @@ fn source_without_tensors_is_refused_without_a_selection() {
     assert_refused(&env, "flatten", &source, "--world-size 2 --wrap **");
     let run = convert(&env, "reshard", &source, "--mesh dp=2 --to dcp --include **");
     assert_eq!(json(run.assert_succeeded())["tensors"], 0);
-    // The same holds for a DCP directory without tensors.
+    // A DCP directory without tensors gives the same results.
     let source = env.path("dcp");
     fs::rename(env.path("out"), &source).unwrap();
     assert_refused(&env, "reshard", &source, "--mesh dp=2");
@@ -93,7 +93,7 @@ fn empty_source_is_refused() {
     assert_eq!(dtshard(&[&"verify", &whole, &file]).code, Some(1));
 }
 
-/// Objects have checksums, and values that may differ between ranks.
+/// The objects are verified: they have checksums, and values that may differ between ranks.
 #[test]
 fn source_without_tensors_is_verified_with_a_warning() {
     let env = TestEnv::new();

@@ -9,8 +9,8 @@ use crate::bad_input::skip;
 use crate::common::env::TestEnv;
 use crate::corrupt::{Outcome, files_of, fixture};
 
-/// Runs the program under strace, which logs the calls of `call` and the calls that open files; `inject` describes
-/// which call fails.
+/// Runs the program under strace. strace logs the calls of the system call `call` and the calls that open files.
+/// `inject` describes which call fails.
 fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Outcome, String) {
     let log = env.path("log");
     let mut command = Command::new("strace");
@@ -25,7 +25,7 @@ fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Ou
 /// A call that closes an output file that was open for writing.
 struct OutputClosed<'a> {
     line: &'a str,
-    /// The number of the call, counted for each thread as strace counts them.
+    /// The number of the call among the `close` calls of its thread, as strace counts them.
     number: usize,
 }
 
@@ -34,7 +34,7 @@ fn closes_of_output(log: &str) -> Vec<OutputClosed<'_>> {
     let mut written = BTreeSet::<&str>::new();
     let mut found = Vec::new();
     for line in log.lines() {
-        // `openat(...) = 5</path>` and `close(5</path>)`
+        // The log has lines such as `openat(...) = 5</path>` and `close(5</path>)`.
         if let Some((_, opened)) = line.rsplit_once(" = ").filter(|_| line.contains(" openat(")) {
             let descriptor = opened.split('<').next().unwrap_or_default();
             let is_written = ["O_WRONLY", "O_RDWR"].iter().any(|flag| line.contains(flag));
@@ -67,7 +67,7 @@ fn quota_error_at_close_is_an_error() {
     }
     let env = TestEnv::new();
     let (dcp, ranks) = (fixture("fsdp3/dcp"), env.copy("fsdp3/ranks"));
-    // This file is copied as it is.
+    // This file is copied unchanged, as a sidecar file.
     env.write("src/ranks/train.log", "step 1");
     let commands: [(&str, &Path, &str, &str); 5] = [
         ("reshard", &ranks, "out", "--mesh=dp=2"),
@@ -104,7 +104,7 @@ fn quota_error_at_close_is_an_error() {
     }
 }
 
-/// Plan, leases and folders are small files, and are synced.
+/// The plan, the leases and the folders are small files, which are also synced.
 #[test]
 fn failed_small_write_leaves_nothing() {
     if !can_trace() {
@@ -118,7 +118,7 @@ fn failed_small_write_leaves_nothing() {
             remove(&target);
             let (outcome, log) = traced(&env, &args, call, Some(&format!("error=ENOSPC:when={number}")));
             let Some(injected) = log.lines().find(|line| line.contains("(INJECTED)")) else { break };
-            // A failed link has a fallback, and a failed write of a message does not change the result.
+            // A failed link has a fallback, and a failed write of a message does not change the result of the run.
             assert!(
                 matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"),
                 "{injected}: {outcome:?}"

@@ -81,7 +81,8 @@ fn signal_stops_a_run_within_a_second_and_leaves_nothing() {
     }
 }
 
-/// Slurm cancels a step like this. The cleanup that begins with the first TERM continues after the second.
+/// Slurm sends several signals when it cancels a step. The cleanup that begins with the first TERM continues after the
+/// second TERM.
 #[test]
 fn repeated_signals_leave_nothing() {
     let env = TestEnv::new();
@@ -100,7 +101,7 @@ fn repeated_signals_leave_nothing() {
     }
 }
 
-/// The run is blocked before the dry run begins, because nobody reads its messages.
+/// The run blocks before the dry run begins, because the test does not read its messages.
 #[test]
 fn signal_stops_a_dry_run() {
     let env = TestEnv::new();
@@ -164,7 +165,8 @@ fn second_run_into_the_same_destination_is_refused() {
     assert!(!partial_folder(&target).exists());
 }
 
-/// Many small runs start at once: each succeeds or is refused, and the published checkpoint is complete.
+/// Many small runs for one destination start at once. Each run succeeds or is refused, and the published checkpoint is
+/// complete.
 #[test]
 fn one_of_six_simultaneous_runs_succeeds() {
     let env = TestEnv::new();
@@ -184,7 +186,7 @@ fn one_of_six_simultaneous_runs_succeeds() {
     }
 }
 
-/// The destination holds the old or the new checkpoint, at the latest after the cleanup of the next run.
+/// The destination has the old or the new checkpoint, at the latest after the next run has cleaned up.
 #[test]
 fn overwrite_killed_at_any_time_leaves_old_or_new_checkpoint() {
     let (old, new) = (fixture("safetensors/sharded"), fixture("fsdp3/dcp"));
@@ -199,7 +201,7 @@ fn overwrite_killed_at_any_time_leaves_old_or_new_checkpoint() {
         if !target.exists() {
             assert!(env.path(".out.dtshard-old").exists(), "{:?}", env.names());
         }
-        // Another run is refused, and cleans up.
+        // The next run is refused, but it cleans up first.
         dtshard(&[&"consolidate", &new, &target]).assert_refused(&[]);
         let same = |source: &Path| {
             let verified = dtshard(&[&"verify", &source, &target, &"--root", &"model"]);
@@ -238,7 +240,7 @@ fn source_changed_during_the_run_is_an_error() {
             let outcome = wait(child);
             assert_eq!(outcome.code, Some(2), "{what} {io}: {outcome:?}");
             assert!(!target.exists(), "{what} {io}");
-            // Truncating a mapped file ends the process at once; the next run finds the leftovers.
+            // Truncating a mapped file ends the process at once. Its partial folder is left for the next run.
             if (what, io) != ("cut", "--io=mmap") {
                 outcome.assert_mentions(&["large.safetensors"]);
                 assert!(!partial_folder(&target).exists(), "{what} {io}");
@@ -247,7 +249,7 @@ fn source_changed_during_the_run_is_an_error() {
     }
 }
 
-/// `ulimit -f`: the default action of its signal would leave half-written files behind.
+/// The limit `ulimit -f` sends a signal whose default action would leave partly written files.
 #[test]
 fn file_size_limit_is_an_error_and_leaves_nothing() {
     let env = TestEnv::new();
@@ -263,7 +265,7 @@ fn file_size_limit_is_an_error_and_leaves_nothing() {
     assert!(env.names().is_empty(), "{:?}", env.names());
 }
 
-/// `ulimit -n`: a checkpoint may have more files than may be open at once.
+/// The limit is `ulimit -n`. A checkpoint may have more files than a process may open at the same time.
 #[test]
 fn checkpoint_with_more_files_than_open_file_limit_is_converted() {
     let env = TestEnv::new();

@@ -13,7 +13,7 @@ use crate::corrupt::{Outcome, dict_of, dtshard, fixture};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
 
-/// A tebibyte, a size that a sparse file can have.
+/// The size of a sparse file in bytes: 1 TiB.
 const HUGE: u64 = 1 << 40;
 
 /// Writes a torch.save file in which one record is a hole of [`HUGE`] bytes.
@@ -71,7 +71,7 @@ fn metadata_of_a_tebibyte_is_malformed() {
     env.assert_bad_input(&source);
 }
 
-/// A file that is longer than the address space is read instead of mapped.
+/// A file that is larger than the address space cannot be mapped, so it is read.
 #[test]
 fn file_larger_than_address_space_is_read() {
     let env = TestEnv::new();
@@ -95,7 +95,7 @@ fn file_larger_than_address_space_is_read() {
     assert!(fs::read(&target).unwrap().ends_with(b"contents"));
 }
 
-/// With any number of open files a run succeeds, or leaves nothing behind.
+/// For any limit on open files, a run succeeds or leaves nothing behind.
 #[test]
 fn run_with_few_open_files_leaves_nothing() {
     let env = TestEnv::new();
@@ -120,7 +120,7 @@ fn run_with_few_open_files_leaves_nothing() {
     assert!(refused > 5 && succeeded > 5, "{refused} {succeeded}");
 }
 
-/// The limit counts processes of a user and does not apply to root, so the test needs another user.
+/// The thread limit counts the processes of a user and does not apply to root, so the test needs another user.
 #[test]
 fn thread_limit_reduces_threads() {
     let env = TestEnv::new();
@@ -161,13 +161,14 @@ fn thread_limit_reduces_threads() {
     assert!(succeeded > 0);
 }
 
-/// Rayon's global pool is the program's: a library that starts it decides on its size for all others.
+/// The global pool of rayon belongs to the program. If a library started it, the library would decide on its size for
+/// all other code.
 #[test]
 fn library_leaves_the_global_pool_to_the_program() {
     const CHILD: &str = "DTSHARD_TEST_GLOBAL_POOL";
     const NAME: &str = "bad_input::limits::library_leaves_the_global_pool_to_the_program";
     let Some(folder) = std::env::var_os(CHILD) else {
-        // A process of its own, in which no other test uses the pool.
+        // The test runs again in a separate process, in which no other test uses the global pool.
         let folder = tempfile::tempdir().unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap());
         let child = child.args(["--exact", NAME]).env(CHILD, folder.path()).output().unwrap();

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::common::env::TestEnv;
 use crate::corrupt::{dtshard, edit, fixture, replace};
 
-/// Returns `fsdp4` converted to two ranks, and its folder.
+/// Returns a test environment with the fixture `fsdp4` converted to two ranks, and the folder of the result.
 fn valid_source() -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     let source = env.path("src");
@@ -46,7 +46,7 @@ fn layout_document_that_differs_from_the_files_is_refused() {
         edit(&source.join("layout.json"), |bytes| replace(bytes, embed.as_bytes(), to.as_bytes()));
         env.assert_bad_input(&source);
     }
-    // The split sizes do not add up to the dim.
+    // The sizes of the split do not add up to the size of the dim.
     let (env, source) = valid_source();
     let to = embed.replace("\"S(0)\"", "\"S(0)\", \"splits\": [\"5+6\"]");
     edit(&source.join("layout.json"), |bytes| replace(bytes, embed.as_bytes(), to.as_bytes()));
@@ -82,7 +82,7 @@ fn differing_plain_tensors_are_refused() {
     let (env, source) = valid_source();
     edit(&source.join("rank-00001.safetensors"), |bytes| {
         let header = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
-        // The widest dtype comes first, and one tensor alone has it.
+        // The widest dtype comes first in the file, and only one tensor has it.
         bytes[8 + header] ^= 1;
     });
     env.assert_bad_input(&source);

@@ -1,4 +1,4 @@
-//! Bad input: a clear error, exit code 2 (`verify`: 1), no panic, and nothing left behind.
+//! Tests of bad input: it gives a clear error and exit code 2 (`verify`: 1), no panic, and leaves nothing behind.
 
 mod arguments;
 mod damage;
@@ -18,7 +18,7 @@ mod tensor_keys;
 mod torch;
 mod unreachable;
 
-/// Prints that a test skips a case, and drops its transcript.
+/// Prints that a test skips a case, and discards the transcript of the test.
 #[expect(clippy::print_stderr, reason = "nobody is to take it for passed")]
 fn skip(why: &str) {
     crate::common::transcript::discard();

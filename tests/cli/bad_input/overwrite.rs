@@ -20,8 +20,8 @@ fn tree(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files_of(folder).into_iter().map(|path| (path.clone(), content(&path))).collect()
 }
 
-/// Asserts exit code 2, a `usage` error that contains these names, no change of any file, and a warning of the dry run.
-/// Returns the message.
+/// Asserts that the run fails with exit code 2 and a `usage` error that contains these names, that it changes no file,
+/// and that its dry run prints a warning. Returns the message.
 #[track_caller]
 fn assert_refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> String {
     let before = tree(&env.path(""));
@@ -44,7 +44,7 @@ fn assert_refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> 
     message
 }
 
-/// Returns a source and the folder that consolidate wrote from it.
+/// Returns a source, and the folder into which `consolidate` wrote its model.
 fn consolidated(env: &TestEnv) -> (PathBuf, PathBuf) {
     let (source, out) = (fixture("llama_tiny/ranks"), env.path("out"));
     dtshard(&[&"consolidate", &source, &out]).assert_succeeded();
@@ -112,7 +112,7 @@ fn folder_of_several_checkpoints_is_refused() {
 fn eight_foreign_names_are_listed_and_the_rest_counted() {
     let env = TestEnv::new();
     let (source, out) = consolidated(&env);
-    // Consecutive numbers would be shown as one range.
+    // The names have letters, because consecutive numbers would be shown as one range.
     ('a'..='t').for_each(|letter| drop(env.write(&format!("out/note-{letter}"), "mine")));
     let message = assert_refused(&env, &[&"consolidate", &source, &out], &["note-a", "note-h", "12"]);
     assert_eq!(message.matches("note-").count(), 8, "{message}");
@@ -148,7 +148,7 @@ fn links_to_folders_and_to_other_files_are_foreign() {
         assert_refused(&env, &[&"consolidate", &source, &out], &[name]);
         fs::remove_file(out.join(name)).unwrap();
     }
-    // A hub cache holds links to blobs; the links alone are removed.
+    // The folder is a hub cache with links to blobs. Only the links are removed.
     let blob = env.path("blob");
     fs::rename(out.join("model.safetensors"), &blob).unwrap();
     symlink(&blob, out.join("model.safetensors")).unwrap();
@@ -161,7 +161,7 @@ fn links_to_folders_and_to_other_files_are_foreign() {
 fn results_of_every_verb_and_format_are_replaced() {
     let env = TestEnv::new();
     let trainer = env.copy("fsdp4/ranks");
-    // Reshard copies files with unknown names as they are.
+    // `reshard` copies files with unknown names unchanged.
     env.write("src/ranks/train.log", "step 1");
     env.write("src/ranks/notes/README.md", "mine");
     let accelerate = fixture("accelerate_llama");
@@ -203,13 +203,13 @@ fn sidecar_files_are_replaced_unless_edited() {
     env.write("src/ranks/train.log", "step 1");
     env.write("src/ranks/sub/notes.txt", "of the trainer");
     again(&out).assert_succeeded();
-    // A copy without extended attributes has the content that this run would write.
+    // The copy has no extended attributes, but its content is the content that this run would write.
     let copy = env.path("copy");
     copy_all(&out, &copy);
     again(&copy).assert_succeeded();
     let keeps_marks = rustix::fs::lgetxattr(out.join("train.log"), "user.dtshard.carried", &mut [0_u8; 64][..]).is_ok();
     if keeps_marks {
-        // The trainer continued, so the copy of the earlier run is older.
+        // The trainer has continued, so the copy in the destination is older than the file in SRC.
         env.write("src/ranks/train.log", "step 1, step 2");
         fs::remove_dir_all(source.join("sub")).unwrap();
         again(&out).assert_succeeded();
@@ -222,7 +222,7 @@ fn sidecar_files_are_replaced_unless_edited() {
     assert_refused(&env, &[&"reshard", &source, &out, &"--mesh=dp=2"], &["train.log"]);
 }
 
-/// The folder has the files of `save_pretrained`, of the Hugging Face Trainer, and of the hub.
+/// The folder has files that `save_pretrained`, the Hugging Face Trainer and the hub write.
 #[test]
 fn files_of_hugging_face_are_replaced_except_hub_files() {
     let env = TestEnv::new();
@@ -248,13 +248,13 @@ fn folders_without_a_checkpoint_are_refused() {
     let out = env.path("out");
     env.write("out/config.json", "{}");
     assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);
-    // DeepSpeed's files are torch files of an unsupported format.
+    // DeepSpeed's files are torch files in an unsupported format.
     fs::remove_file(out.join("config.json")).unwrap();
     fs::copy(fixture("torch_file/model.pt"), out.join("mp_rank_00_model_states.pt")).unwrap();
     assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);
 }
 
-/// An interrupted swap is rolled back first; the restored folder is checked like any other.
+/// An interrupted replacement is undone first. Then the restored folder is checked like any other folder.
 #[test]
 fn old_checkpoint_of_an_interrupted_swap_is_restored() {
     let env = TestEnv::new();

@@ -1,5 +1,5 @@
-//! The progress bar on a terminal. The test needs `script` for the terminal and strace to slow down the run; it is
-//! skipped where one is missing.
+//! Tests of the progress bar on a terminal. The test needs `script` for the terminal, and strace to slow down the run.
+//! It is skipped if one of them is missing.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -52,7 +52,7 @@ fn until_letter(is_over: &mut bool, c: char) -> Option<char> {
     Some(c)
 }
 
-/// Writes a safetensors checkpoint of this many zeros.
+/// Writes a safetensors checkpoint with this number of zero bytes.
 fn write_zeros(path: &Path, bytes: usize) {
     let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
     let mut file = fs::File::create(path).unwrap();

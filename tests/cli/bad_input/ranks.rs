@@ -73,7 +73,7 @@ fn torch_list() -> Vec<u8> {
     writer.finish()
 }
 
-/// One rank ties two names; the other rank has one of them, or both untied.
+/// One rank has two tied names. The other rank has only one of the names, or has both names untied.
 #[test]
 fn ties_of_some_ranks_are_read_where_values_agree() {
     let names = |names: &[&str], tied: bool| {
@@ -132,7 +132,7 @@ fn contradicting_world_sizes_are_refused() {
         fs::copy(only, source.join(name)).unwrap();
         env.assert_bad_input(&source);
     }
-    // Files with numbers beyond any valid rank do not count as rank files.
+    // Files whose numbers exceed every valid rank do not count as rank files.
     let env = TestEnv::new();
     let name = "src/model_world_size_99999999999_rank_99999999999.pt";
     env.write(name, torch_file(dict_of("w", |writer| VIEW.write(writer)), &[("0", b"0123456789abcdef")]));
@@ -172,13 +172,13 @@ fn placements_that_contradict_the_local_shape_are_refused() {
     env.assert_bad_input(&source);
 }
 
-/// Both ranks hold the whole tensor, one of them as a partial value.
+/// Both ranks hold the complete tensor, but one rank records it as a partial value.
 #[test]
 fn placements_that_differ_between_ranks_are_refused() {
     for (changed, words) in [(0, ["P(sum)", "rank 0"]), (1, ["P(sum)", "rank 1"])] {
         let (env, source) = with_pickles("conflict/replica", &[changed], 2, |pickle| {
             replace(pickle, REPLICATE, b"placement_types\nPartial\n");
-            // The state of a Replicate is empty; a Partial stores its reduce op.
+            // The pickle state of a Replicate is empty, and the state of a Partial has its reduce op.
             let at = find(pickle, b"placement_types\nPartial\n").unwrap() + b"placement_types\nPartial\n".len();
             let made = at + pickle[at..].iter().position(|byte| *byte == 0x81).expect("NEWOBJ") + 1;
             let inside = made + b"q.}q.".len();
@@ -210,7 +210,7 @@ fn mesh_without_the_rank_is_refused() {
     }
 }
 
-/// The error names the file, the tensor and why this private placement of PyTorch cannot be converted.
+/// The error names the file and the tensor, and says why this private placement of PyTorch cannot be converted.
 #[test]
 fn private_partial_placements_are_refused_with_the_reason() {
     for (class, why) in
@@ -226,7 +226,7 @@ fn private_partial_placements_are_refused_with_the_reason() {
     }
 }
 
-/// The reduce op is not defined for the dtype. `verify` and digests accept it, because nobody asks for the reduced
+/// The reduce op is not defined for the dtype. `verify` and digests accept this, because they do not need the reduced
 /// value.
 #[test]
 fn undefined_reduction_is_an_error_of_unshard_only() {
@@ -289,7 +289,7 @@ fn value_of_some_ranks_only_is_refused() {
     env.assert_bad_input(&env.path("src"));
 }
 
-/// A Python dict may have both keys.
+/// A Python dict may have the keys `0` and `"0"` at the same time.
 #[test]
 fn int_key_and_string_key_of_equal_digits_are_distinct() {
     let pickle = |number_first: bool| {
@@ -308,7 +308,7 @@ fn int_key_and_string_key_of_equal_digits_are_distinct() {
     dtshard(&[&"verify", &source]).assert_succeeded();
 }
 
-/// Keys of a file must not become paths.
+/// A key from a file must not become a path outside the destination.
 #[test]
 fn series_name_with_path_stays_in_the_destination() {
     let env = TestEnv::new();
@@ -326,7 +326,8 @@ fn series_name_with_path_stays_in_the_destination() {
     assert_eq!(written.collect::<Vec<_>>(), ["src/a.pt"]);
 }
 
-/// A placement would cut it: each rank would keep a shard of its own tensor, and the rest would be lost.
+/// If the tensor got a placement, each rank would keep only a shard of its own tensor, and the other elements would be
+/// lost.
 #[test]
 fn per_rank_tensor_is_kept_whole() {
     let env = TestEnv::new();

@@ -94,7 +94,7 @@ fn overflowing_shapes_are_refused() {
         assert_bad_file(&file(&header_of_one("F32", shape, "[0,4]"), 4));
         assert_bad_file(&file(&header_of_one("F32", shape, "[0,0]"), 0));
     }
-    // With a dim of 0 a shape has no elements and may be valid.
+    // A shape with a dim of size 0 has no elements, so it may be valid.
     let env = TestEnv::new();
     let source = env.write("w.safetensors", file(&header_of_one("F32", "[4294967296,4294967296,0]", "[0,0]"), 0));
     dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_no_crash();
@@ -189,7 +189,8 @@ fn names_that_become_equal_are_refused() {
     dtshard(&[&"consolidate", &source, &env.path("m.safetensors")]).assert_refused(&["__metadata__"]);
 }
 
-/// Writes shards of DCP's Hugging Face storage: one f32 tensor `w` of `shape` in each, with this DCP_SHARDING_INFO.
+/// Writes shards as DCP's Hugging Face storage writes them. Each has one f32 tensor `w` of the given shape and the
+/// given DCP_SHARDING_INFO.
 fn shards(files: &[(&str, &str)]) -> (TestEnv, std::path::PathBuf) {
     let env = TestEnv::new();
     for (index, (shape, info)) in files.iter().enumerate() {
@@ -225,7 +226,7 @@ fn invalid_sharding_info_is_refused() {
         [("[4]", saved_offsets("[0]")), ("[4]", String::from("[1]"))],
         [("[4]", saved_offsets("[0]")), ("[4]", String::from(r#"{"w":{}}"#))],
         [("[4]", saved_offsets("[0]")), ("[4]", saved_offsets("[4]").replace('w', "v"))],
-        // A file without offsets is no shard.
+        // A file without recorded offsets is not a shard.
         [("[4]", saved_offsets("[0]")), ("[4]", String::from("{}"))],
     ] {
         let (env, source) = shards(&files.each_ref().map(|(shape, info)| (*shape, info.as_str())));
@@ -233,7 +234,7 @@ fn invalid_sharding_info_is_refused() {
     }
 }
 
-/// No other header records the tensors of the missing file.
+/// The tensors of the missing file are in no other header, so `--allow-missing` reads the set without them.
 #[test]
 fn file_missing_in_every_shard_is_read_with_allow_missing() {
     let env = TestEnv::new();

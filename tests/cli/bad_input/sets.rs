@@ -12,7 +12,7 @@ fn json_of(text: &str) -> Json {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
-/// Asserts that every verb that converts exits with code 2 and an error of this kind and leaves nothing behind, and
+/// Asserts that every converting verb fails with exit code 2 and an error of this kind and leaves nothing behind, and
 /// that `verify` reports the same kind.
 #[track_caller]
 fn assert_refused(env: &TestEnv, source: &Path, kind: &str) {
@@ -90,13 +90,14 @@ fn one_file_of_a_safetensors_set_is_refused() {
     assert_refused(&env, &one, "usage");
     let tensors = tensors_in(&one);
     assert_inspected(&one, tensors, &[&file(2), &file(3)]);
-    // Without the index and the other files, the name of the file alone shows that it is one of three.
+    // The index and the other files are missing, so only the name of the file shows that it is one of three.
     for name in [INDEX.to_owned(), file(2), file(3)] {
         fs::remove_file(source.join(name)).unwrap();
     }
     assert_refused(&env, &one, "usage");
     assert_inspected(&one, tensors, &[&file(2), &file(3)]);
-    // A renamed file alone is read; an index that names it makes it one file of a set.
+    // A renamed file without an index is read as a complete checkpoint. With an index that names it, it is one file of
+    // a set.
     let renamed = source.join("weights.safetensors");
     fs::rename(one, &renamed).unwrap();
     dtshard(&[&"verify", &renamed]).assert_succeeded();
@@ -116,14 +117,14 @@ fn incomplete_safetensors_set_without_index_is_refused() {
     assert_inspected(&source, shown, &[&file(3)]);
     fs::remove_file(source.join(file(1))).unwrap();
     assert_refused(&env, &source, "missing");
-    // The set is refused as a second checkpoint as well.
+    // The incomplete set is also refused as OTHER and as `--like`.
     let whole = crate::corrupt::fixture("safetensors/sharded");
     assert_eq!(dtshard(&[&"verify", &whole, &source]).code, Some(1));
     let like = dtshard(&[&"consolidate", &whole, &env.path("out"), &"--like", &source]);
     assert_eq!(like.code, Some(2), "{like:?}");
 }
 
-/// Names of variants in diffusers, of a second download, and of file systems that change the case.
+/// The names are those of variants in diffusers, of a second download, and of file systems that change the case.
 #[test]
 fn file_sets_are_recognised_under_other_names() {
     let names: [fn(u32) -> String; 6] = [
@@ -145,7 +146,7 @@ fn file_sets_are_recognised_under_other_names() {
         fs::remove_file(source.join(name(2))).unwrap();
         assert_refused(&env, &source, "missing");
     }
-    // One file of the three has the name of a second download.
+    // One of the three files has a name that browsers give to a second download.
     let (env, source) = safetensors_set();
     fs::remove_file(source.join(INDEX)).unwrap();
     fs::rename(source.join(file(2)), source.join("model-00002-of-00003 (1).safetensors")).unwrap();
@@ -210,7 +211,7 @@ fn link_to_one_file_of_a_set_is_refused() {
     fs::create_dir(env.path("linked")).unwrap();
     std::os::unix::fs::symlink(source.join(file(1)), env.path("linked/model.safetensors")).unwrap();
     assert_refused(&env, &env.path("linked"), "usage");
-    // In a hub cache the link has the name, and the file is called by its digest.
+    // In a hub cache, the link has the name of the checkpoint file, and the name of the blob is its digest.
     let blob = env.path("5d41402abc4b2a76b9719d911017c592");
     fs::rename(source.join(file(1)), &blob).unwrap();
     std::os::unix::fs::symlink(&blob, source.join(file(1))).unwrap();
@@ -287,7 +288,7 @@ fn other_files_and_wrong_sizes_beside_an_index_give_warnings() {
     env.copy("safetensors/single/model.safetensors");
     fs::rename(env.path("src/model.safetensors"), source.join("consolidated.safetensors")).unwrap();
     assert!(warnings(&source).contains("consolidated.safetensors"));
-    // Another set is not read instead of the set that loaders read.
+    // If the set that loaders read is incomplete, another set in the folder is not read instead.
     fs::write(
         source.join("consolidated.safetensors.index.json"),
         r#"{"metadata":{"total_size":1},"weight_map":{"w":"consolidated.safetensors"}}"#,
@@ -300,7 +301,7 @@ fn other_files_and_wrong_sizes_beside_an_index_give_warnings() {
     edit_index(&source, |index| _ = index.as_object_mut().unwrap().remove("metadata"));
     assert!(warnings(&source).contains("no total_size"));
     dtshard(&[&"verify", &source]).assert_succeeded();
-    // The index does not name one of the numbered files.
+    // The index names only two of the three numbered files.
     let lost = file(3);
     edit_index(&source, |index| {
         index["weight_map"].as_object_mut().unwrap().retain(|_, file| *file != json!(lost));
@@ -416,7 +417,7 @@ fn file_or_folder_of_one_megatron_rank_is_refused() {
     let path = env.write("iter_0000100/mp_rank_00/model_optim_rng.pt", torch_bytes("w"));
     env.write("iter_0000100/mp_rank_01/model_optim_rng.pt", torch_bytes("w"));
     assert_inspected(&path, 1, &["mp_rank_01"]);
-    // The name of the file alone identifies Megatron-LM.
+    // Only the name of the file shows that it is a file of Megatron-LM.
     let path = env.write("copied/model_optim_rng.pt", torch_bytes("w"));
     assert_refused(&env, &path, "unsupported");
 }

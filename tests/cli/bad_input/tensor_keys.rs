@@ -1,4 +1,4 @@
-//! Tensors in keys of dicts, which have no name, and tensors in sets and other containers without names.
+//! Tests of tensors in keys of dicts, which have no name, and of tensors in sets and other containers without names.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +24,7 @@ fn dict(entries: Vec<(Value, Value)>) -> Value {
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
-/// Writes a file of `{"w": a tensor, "s": value}`, where `TensorId(n)` is a view of storage `n`.
+/// Writes a torch file of `{"w": a tensor, "s": value}`. In `value`, `TensorId(n)` is a view of storage `n`.
 fn file(env: &TestEnv, value: Value) -> PathBuf {
     let state = dict(vec![(text("w"), tensor(1)), (text("s"), value)]);
     let mut writer = Writer::new();
@@ -44,7 +44,7 @@ fn with_tensor_keys() -> Vec<(Value, &'static str)> {
     vec![
         (by_tensor(), "s"),
         (dict(vec![(tensor(0), tensor(2))]), "s"),
-        // The key is also a weight.
+        // The tensor in the key is also a weight of the model.
         (dict(vec![(tensor(1), dict(vec![(text("exp_avg"), tensor(2))]))]), "s"),
         (dict(vec![(Value::Tuple(vec![tensor(0), one()]), one())]), "s"),
         (dict(vec![(one(), one()), (Value::Tuple(vec![Value::Tuple(vec![tensor(0)])]), one())]), "s"),

@@ -74,14 +74,14 @@ fn pickle_bombs_are_refused() {
     assert_bad_pickle(&tuples);
     let states = b"ccollections\nOrderedDict\n)R".to_vec();
     assert_bad_pickle(&[states.repeat(20_000), vec![b'b'; 19_999], b".".to_vec()].concat());
-    // Each list holds the previous list twice.
+    // Each list contains the previous list twice, so the size doubles with each list.
     let mut laughs = b"]q\x00".to_vec();
     for i in 0..60 {
         laughs.extend([b'0', b']', b'(', b'h', i, b'h', i, b'e', b'q', i + 1]);
     }
     laughs.push(b'.');
     assert_bad_pickle(&laughs);
-    // Memo indices far apart.
+    // The pickle uses memo indices that are far apart.
     assert_bad_pickle(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff.");
     assert_bad_pickle(b"Nr\xff\xff\xff\x7fj\xff\xff\xff\x7f.");
     // A list contains itself.
@@ -124,7 +124,7 @@ fn views_beyond_their_storage_are_refused() {
     assert_bad_view(&View { sizes: &[2, 2], strides: &[1, 1], ..VIEW });
     assert_bad_view(&View { sizes: &[2, 1], ..VIEW });
     assert_bad_view(&View { offset: i64::MAX, ..VIEW });
-    // An empty view reads no bytes, so any offset is valid.
+    // A view without elements reads no bytes, so any offset is valid.
     let (env, path) = file(&torch_file(weights(&View { offset: i64::MAX, sizes: &[0], ..VIEW }), &[("0", DATA)]));
     dtshard(&[&"unshard", &path, &env.path("out.pt")]).assert_succeeded();
     for huge in [i64::MAX, 1 << 62, 1 << 32] {
@@ -138,7 +138,7 @@ fn views_beyond_their_storage_are_refused() {
     assert_bad_view(&View { numel: 3, ..VIEW });
 }
 
-/// A stride of 0 gives any size from few bytes; the total size must not overflow.
+/// With a stride of 0, a few bytes give a tensor of any size. The total size must not overflow.
 #[test]
 fn views_with_stride_0_are_limited_by_their_total_size() {
     let (env, _) = file(b"");
@@ -151,11 +151,11 @@ fn views_with_stride_0_are_limited_by_their_total_size() {
     writer.setitems();
     let path = env.write("w.pt", torch_file(writer.finish(), &[("0", DATA)]));
     env.assert_bad_input(&path);
-    // A view of 2^58 elements is valid, and needs more space than there is.
+    // A view of 2^58 elements is valid, but its output needs more disk space than there is.
     let view = View { sizes: &[1 << 58], strides: &[0], ..VIEW };
     let path = env.write("w.pt", torch_file(weights(&view), &[("0", DATA)]));
     dtshard(&[&"inspect", &path]).assert_succeeded();
-    // The total size of a copy for each of 64 ranks overflows.
+    // With a copy for each of 64 ranks, the total size overflows.
     for to in ["--to=torch-ranks", "--to=local"] {
         let target = env.path("out");
         dtshard(&[&"reshard", &path, &target, &to, &"--mesh=dp=64", &"--placements=R"]).assert_refused(&["2^62"]);
@@ -232,7 +232,7 @@ fn invalid_zip64_fields_are_refused() {
 fn zip_directory_with_too_many_entries_is_refused() {
     let entries = torch_entries(weights(&VIEW), &[("0", DATA)]);
     assert_bad_file(&zip_claiming(&entries, 65_000));
-    // A zip64 end record with 2^60 entries, as torch.save's own writer has one.
+    // The zip64 end record declares 2^60 entries. torch.save itself writes zip64 end records.
     let mut bytes = zip_claiming(&entries, u16::MAX);
     let end = bytes.len() - 22;
     let mut zip64 = b"PK\x06\x06".to_vec();
@@ -288,7 +288,7 @@ fn assert_conversion_fails(env: &TestEnv, path: &Path) {
     dtshard(&[&"unshard", &path, &env.path("out.pt")]).assert_refused(&["w.pt"]);
 }
 
-/// `state_dict._metadata` may hold any value.
+/// The attribute `_metadata` of a state dict may have any value, also a tensor.
 #[test]
 fn tensors_in_attributes_of_a_dict_are_converted() {
     let env = TestEnv::new();
@@ -318,7 +318,7 @@ fn name_of_70000_characters_is_read() {
     dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_succeeded();
 }
 
-/// Two tensors have one name, and `verify` compares both.
+/// Two tensors of the file have the same name, and `verify` compares both.
 #[test]
 fn verify_compares_both_tensors_of_one_name() {
     let env = TestEnv::new();
@@ -337,7 +337,8 @@ fn verify_compares_both_tensors_of_one_name() {
     assert_eq!(dtshard(&[&"verify", &left, &right]).code, Some(1));
 }
 
-/// Reading in the order of the target would read each block again for every few elements: minutes instead of a second.
+/// If a transposed view were read in the order of the target, each block would be read again for every few elements,
+/// which takes minutes instead of a second.
 #[test]
 fn transposed_view_is_read_in_file_order_within_20_seconds() {
     let env = TestEnv::new();

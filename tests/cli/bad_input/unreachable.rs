@@ -12,7 +12,8 @@ use crate::outcome::{Outcome, command};
 
 const NOBODY: u32 = 65534;
 
-/// Runs the program with `--json`, and asserts exit code 2 and an error of this kind that contains all names.
+/// Runs the program with `--json`, and asserts that it fails with exit code 2 and an error of this kind that contains
+/// all given names.
 fn assert_refused(mut command: Command, kind: &str, names: &[&str]) {
     let outcome = Outcome::from(command.arg("--json").output().unwrap());
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
@@ -78,7 +79,8 @@ fn dangling_link_beside_a_checkpoint_is_an_error_of_reshard_only() {
     Outcome::from(command(&[&"unshard", &source, &env.path("out.pt")]).output().unwrap()).assert_succeeded();
 }
 
-/// Returns a command of another user, who has no access to `locked`; `None` where there is no other user.
+/// Returns a command that runs as another user, who has no access to `locked`. Returns `None` if there is no other
+/// user.
 fn as_nobody(args: &[&dyn AsRef<OsStr>], env: &TestEnv, locked: &Path) -> Option<Command> {
     let set_mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     set_mode(&env.path(""), 0o777);

@@ -1,4 +1,5 @@
-//! Files beside a checkpoint are copied as they are, with a warning for files whose content depends on the ranks.
+//! Tests that files beside a checkpoint are copied unchanged, with a warning about files whose content depends on the
+//! ranks.
 
 use std::fs;
 

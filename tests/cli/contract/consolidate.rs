@@ -1,5 +1,5 @@
-//! Tensors that consolidate selects, and two promises for new users: consolidate writes a loadable model, and reshard
-//! writes every file of the trainer.
+//! Tests of the tensors that `consolidate` selects, and of two promises for new users: `consolidate` writes a loadable
+//! model, and `reshard` writes every file of the trainer.
 //!
 //! - A tree with the model beside `optimizer`, `nested`, ... of every fixture: `conversions::consolidate_writes_the_model`.
 //! - The closing line's groups: `conversions::consolidate_lists_excluded_tensors_and_objects`.
@@ -16,7 +16,7 @@ use crate::common::env::{Made, TestEnv};
 use crate::common::{Truth, assert_same, below, fixture, inspect, read, read_safetensors, succeed};
 use crate::contract::{assert_contains, copy_tree, names_below};
 
-/// Folders of trainers, the prefix of their model's names, and the files that consolidate writes.
+/// For each trainer: its folder, the prefix of the names of its model, and the files that `consolidate` writes.
 const TRAINERS: [(&str, &str, &[&str]); 4] = [
     (
         "verl",
@@ -28,7 +28,7 @@ const TRAINERS: [(&str, &str, &[&str]); 4] = [
     ("dcp_trainer", "model.", &["config.json", "model.safetensors"]),
 ];
 
-/// Returns whether this is state of an optimizer, a data loader or a random number generator.
+/// Returns whether a name is that of the state of an optimizer, a data loader or a random number generator.
 fn is_state(name: &str) -> bool {
     ["exp_avg", "optim", "step", "rng", "train_state"].iter().any(|word| name.contains(word))
 }
@@ -115,7 +115,7 @@ fn model_at_the_top_excludes_training_state() {
 
 #[test]
 fn dotted_names_of_a_flat_file_are_kept() {
-    // The names of a flat Hugging Face file begin with `model.`, and are not cut.
+    // The names in a flat Hugging Face file begin with `model.`, and `consolidate` keeps this prefix.
     let env = TestEnv::new();
     let flat = env.make("unshard", "safetensors/sharded", "flat.pt", "");
     let made = env.make("consolidate", &flat.path, "out", "");
@@ -147,7 +147,7 @@ fn consolidated_model_has_no_optimizer_state_unless_selected() {
         let made = env.make("consolidate", source, "out", "");
         assert!(made.tensor_names().iter().all(|name| !is_state(name)), "{source}: {:?}", made.tensor_names());
     }
-    // The names alone show the optimizer state.
+    // Only the names show that the tensors are optimizer state.
     let env = TestEnv::new();
     let flat = env.make("consolidate", "torch_file/trainer.pt", "flat.safetensors", "--everything");
     env.refuse("consolidate", &flat.path, "x.safetensors", "");
@@ -181,7 +181,7 @@ fn assets_are_copied_from_src_its_huggingface_folder_or_the_given_folder() {
     assert_eq!(names_below(&given.path), ["config.json", "model.safetensors"]);
     assert_eq!(fs::read_to_string(given.path.join("config.json")).unwrap(), "{}");
     env.refuse("consolidate", env.path("src"), "x", "--assets nowhere");
-    // A single file has no files beside it.
+    // If the output is a single file, no files are written beside it.
     let file = env.make("consolidate", env.path("src"), "only/one.safetensors", "");
     assert_eq!(names_below(file.path.parent().unwrap()), ["one.safetensors"]);
     assert_eq!(inspect(&file.path, "--brief")["objects"], json!({}));

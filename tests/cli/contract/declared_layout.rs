@@ -18,13 +18,13 @@ use crate::contract::assert_contains;
 struct Array(Vec<usize>, Vec<f32>);
 
 impl Array {
-    /// Returns a tensor with distinct values, also between tensors.
+    /// Returns a tensor whose values are distinct, also from the values of other tensors.
     fn new(shape: &[usize], first: u16) -> Self {
         let len = u16::try_from(shape.iter().product::<usize>()).unwrap();
         Self(shape.to_vec(), (0..len).map(|index| f32::from(first * 1000 + index)).collect())
     }
 
-    /// Returns `len` indices from `start` along a dim.
+    /// Returns the part of the tensor that has `len` indices along a dim, starting at `start`.
     fn part(&self, dim: usize, start: usize, len: usize) -> Self {
         let (outer, inner) = (self.0[..dim].iter().product::<usize>(), self.0[dim + 1..].iter().product::<usize>());
         let row = |at: usize| &self.1[(at * self.0[dim] + start) * inner..][..len * inner];
@@ -33,7 +33,7 @@ impl Array {
         Self(shape, (0..outer).flat_map(row).copied().collect())
     }
 
-    /// Returns consecutive parts of these sizes.
+    /// Returns consecutive parts of the tensor, with these sizes along a dim.
     fn cut(&self, dim: usize, sizes: &[usize]) -> Vec<Self> {
         let starts = sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size)));
         starts.zip(sizes).map(|(start, size)| self.part(dim, start, *size)).collect()
@@ -59,13 +59,13 @@ enum Files {
     Torch,
 }
 
-/// Writes one file per rank, as a job without DTensors saves them.
+/// Writes one file for each rank, as a job without DTensors saves its files.
 fn rank_files(env: &TestEnv, name: &str, ranks: &[State<'_>], files: Files) -> PathBuf {
     for (rank, state) in ranks.iter().enumerate() {
         let path = env.path(&format!("{name}.st/model-rank-{rank:05}-of-{:05}.safetensors", ranks.len()));
         safetensors_file(&path, state);
         if files == Files::Torch {
-            // The name of a rank file would be refused as one of several.
+            // A file with the name of a rank file would be refused as one of several files.
             let alone = env.path(&format!("{name}.{rank}.safetensors"));
             fs::copy(&path, &alone).unwrap();
             succeed("unshard", &[&alone, &env.path(&format!("{name}/rank_{rank}.pt"))], "");
@@ -74,14 +74,14 @@ fn rank_files(env: &TestEnv, name: &str, ranks: &[State<'_>], files: Files) -> P
     env.path(if files == Files::Torch { name.to_owned() } else { format!("{name}.st") }.as_str())
 }
 
-/// Writes the whole model, the expected result.
+/// Writes the complete model to a file, as the expected result.
 fn write_whole(env: &TestEnv, state: &State<'_>) -> PathBuf {
     let path = env.path("whole.safetensors");
     safetensors_file(&path, state);
     path
 }
 
-/// Returns an embedding, a column-parallel and a row-parallel linear with their biases, and a norm.
+/// Returns a model with an embedding, a column-parallel linear, a row-parallel linear, their biases, and a norm.
 fn model() -> State<'static> {
     vec![
         ("embed.weight", Array::new(&[11, 4], 1)),
@@ -96,7 +96,8 @@ fn model() -> State<'static> {
 
 const RULES: &str = "--src-placements embed=S(0) --src-placements up=S(0) --src-placements down.weight=S(1)";
 
-/// Returns the shards of each rank, with dims cut by these sizes: 11 rows of the embedding, 6 of the linears.
+/// Returns the shards of each rank. `rows` are the sizes of the parts of the 11 rows of the embedding, and `hidden` the
+/// sizes of the parts of the 6 elements of the linears.
 fn tensor_parallel(rows: &[usize], hidden: &[usize]) -> Vec<State<'static>> {
     (0..rows.len())
         .map(|rank| {
@@ -198,7 +199,8 @@ fn plain_shards_are_resharded_to_other_ranks() {
     assert_eq!(inspect(&made.path, "")["tensors"]["up.weight"]["placements"], "S(0)");
 }
 
-/// `--tensor-class local` writes files without a layout; with the layout declared, the values are the original ones.
+/// `--tensor-class local` writes files that do not record their layout. Read with a declared layout, they give the
+/// original values.
 #[test]
 fn local_tensors_of_any_layout_are_read_with_a_declared_layout() {
     let env = TestEnv::new();
@@ -223,7 +225,8 @@ fn local_tensors_of_any_layout_are_read_with_a_declared_layout() {
     }
 }
 
-/// Returns parameters of the model families with the names of transformers: fused, transposed and stacked ones too.
+/// Returns parameters of several model families, with the names that transformers uses. Some are fused, transposed or
+/// stacked.
 fn families() -> Vec<(&'static str, State<'static>)> {
     let model = |named: &[(&'static str, &[usize])]| {
         (1..).zip(named).map(|(first, (name, shape))| (*name, Array::new(shape, first))).collect()
@@ -248,7 +251,7 @@ fn families() -> Vec<(&'static str, State<'static>)> {
         ("transformer.h.0.mlp.c_fc.weight", &[4, 7]),
         ("transformer.h.0.mlp.c_fc.bias", &[7]),
         ("transformer.h.0.mlp.c_proj.weight", &[7, 4]),
-        // These tensors are no blocks, and whole on every rank.
+        // These tensors have no blocks and are complete on every rank.
         ("transformer.h.1.attn.c_attn.weight", &[4, 7]),
         ("lm_head.weight", &[11, 4]),
     ]);
@@ -371,12 +374,12 @@ fn optimizer_state_and_gradients_get_the_layout_of_their_parameter() {
     for (rank, own) in ranks.iter().enumerate() {
         let flat = env.path(&format!("flat{rank}.safetensors"));
         safetensors_file(&flat, own);
-        // Names with dots become nested dicts.
+        // `unshard` converts names with dots to nested dicts.
         succeed("unshard", &[&flat, &env.path(&format!("ranks/rank_{rank}.pt"))], "");
     }
     let verify =
         |options: &str, code| expect(code, "verify", &[&source, &truth], &format!("--src-mesh tp=2 {options}"));
-    // In a flat state dict, state of another shape than its parameter needs its own rule.
+    // In a flat state dict, optimizer state whose shape differs from its parameter needs its own rule.
     verify("--src-placements model.w=S(0) --src-placements **.exp_avg=S(0) --src-placements **.row=S(0)", 0);
     let run = verify("--src-placements model.w=S(0)", 1);
     assert_contains(&run.stdout, &["optim.state.w"]);
@@ -388,7 +391,8 @@ fn numbered_state_of_unknown_parameters_is_refused() {
     let local = "--mesh tp=3 --placements **.weight=S(0) --placements R --tensor-class local";
     let source = env.make("reshard", "fsdp4/ranks", "out", local).path;
     let declared = "--src-mesh tp=3 --src-placements **.weight=S(0)";
-    // With the model beside it the parameter numbers are known, and tensors without optimizer state are buffers.
+    // With the model beside the optimizer, the parameter numbers are known. Tensors without optimizer state are
+    // buffers.
     succeed("verify", &[&source, &fixture("fsdp4/ranks")], declared);
     let run = expect(0, "inspect", &[&source], "--src-mesh tp=3 --src-placements S(0) --src-placements *.freqs=R");
     assert!(!run.stderr.contains("buffers"), "{}", run.stderr);
@@ -404,7 +408,7 @@ fn gradients_are_reduced_over_named_dims() {
     let weight = Array::new(&[4, 2], 1);
     let bias = Array::new(&[3], 2);
     let times = |array: &Array, by: f32| Array(array.0.clone(), array.1.iter().map(|value| value * by).collect());
-    // dp=2,cp=2,tp=2: rank r has (r + 1) times its part.
+    // The mesh is dp=2,cp=2,tp=2. The values of rank r are r + 1 times its part of the tensor.
     let ranks: Vec<State<'_>> = (0_u8..8)
         .map(|rank| {
             let by = f32::from(rank / 2 + 1);
@@ -442,7 +446,7 @@ fn gradients_are_reduced_over_named_dims() {
     let source = env.path("mean");
     let shown = inspect(&source, &format!("{declared} --reduce dp,cp=avg"));
     assert_eq!(shown["tensors"]["w"]["placements"], "P(avg),P(avg),S(0)");
-    // Without `--reduce` they are treated as replicas, which differ.
+    // Without `--reduce`, the partial values are treated as replicas, and replicas must not differ.
     let run = expect(2, "unshard", &[&source, &env.path("x.pt")], declared);
     assert_contains(&run.stderr, &["a plain tensor differs", "--reduce"]);
     inspect_refused(&source, &format!("{declared} --reduce db"));
@@ -488,7 +492,7 @@ fn gradients_are_reduced_where_they_are_selected() {
         let run = succeed("consolidate", &[&source, &env.path("out.safetensors")], &options);
         assert_contains(&run.stderr, &[values]);
     }
-    // The model beside gradients is never reduced.
+    // The parameters of the model beside the gradients are never reduced.
     let options = "--src-mesh dp=2 --reduce dp --series model";
     let run = expect(2, "unshard", &[&env.path("series"), &env.path("out.pt")], options);
     assert_contains(
@@ -508,7 +512,7 @@ fn src_mesh_ranks_set_the_order_of_ranks() {
     let source = rank_files(&env, "a", &ranks, Files::Torch);
     let rules = RULES.replace("=S", "=R,S");
     succeed("verify", &[&source, &truth], &format!("--src-mesh dp=2,tp=2 --src-mesh-ranks 0,2,1,3 {rules}"));
-    // In the other order the declared replicas differ.
+    // With the ranks in their default order, ranks that are declared as replicas have different parts.
     let run = expect(2, "inspect", &[&source], &format!("--src-mesh dp=2,tp=2 {rules}"));
     assert_contains(&run.stderr, &["embed.weight", "rank 2", "expected [6, 4]", "found [5, 4]"]);
 }
@@ -633,7 +637,7 @@ fn plain_shards_are_converted_to_the_local_format() {
 fn declared_layout_keeps_the_layout_of_dtensors() {
     let env = TestEnv::new();
     let source = fixture("fsdp4/ranks");
-    // Plain tensors of these files are equal on all ranks, whatever mesh is declared.
+    // In these files, plain tensors are equal on all ranks, so the declared mesh does not change the result.
     let made = env.make("reshard", &source, "out", "--src-placements R --to dcp");
     assert_eq!(read(&made.path), read(&env.make("reshard", &source, "plain", "--to dcp").path));
 }

@@ -1,4 +1,5 @@
-//! `--like` and `--fill-from`: edited full parameters are written back into the sharded checkpoint they came from.
+//! Tests of `--like` and `--fill-from`: complete parameters are edited, and written back into the sharded checkpoint
+//! that they come from.
 //!
 //! - The layouts of reshard without these options: `layout`.
 
@@ -30,15 +31,15 @@ fn edit(path: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Changes the bytes so that the values of every dtype change.
+/// Changes the bytes of a tensor in such a way that the values of every dtype change.
 fn invert(stored: &mut Stored) {
     stored.2.iter_mut().for_each(|byte| *byte ^= 1);
 }
 
-/// The name of the edited tensor in the model.
+/// The name within the model of the tensor that the tests edit.
 const EDITED: &str = "blocks.0.w1.weight";
 
-/// Writes the model of a sharded checkpoint to one file, with one tensor edited.
+/// Writes the model of a sharded checkpoint to one file, and changes one tensor in it.
 fn edited(env: &TestEnv, sharded: &Path, name: &str) -> PathBuf {
     let path = env.path("edited.safetensors");
     succeed("consolidate", &[sharded, &path], "--assets none --overwrite");
@@ -51,7 +52,7 @@ fn like_and_fill_from(sharded: &Path) -> String {
     format!("--like {0} --fill-from {0}", sharded.display())
 }
 
-/// Asserts the same files, objects, meshes and placements.
+/// Asserts that two checkpoints have the same files, objects, meshes and placements.
 fn assert_same_layout(found: &Path, sharded: &Path) {
     assert_eq!(names_below(found), names_below(sharded));
     let (new, old) = (inspect(found, ""), inspect(sharded, ""));
@@ -64,7 +65,7 @@ fn assert_same_layout(found: &Path, sharded: &Path) {
     }
 }
 
-/// Asserts that the edited tensor has the value of the file, and all other tensors have their old values.
+/// Asserts that the edited tensor has the value in the edited file, and that all other tensors have their old values.
 fn assert_only_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
     let mut expected = read(sharded);
     let new = read(edited).remove(name).unwrap();
@@ -102,7 +103,8 @@ fn mesh_is_recovered_from_slices_of_older_torch_versions() {
             assert_only_edited(&made.tensors(), &sharded, &edited, "head.weight");
             let found = inspect(&made.path, "--brief");
             assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]), "{version}");
-            // Before 2.10 a slice is written like the whole mesh, which it cannot name.
+            // PyTorch before 2.10 does not record that a mesh is a slice of another mesh, so a slice is written like a
+            // complete mesh.
             let norm = &found["tensors"]["model.norm.weight"]["placements"];
             assert!(norm == "S(0)" || norm == "S(0),R", "{version}: {norm}");
         }
@@ -118,7 +120,7 @@ fn unedited_model_gives_identical_files() {
     succeed("consolidate", &[&sharded, &model], "--assets none");
     let made = env.make("reshard", &model, "again", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
-    // Objects and optimizer are matched by whole paths.
+    // Objects and optimizer state are matched by their complete paths.
     let whole = env.path("whole.pt");
     succeed("unshard", &[&sharded, &whole], "--series all");
     let made = env.make("reshard", &whole, "whole", &like_and_fill_from(&sharded));
@@ -187,7 +189,7 @@ fn check_crc_checks_both_checkpoints() {
     copy_folder(&fixture("fsdp4/ranks"), &sharded);
     let whole = env.path("model.pt");
     succeed("consolidate", &[&sharded, &whole], "--to torch --assets none");
-    // The data of a record is aligned to 64 bytes, after its name.
+    // In a torch file, the data of a record follows its name and is aligned to 64 bytes.
     let damage = |path: &Path| {
         let mut bytes = fs::read(path).unwrap();
         let name = bytes.windows(6).position(|window| window == b"data/2").expect("a tensor");
@@ -238,7 +240,7 @@ fn edited_tensors_that_do_not_fit_are_refused() {
         let moved = tensors.remove(EDITED).unwrap();
         tensors.insert("blocks.0.w1.wieght".into(), moved);
     });
-    // The options of the hints solve it.
+    // The options that the hints propose solve the problem.
     fs::write(&path, &original).unwrap();
     edit(&path, |tensors| {
         let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
@@ -259,16 +261,16 @@ fn tied_names_stay_tied() {
     let path = env.path("edited.safetensors");
     let (kept, alias) = ("embed.weight", "head.weight");
     succeed("consolidate", &[&sharded, &path], "--assets none");
-    // Both names have the same value and stay tied.
+    // Both names of the tied tensor have the same value and stay tied.
     edit(&path, |tensors| [kept, alias].iter().for_each(|name| invert(tensors.get_mut(*name).unwrap())));
     let made = env.make("reshard", &path, "both", &like_and_fill_from(&sharded));
     let new = read(&path).remove(kept).unwrap();
     assert_eq!((&made.tensors()[kept], &made.tensors()[alias]), (&new, &new));
-    // One name is edited, and both names get its value.
+    // Only one of the two names is in the edited file, and both names get its value.
     edit(&path, |tensors| drop(tensors.remove(alias)));
     let one = env.make("reshard", &path, "one", &like_and_fill_from(&sharded));
     assert_eq!(bytes_of(&one.path), bytes_of(&made.path));
-    // The two names have different values.
+    // The two names have different values in the edited file.
     succeed("consolidate", &[&sharded, &path], "--assets none --overwrite");
     edit(&path, |tensors| invert(tensors.get_mut(alias).unwrap()));
     env.refuse("reshard", &path, "x", &like_and_fill_from(&sharded));
@@ -300,7 +302,7 @@ fn objects_of_the_edited_checkpoint_take_precedence() {
     env.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", fill_from_with_mesh(&model)));
 }
 
-/// Returns the options for a DCP directory as `--fill-from`, with the mesh that it does not record.
+/// Returns the options that name a DCP directory as `--fill-from`, and the mesh that the directory does not record.
 fn fill_from_with_mesh(sharded: &Path) -> String {
     format!("--mesh fsdp=2 --placements S(0) --fill-from {}", sharded.display())
 }
@@ -344,7 +346,8 @@ fn like_gives_the_layout_of_another_checkpoint() {
     let (new, old) = (inspect(&made.path, "--brief"), inspect(&like, "--brief"));
     assert_eq!(new["mesh"], old["mesh"]);
     for (name, tensor) in new["tensors"].as_object().unwrap() {
-        // The optimizer state of a DCP directory is keyed by parameter names, that of rank files by numbers.
+        // In a DCP directory, optimizer state has the names of parameters as keys. In rank files, it has numbers as
+        // keys.
         let parameter = name.strip_prefix("optim.state.").and_then(|rest| Some(rest.rsplit_once('.')?.0));
         let parameter =
             parameter.filter(|_| name.rsplit_once('.').unwrap().1 != "step").map(|name| format!("model.{name}"));
@@ -352,19 +355,19 @@ fn like_gives_the_layout_of_another_checkpoint() {
         assert_eq!(tensor["placements"], expected["placements"], "{name}");
     }
     assert_same(&made.tensors(), &read(&dcp), "values");
-    // The mesh dims have other sizes.
+    // The mesh dims have the same names but other sizes.
     let made = env.make("reshard", &dcp, "larger", &format!("{options} --mesh dp=4,tp=2"));
     let larger = inspect(&made.path, "--brief");
     assert_eq!(larger["mesh"], serde_json::json!([["dp", 4], ["tp", 2]]));
     let name = format!("model.{EDITED}");
     assert_eq!(larger["tensors"][&name]["placements"], old["tensors"][&name]["placements"]);
     env.refuse("reshard", &dcp, "x", &format!("{options} --mesh a=2,b=2"));
-    // Rules take precedence.
+    // Placement rules take precedence over the placements of `--fill-from`.
     let made = env.make("reshard", &dcp, "ruled", &format!("{options} --placements **.{EDITED}=R,R"));
     assert_eq!(inspect(&made.path, "--brief")["tensors"][&name]["placements"], "R,R");
 }
 
-/// ShardedTensors record no mesh; it is inferred from the rows of each rank.
+/// ShardedTensors record no mesh, so the mesh is inferred from the rows of each rank.
 #[test]
 fn like_accepts_sharded_tensors() {
     let env = TestEnv::new();
@@ -388,7 +391,7 @@ fn like_accepts_sharded_tensors() {
             assert_same_layout(&made.path, &sharded);
             assert_same_boxes(&made.path, &sharded);
         }
-        // The source is sharded differently, or whole.
+        // The source is sharded in another way, or has complete tensors.
         let model = env.path(&format!("model-{index}.safetensors"));
         succeed("consolidate", &[&sharded, &model], "--assets none");
         let dtensors = env.path(&format!("dtensors-{index}"));
@@ -416,7 +419,7 @@ fn like_accepts_sharded_tensors() {
     }
 }
 
-/// Asserts that every rank has the same boxes of the same tensors.
+/// Asserts that in two folders every rank has the same boxes of the same tensors.
 fn assert_same_boxes(found: &Path, sharded: &Path) {
     let (new, old) = (inspect(found, ""), inspect(sharded, ""));
     let boxes = |tensor: &serde_json::Value| -> Vec<String> {

@@ -1,4 +1,4 @@
-//! Flat parameters of FSDP1: `flatten`, and the other verbs with flat parameters.
+//! Tests of the flat parameters of FSDP1: `flatten`, and the other verbs with flat parameters.
 //!
 //! - Reading and refused layouts: `fsdp_flat`; writing without the command line: `flat_write`.
 
@@ -14,19 +14,19 @@ use crate::common::{assert_same, below, bytes_of, copy_folder, expect, fixture, 
 use crate::contract::{assert_contains, contents};
 use crate::rank_file::{self, Comparison};
 
-/// Returns the model as `FULL_STATE_DICT` saves it.
+/// Returns the path of the model that PyTorch saved as `FULL_STATE_DICT`.
 pub fn full() -> PathBuf {
     fixture("flat2/full/model.pt")
 }
 
-/// Copies the files of a fixture with their flat layout.
+/// Copies the files of a fixture, together with their flat layout.
 pub fn folder(env: &TestEnv, case: &str, name: &str) -> PathBuf {
     let path = env.path(&format!("{case}.{name}"));
     copy_with_layout(case, name, &path);
     path
 }
 
-/// Asserts that the files of all ranks equal those that PyTorch saved.
+/// Asserts that the files of all ranks equal the files that PyTorch saved.
 #[track_caller]
 pub fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
     let layout = flat::layout(case, name);
@@ -44,7 +44,7 @@ pub const BOTH: [&str; 2] = ["model", "optim"];
 // flatten
 // ---------------------------------------------------------------------------------------------------------------
 
-/// The source has another world size, and either form. A PyTorch job saved the expected files.
+/// The sources have another world size, with or without `use_orig_params`. A PyTorch job saved the expected files.
 #[test]
 fn flatten_to_another_world_size_writes_the_files_of_pytorch() {
     let env = TestEnv::new();
@@ -77,7 +77,7 @@ fn flatten_to_another_world_size_writes_the_files_of_pytorch() {
     }
 }
 
-/// A job of one rank uses `NO_SHARD`.
+/// With the strategy `NO_SHARD`, every rank holds complete flat parameters. A job of one rank uses it, too.
 #[test]
 fn no_shard_checkpoint_is_flattened() {
     let env = TestEnv::new();
@@ -115,7 +115,7 @@ fn cast_changes_the_alignment() {
     }
 }
 
-/// Checkpoints without an order take the order of a flat layout, or of flat parameters.
+/// Checkpoints that do not record the order of parameters take it from a flat layout, or from flat parameters.
 #[test]
 fn sharded_tensors_are_flattened_with_like_or_flat_layout() {
     let env = TestEnv::new();
@@ -146,7 +146,7 @@ fn sharded_tensors_are_flattened_with_like_or_flat_layout() {
     assert_same(&read(&made.path), &read(&sharded), "ShardedTensors");
 }
 
-/// Asserts that the shards of flat parameters and of their state are the same bytes, padding included.
+/// Asserts that the shards of flat parameters and of their optimizer state have the same bytes, including padding.
 #[track_caller]
 fn assert_same_storages(found: &Path, expected: &Path) {
     for file in bytes_of(expected).into_keys().filter(|name| name.extension().is_some_and(|suffix| suffix == "pt")) {
@@ -192,7 +192,7 @@ fn flatten_writes_identical_files_and_dry_run_writes_none() {
         assert_eq!(dry[key], two[key], "{key}");
     }
     assert_eq!(two["target"]["format"], "fsdp-flat");
-    // An existing destination is not changed.
+    // A second run does not change an existing destination.
     let again = env.refuse("flatten", &source, "one", "--world-size 2");
     assert_eq!(again.code, 2);
     env.make("flatten", &source, "one", "--world-size 4 --overwrite");
@@ -278,7 +278,7 @@ fn layout_of_another_model_is_refused() {
     refuse(&full, &|layout| layout["units"][1]["params"][0]["shape"] = json!([5, 6]));
     refuse(&full, &|layout| layout["units"][1]["params"][0]["fqn"] = json!("layers.0.wz.weight"));
     refuse(&full, &|layout| layout["units"][0]["params"][6]["shared_with"] = json!("proj.bias"));
-    // One unit cannot be in two parameter groups, and has one step.
+    // A unit cannot be in two parameter groups, because a flat parameter has one optimizer step.
     let groups = folder(&env, "flat2", "groups");
     env.refuse("flatten", &groups, "x", "--use-orig-params=false");
     env.refuse("flatten", fixture("fsdp4/ranks"), "x", &layout(&|_| {}));
@@ -316,7 +316,8 @@ fn files_that_contradict_the_layout_are_refused_by_every_verb() {
     assert_eq!(json["error"]["kind"], "unsupported");
 }
 
-/// DCP does not record the order of registration, and neither does a torch file that was converted from DCP.
+/// DCP does not record the order in which parameters are registered, so a torch file that was converted from DCP does
+/// not have it either.
 #[test]
 fn torch_file_converted_from_dcp_is_refused_as_order() {
     let env = TestEnv::new();

@@ -28,7 +28,7 @@ fn unsharded_flat_parameters_equal_the_full_state_dict() {
         assert_contains(&same.stderr, &["the same: 25 tensors"]);
         let optim = env.make("unshard", &source, &format!("{case}-{name}-optim.pt"), "--series optim").path;
         assert_same(&read(&optim), &read(&fixture("flat2/full/optim.pt")), name);
-        // Ties are kept, and each parameter has its own step, which an optimizer increments.
+        // Ties are kept. Each parameter has its own copy of the step, because an optimizer increments steps in place.
         let all = env.make("unshard", &source, &format!("{case}-{name}-all.pt"), "--series all").path;
         let (_, contents) = rank_file::read(&all);
         let steps: Vec<&View> = contents
@@ -101,7 +101,8 @@ fn unit_option_writes_selected_units_whole() {
 // Edited tensors are written back
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Writes a safetensors file with the selected tensors of another, with every byte of the changed tensors xor 1.
+/// Writes a safetensors file that has selected tensors of another file. The last bit of every byte of the tensors in
+/// `change` is inverted.
 fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(&str) -> bool) -> PathBuf {
     let content = fs::read(model).unwrap();
     let stored = SafeTensors::deserialize(&content).unwrap();
@@ -121,7 +122,8 @@ fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn F
     path
 }
 
-/// The name of the case, the edited tensors, the tensors in the file, and the names whose values change.
+/// An edit: the name of the case, the tensors to change, the tensors to keep in the file, and the names whose values
+/// change.
 type Edit<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&str) -> bool, &'a [&'a str]);
 
 #[test]
@@ -152,7 +154,7 @@ fn edited_model_is_written_into_flat_parameters() {
                 assert_ne!(old.digest, content.digest);
             }
             assert_same(&made.tensors(), &expected, way);
-            // Only the records of the edited model differ.
+            // Only records of the edited model differ from the unedited result.
             let (own, unedited) = (contents(&made.path), contents(&same.path));
             assert_eq!(own.keys().collect::<Vec<_>>(), unedited.keys().collect::<Vec<_>>());
             for (file, content) in own.iter().filter(|(file, _)| !file.starts_with("model")) {
@@ -162,7 +164,7 @@ fn edited_model_is_written_into_flat_parameters() {
         }
         let file = edited(&env, &model, "apart.safetensors", &["head.weight"], &|_| true);
         env.refuse("reshard", &file, "x", &both);
-        // The world size changes, and `--like` differs from `--fill-from`.
+        // In this case the world size changes, because `--like` differs from `--fill-from`.
         let four = folder(&env, "flat4", name);
         let options = format!("--like {} --fill-from {}", four.display(), source.display());
         let made = env.make("reshard", &model, &format!("{name}-4"), &options);
@@ -170,7 +172,7 @@ fn edited_model_is_written_into_flat_parameters() {
     }
 }
 
-/// A flat parameter has one step; a parameter outside of it has its own.
+/// All parameters of a flat parameter have the same step. A parameter that is in no flat parameter has its own step.
 #[test]
 fn edited_optimizer_state_is_written_into_flat_parameters() {
     const STEP: &str = "optim.state.layers.0.wk.weight.step";
@@ -195,7 +197,7 @@ fn edited_optimizer_state_is_written_into_flat_parameters() {
         }
         let file = edited(&env, &whole, "steps.safetensors", &[STEP], &|_| true);
         env.refuse("reshard", &file, "x", &both);
-        // With that option each parameter keeps its own step.
+        // With `use_orig_params`, each parameter keeps its own step.
         let views = folder(&env, "flat4", "views");
         let options = format!("--like {} --fill-from {}", views.display(), source.display());
         env.make("reshard", &file, "apart", &options);
@@ -218,7 +220,7 @@ fn excluded_parameters_stay_in_the_groups_of_fill_from() {
     }
 }
 
-/// Asserts that files differ in the edited elements and the checksums of their records only.
+/// Asserts that files differ only in the edited elements and in the checksums of their records.
 fn assert_only_elements_differ(found: &Path, unedited: &Path, change: &[&str], way: &str) {
     let (own, old) = (contents(found), contents(unedited));
     let mut differing = 0;

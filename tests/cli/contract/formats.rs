@@ -1,4 +1,4 @@
-//! Formats that are read and written, the names of their files, and the defaults without options.
+//! Tests of the formats that are read and written, of the names of their files, and of the defaults without options.
 //!
 //! - A folder that holds two complete kinds is an error that names both: `bad_input::arguments::folder_with_two_formats_is_refused_without_from`.
 //! - Parent folders (`latest`, `global_step_N`, `iter_N`, `actor`, `pytorch_model_fsdp_0`), and candidates that are
@@ -49,7 +49,7 @@ fn dcp_hf_numbers_ranks_with_a_file_consecutively() {
     let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
     assert_eq!(names_below(&made.path), [name(1), name(2)]);
     assert_same(&made.tensors(), &read(&fixture("dcp_hf/shards")), "on ranks 4 and 7");
-    // An empty part may be recorded by another rank, so its own rank has no file.
+    // An empty part may be recorded by another rank, so the rank of the part has no file.
     let made = env.make("reshard", "dcp_hf/shards", "few", "--mesh dp=9 --include model.few.weight --to dcp-hf");
     assert_eq!(names_below(&made.path), [name(1), name(2), name(3)]);
     let document = inspect(&made.path, "");
@@ -127,7 +127,7 @@ fn torch_ranks_output_has_the_series_of_the_input() {
         .iter()
         .flat_map(|series| (0..2).map(move |rank| format!("{series}_world_size_2_rank_{rank}.pt")));
     assert_eq!(names, expected.collect::<Vec<_>>());
-    // A source without series gets the series of the model.
+    // A source without series is written as the series of the model.
     let plain = env.make("reshard", "safetensors/sharded", "plain", "--mesh dp=2 --to torch-ranks");
     let names: Vec<String> = names_below(&plain.path).into_iter().filter(|name| name.contains("rank")).collect();
     assert_eq!(names, ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]);
@@ -221,7 +221,7 @@ fn reshard_writes_model_and_optimizer_into_sibling_folders() {
     for name in ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0/__2_0.distcp"] {
         assert!(made.path.join(name).is_file(), "{name} of {:?}", names_below(&made.path));
     }
-    // Files beside the checkpoint are copied.
+    // Other files beside the checkpoint are copied.
     for name in ["config.json", "scheduler.bin", "random_states_1.pkl"] {
         let same = fs::read(made.path.join(name)).unwrap() == fs::read(fixture("accelerate_llama").join(name)).unwrap();
         assert!(same, "{name}");

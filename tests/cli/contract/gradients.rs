@@ -1,5 +1,5 @@
-//! Gradients beside a model: reshard and flatten keep them, and unshard and consolidate leave them out unless
-//! `--with-grads` is given.
+//! Tests of gradients beside a model: `reshard` and `flatten` keep them; `unshard` and `consolidate` leave them out
+//! unless `--with-grads` is given.
 //!
 //! The fixture `flat_grads` has gradients as FSDP1 saves them, of flat parameters and of slices of parameters.
 
@@ -14,7 +14,7 @@ use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read};
 use crate::contract::assert_contains;
 use crate::rank_file::Comparison;
 
-/// Copies the files of the fixture with their flat layout.
+/// Copies the files of the fixture `flat_grads`, together with their flat layout.
 fn folder(env: &TestEnv, name: &str) -> PathBuf {
     let path = env.path(&format!("src-{name}"));
     copy_with_layout("flat_grads", name, &path);
@@ -51,7 +51,7 @@ fn gradients_are_written_with_grads_and_counted_as_left_out_without() {
     assert_eq!(count("grads."), 20);
 }
 
-/// Gradients of a job are converted to other world sizes and to the other form.
+/// Gradients are converted to other world sizes, and between flat parameters and slices of parameters.
 #[test]
 fn flattened_gradients_stay_flat() {
     let env = TestEnv::new();
@@ -75,7 +75,7 @@ fn flattened_gradients_stay_flat() {
         let back = env.make("flatten", &many, &format!("{name}-back"), "--world-size 2").path;
         assert_same(&read(&back), &truth(), name);
     }
-    // Each is a series; names, padding and bytes equal those of PyTorch.
+    // The gradients are a series of their own. Names, padding and bytes equal those of PyTorch.
     for rank in 0..2 {
         for series in ["model", "grads"] {
             let file = format!("{series}_world_size_2_rank_{rank}.pt");
@@ -84,7 +84,7 @@ fn flattened_gradients_stay_flat() {
     }
 }
 
-/// A flat parameter has one gradient, so all or none of its parameters have one.
+/// A flat parameter has a single gradient, so either all or none of its parameters have gradients.
 #[test]
 fn gradients_of_part_of_a_flat_parameter_are_refused() {
     let env = TestEnv::new();
@@ -98,7 +98,7 @@ fn gradients_of_part_of_a_flat_parameter_are_refused() {
             &{ truth().into_iter().filter(|(name, _)| name.starts_with("model.")).collect() },
             name,
         );
-        // With use_orig_params each parameter has its own gradient, so some may be missing.
+        // With `use_orig_params`, each parameter has its own gradient, so gradients of some parameters may be missing.
         let options = "--world-size 3 --use-orig-params --exclude grads.norm.weight";
         let made = env.make("flatten", &source, &format!("{name}-some"), options);
         assert_eq!(made.tensors().len(), truth().len() - 1);
@@ -108,7 +108,7 @@ fn gradients_of_part_of_a_flat_parameter_are_refused() {
     }
 }
 
-/// Gradients are in the files of the model, or a series of their own.
+/// Gradients are in the files of the model, or in a series of their own.
 #[test]
 fn gradients_get_the_placements_of_their_parameters() {
     let env = TestEnv::new();
@@ -118,13 +118,13 @@ fn gradients_get_the_placements_of_their_parameters() {
         let made = env.make("reshard", &source, &format!("{name}-ranks"), options);
         assert_same(&made.tensors(), &truth(), "DTensors");
         assert_placements_of_parameters(&made.path);
-        // The placements are given by the source, by another checkpoint, or by a mesh alone.
+        // The placements come from the source, from another checkpoint, or from a mesh alone.
         let again = env.make("reshard", &made.path, &format!("{name}-again"), "--mesh dp=3,tp=1");
         assert_same(&again.tensors(), &truth(), "another mesh");
         assert_placements_of_parameters(&again.path);
         let like = format!("--to torch-ranks --like {}", made.path.display());
         assert_placements_of_parameters(&env.make("reshard", &source, &format!("{name}-alike"), &like).path);
-        // Gradients are converted back, to whole and to flat ones.
+        // Gradients are converted back to complete gradients and to flat gradients.
         let whole = env.make("unshard", &made.path, &format!("{name}.pt"), "--with-grads");
         assert_same(&whole.tensors(), &truth(), "--with-grads");
         let options = format!("--like {} --world-size 2", source.display());
@@ -148,7 +148,7 @@ fn assert_placements_of_parameters(path: &Path) {
     assert_eq!(placements("grads.layers.0.wq.weight"), "S(1),S(0)");
 }
 
-/// Whole gradients have the names of parameters.
+/// Complete gradients have the names of their parameters.
 #[test]
 fn whole_gradients_are_read_unchanged() {
     let env = TestEnv::new();
@@ -165,7 +165,7 @@ fn whole_gradients_are_read_unchanged() {
 fn gradient_of_another_size_is_refused() {
     let env = TestEnv::new();
     let source = folder(&env, "flat");
-    // The gradients are of another world size.
+    // The gradients come from a conversion to another world size.
     let other = env.make("flatten", &source, "three", "--world-size 3").path;
     for rank in 0..2 {
         let name = |size: u32| format!("grads_world_size_{size}_rank_{rank}.pt");

@@ -1,11 +1,11 @@
-//! The help of each verb, errors about flat layouts, and the tables of `inspect`.
+//! Tests of the help of each verb, of errors about flat layouts, and of the tables of `inspect`.
 
 use dtshard::Format;
 
 use crate::common::env::TestEnv;
 use crate::common::{expect, fixture, run, succeed};
 
-/// Returns the values of `--to` in the help of a verb.
+/// Returns the formats that the help of a verb lists for `--to`.
 fn formats(verb: &str) -> Vec<String> {
     let help = run([verb, "--help"]).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
     let (_, to) = help.split_once("--to <FORMAT>").unwrap();
@@ -21,7 +21,7 @@ fn help_of_a_verb_shows_the_formats_that_it_writes() {
     }
     assert_eq!(formats("flatten"), ["fsdp-flat"]);
     let env = TestEnv::new();
-    // Another format is an error that names the verb which writes it.
+    // A format that another verb writes is an error that names that verb.
     let outcome = expect(2, "unshard", &[&fixture("fsdp4/dcp"), &env.path("out")], "--to dcp --json");
     assert_eq!(outcome.json()["error"]["kind"], "usage");
     assert!(outcome.stderr.contains("dtshard reshard"), "{}", outcome.stderr);

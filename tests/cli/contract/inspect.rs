@@ -1,4 +1,4 @@
-//! The output of `inspect`, as text and as JSON.
+//! Tests of the output of `inspect`, as text and as JSON.
 //!
 //! - Summaries, tables, `--tensor`, `--draw`, `--brief`: the snapshots of `inspect` beside this folder.
 //! - Digests are equal for every layout and format: `conversions::digests_do_not_depend_on_layout_or_format`;

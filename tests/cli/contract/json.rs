@@ -1,5 +1,5 @@
-//! JSON documents of every verb and of every kind of error, compared with reviewed snapshots. Parts that depend on the
-//! machine are masked.
+//! Tests of the JSON documents of every verb and of every kind of error. They are compared with reviewed snapshots, in
+//! which the parts that depend on the machine are masked.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn without_paths(env: &TestEnv, text: &str) -> String {
     text.replace(&env.path("").display().to_string(), "env/").replace(&fixture("").display().to_string(), "fixtures/")
 }
 
-/// Compares the document of a run with its snapshot; parts that depend on the machine are masked.
+/// Compares the JSON document of a run with its snapshot. Parts that depend on the machine are masked.
 #[track_caller]
 fn assert_document(name: &str, env: &TestEnv, code: i32, verb: &str, paths: &[&Path], options: &str) {
     let outcome = expect(code, verb, paths, &format!("{options} --json"));
@@ -52,7 +52,7 @@ fn json_documents_of_every_verb_match_the_snapshots() {
     assert_document("inspect", &env, 0, "inspect", &[&source], "--digest");
 }
 
-/// Asserts the kind and the keys of an error, and compares its document with the snapshot.
+/// Asserts the kind and the keys of an error, and compares its JSON document with the snapshot.
 #[track_caller]
 fn assert_error_document(kind: &str, env: &TestEnv, verb: &str, paths: &[&Path], options: &str) {
     let text = expect(2, verb, paths, options);

@@ -1,4 +1,4 @@
-//! The target layout of reshard: meshes and placements.
+//! Tests of the target layout of `reshard`: meshes and placements.
 //!
 //! - Rules before the fallback, the first match wins: `conversions::rules_override_the_default_placement`.
 //! - `--mesh` alone: `conversions::{mesh_alone_keeps_placements_by_dim_name, mesh_alone_without_common_dim_names_gives_defaults}`.
@@ -18,7 +18,7 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, expect, fixture, inspect, read};
 use crate::contract::assert_contains;
 
-/// Returns `rank: offsets+sizes` of each chunk, in the order of ranks.
+/// Returns one text `rank: offsets+sizes` for each chunk of a tensor, in the order of ranks.
 fn by_rank(document: &Json, name: &str) -> Vec<String> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let mut found: Vec<String> =
@@ -55,7 +55,7 @@ fn placements_apply_one_per_mesh_dim() {
         ("S(0),R", ["0: [0,0]+[5,3]", "1: [0,0]+[5,3]", "2: [5,0]+[5,3]", "3: [5,0]+[5,3]"]),
         ("R,S(-1)", ["0: [0,0]+[10,2]", "1: [0,2]+[10,1]", "2: [0,0]+[10,2]", "3: [0,2]+[10,1]"]),
         ("S(-2),R", ["0: [0,0]+[5,3]", "1: [0,0]+[5,3]", "2: [5,0]+[5,3]", "3: [5,0]+[5,3]"]),
-        // Strided: tp cuts first, then dp within each part.
+        // The placement is strided: tp cuts first, then dp cuts each part of tp.
         ("_S(0,2),S(0)", ["0: [0,0]+[3,3]", "1: [5,0]+[3,3]", "2: [3,0]+[2,3]", "3: [8,0]+[2,3]"]),
     ] {
         assert_eq!(
@@ -99,7 +99,7 @@ fn numbered_optimizer_state_gets_the_placements_of_its_parameter() {
     assert_eq!(placements("model.model.layers.0.self_attn.q_proj.weight"), "S(1)");
     assert_eq!(placements("optim.state.1.exp_avg"), "S(1)", "the state of layer 0's q_proj");
     assert_eq!(placements("optim.state.0.exp_avg"), "S(0)", "the state of the embedding");
-    // Without the model the parameters are unknown: names are kept, with a note.
+    // Without the model, the parameters of optimizer state are unknown. The state keeps its names, and a note says so.
     let options = "--mesh dp=2 --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
     let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
     assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers instead of names"]);
@@ -113,7 +113,7 @@ fn mesh_alone_that_would_replicate_everything_is_refused() {
     env.refuse("reshard", "fsdp4/ranks", "x", "--mesh a=2,b=2");
     env.refuse("reshard", "fsdp4/dcp", "x", "--mesh a=2,b=2");
     env.refuse("reshard", "torch_file/trainer.pt", "x", "--mesh a=2,b=2");
-    // On one mesh dim the default is S(0).
+    // On a mesh with one dim, the default placement is S(0).
     let made = env.make("reshard", "safetensors/sharded", "one", "--mesh any=2 --to torch-ranks");
     assert_eq!(inspect(&made.path, "--brief")["tensors"]["lm_head.weight"]["placements"], "S(0)");
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");

@@ -1,4 +1,4 @@
-//! Layout files: `--layout`, `inspect --layout`.
+//! Tests of layout files: `--layout` and `inspect --layout`.
 //!
 //! - The grammar, and the words of every error in it: `layout::file::tests`.
 //! - `--split`, and splits in a file: `splits`.
@@ -18,7 +18,7 @@ fn write_layout(env: &TestEnv, source: &Path, name: &str, options: &str) -> Path
     env.write(name, &succeed("inspect", &[source], &format!("--layout {json} {options}")).stdout)
 }
 
-/// Asserts that the printed layout of a checkpoint reproduces its files.
+/// Asserts that resharding a checkpoint with its printed layout reproduces its files.
 #[track_caller]
 pub fn assert_layout_reproduces(source: &str, options: &str) {
     let env = TestEnv::new();
@@ -118,7 +118,7 @@ fn split_factors_follow_the_size_of_another_mesh() {
     let own = env.make("reshard", &source, "own", "--mesh dp=2,tp=4");
     assert_eq!(contents(&with_file.path), contents(&own.path));
     assert!(!with_file.run.stderr.contains("FSDP2"), "{}", with_file.run.stderr);
-    // A factor that belongs to no mesh dim is kept, with a note.
+    // A split factor that is not the size of a mesh dim is kept, with a note.
     let strange = "--mesh dp=2,tp=4 --placements _S(0,2),S(0) --to torch-ranks";
     let note = "placements _S(0,2),S(0): dp has _S(0,2), but FSDP2 over tensor parallelism uses _S(0,4) there, because tp is 4";
     let run = env.make("reshard", &source, "strange", strange).run;
@@ -142,7 +142,7 @@ fn printed_layout_lists_exceptions_by_name() {
     assert!(!text.contains("blocks.0.w1"), "{text}");
     let again = env.make("reshard", &made.path, "again", &format!("--layout {}", layout.display()));
     assert_eq!(contents(&again.path), contents(&made.path));
-    // The layout is applied to a source that records none.
+    // The layout is applied to a source that records no layout.
     let of_dcp = env.make("reshard", "fsdp4/dcp", "dcp", &format!("--to torch-ranks --layout {}", layout.display()));
     assert_eq!(
         inspect(&of_dcp.path, "--brief")["tensors"]["model.blocks.1.w1.weight"],
@@ -151,7 +151,7 @@ fn printed_layout_lists_exceptions_by_name() {
     assert_same(&of_dcp.tensors(), &read(&fixture("fsdp4/dcp")), "of dcp");
 }
 
-/// `fully_shard` makes a mesh without dim names by default.
+/// By default, `fully_shard` makes a mesh without names of mesh dims.
 #[test]
 fn mesh_without_names_keeps_its_placements() {
     for text in ["mesh = [3]\nplacements = \"R\"", "mesh = [2, 2]\nmesh_ranks = [3, 1, 0, 2]\nplacements = \"R,S(0)\""]
@@ -171,7 +171,8 @@ fn mesh_without_names_keeps_its_placements() {
     }
 }
 
-/// Quantised weights have such names: a pattern takes the name of one tensor for a module that contains others.
+/// Quantised weights have names such as `weight` and `weight.scale`. The pattern `weight` also matches `weight.scale`,
+/// because a pattern may name a module.
 #[test]
 fn name_that_extends_another_tensor_name_gets_the_earlier_rule() {
     let env = TestEnv::new();
@@ -210,7 +211,7 @@ fn layout_that_files_do_not_record_is_not_printed() {
 
 pub const EMBED: &str = "model.embed.weight";
 
-/// Converts `fsdp4/ranks`, whose embedding has 10 rows, to DCP with this layout, and returns the output of `inspect`.
+/// Converts `fsdp4/ranks`, whose embedding has 10 rows, to DCP with this layout file. Returns the output of `inspect`.
 #[track_caller]
 pub fn laid_out(text: &str, options: &str) -> Json {
     let env = TestEnv::new();
@@ -308,10 +309,10 @@ fn units_of_a_layout_file_are_written_and_read() {
         &text,
         &["[flat]\n", "[[flat.units]]\nmodule = \"layers.0\"\n", "{ fqn = \"emb.weight\", shape = [11, 6] },"],
     );
-    // The layout file describes flat files as flat_layout.json does.
+    // For flat files, a layout file has the same effect as flat_layout.json.
     let read_with = |path: &Path| inspect(&source, &format!("--brief --flat-layout {}", path.display()));
     assert_eq!(read_with(&layout), read_with(&known));
-    // The layout file describes the output of any SRC.
+    // A layout file with flat units describes the output, whatever SRC is.
     let full = fixture("flat2/full/model.pt");
     let written = |name: &str, options: String| contents(&env.make("flatten", &full, name, &options).path);
     let expected = written("a", format!("--flat-layout {}", known.display()));
@@ -322,7 +323,7 @@ fn units_of_a_layout_file_are_written_and_read() {
     env.refuse("flatten", &full, "x", &both);
     let wrap = format!("--layout {} --wrap layers.*", layout.display());
     env.refuse("flatten", &full, "x", &wrap);
-    // SRC has other units.
+    // The units in SRC differ from the units in the layout file.
     let options =
         format!("--flat-layout {} --layout {}", known.display(), fixture("flat2/groups.flat_layout.json").display());
     let regrouped = env.make("flatten", &source, "groups", &options);

@@ -1,4 +1,5 @@
-//! Lightning's sharded checkpoints: folders called `epoch=0-step=3.ckpt`, which are DCP directories with `meta.pt`.
+//! Tests of Lightning's sharded checkpoints: folders such as `epoch=0-step=3.ckpt`, which are DCP directories with
+//! `meta.pt`.
 
 use std::fs;
 
@@ -22,7 +23,7 @@ fn checkpoint_is_found_from_parent_folders() {
     let root = env.path("run");
     copy_tree(&fixture("lightning_fsdp/lightning_logs/version_0"), &root);
     let checkpoints = root.join("checkpoints");
-    // A second checkpoint, a folder or a file, is ambiguous.
+    // A second checkpoint beside the first one, as a folder or a file, makes the path ambiguous.
     let first = checkpoints.join("epoch=0-step=3.ckpt");
     let second = checkpoints.join("last.ckpt");
     copy_tree(&first, &second);
@@ -30,7 +31,7 @@ fn checkpoint_is_found_from_parent_folders() {
     assert_eq!(error["kind"], "usage");
     assert!(["epoch=0-step=3.ckpt", "last.ckpt"].iter().all(|name| error.to_string().contains(name)), "{error}");
     fs::remove_dir_all(&second).unwrap();
-    // A link is another name of the first checkpoint.
+    // A link to the first checkpoint is not a second checkpoint.
     std::os::unix::fs::symlink("epoch=0-step=3.ckpt", &second).unwrap();
     assert_eq!(inspect(&root, ""), found);
     fs::remove_file(&second).unwrap();
@@ -72,6 +73,6 @@ fn meta_file_is_copied() {
     let made = env.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
     let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();
     assert!(same);
-    // The output has the same names as the source, and is found in the same way.
+    // The output has the same names as the source, and is found below the same parent folder.
     assert_eq!(inspect(&env.path(""), "--brief"), inspect(&made.path, "--brief"));
 }

@@ -1,4 +1,4 @@
-//! The `local` format: plain tensors of each rank, and a document that describes the whole tensors.
+//! Tests of the `local` format: plain tensors of each rank, and a document that describes the complete tensors.
 //!
 //! - Valid and invalid documents: `format::local::tests`; damaged files: `bad_input::local`.
 //! - Each rank's tensors equal those of PyTorch's `to_local`, and `from_local` combines them: interop, `test_local`.
@@ -21,7 +21,7 @@ fn rank(folder: &Path, rank: u32) -> Tensors {
     read_safetensors(&folder.join(format!("rank-{rank:05}.safetensors")))
 }
 
-/// Returns the output of `inspect` without the locations of bytes.
+/// Returns the output of `inspect` without the positions of bytes in files.
 fn document_without_locations(path: &Path) -> Json {
     let mut document = inspect(path, "--digest");
     for tensor in document["tensors"].as_object_mut().unwrap().values_mut() {
@@ -54,13 +54,13 @@ fn local_output_is_one_safetensors_file_per_rank_and_layout_json() {
     let embed = json!({"dtype": "f32", "shape": [10, 3], "class": "dtensor", "mesh": 0, "placements": "S(0),S(1)"});
     assert_eq!(document["tensors"]["model.embed.weight"], embed);
     assert_eq!(document["tensors"]["model.freqs"], json!({"dtype": "f32", "shape": [4]}));
-    // Each tensor is on one line, for diff and grep.
+    // The document has one line for each tensor, so that diff and grep are useful.
     let text = fs::read_to_string(made.path.join("layout.json")).unwrap();
     let lines = text.lines().filter(|line| line.trim_start().starts_with("\"model.embed.weight\": {\"dtype\""));
     assert_eq!(lines.count(), 1);
     let found = inspect(&made.path, "");
     assert_eq!((&found["format"], &found["mesh"]), (&json!("local"), &json!([["dp", 2], ["tp", 2]])));
-    // Every rank has every key; plain tensors are whole.
+    // The file of every rank has every key. Plain tensors are complete in every file.
     let shapes = |number| {
         let tensors = rank(&made.path, number);
         [tensors["model.embed.weight"].shape.clone(), tensors["model.freqs"].shape.clone()]
@@ -97,7 +97,7 @@ fn trainer_folders_converted_to_local_and_back_are_identical() {
     let local = env.make("reshard", &actor, "local", "--to local");
     let back = env.make("reshard", &local.path, "back", "--to torch-ranks");
     assert!(contents(&direct.path) == contents(&back.path));
-    // Per-rank values are in the file of each rank.
+    // Values that differ between ranks are in the files of their ranks.
     assert!(names_below(&local.path).contains(&String::from("huggingface")));
     let titan = env.make("reshard", "titan", "titan", "--to local --mesh dp=2,tp=2 --placements S(0),R");
     assert_same(&titan.tensors(), &read(&fixture("titan")), "titan");
@@ -118,7 +118,7 @@ fn random_state_is_kept_for_each_rank() {
     // Objects are kept for each rank as well.
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
     assert_contains(&text, &["\"numpy\": {\n          \"$ranks\""]);
-    // If there are more ranks, rank `r` of the additional ranks gets the state of rank `r mod 4`.
+    // If the target has more ranks than the source, rank `r` of the additional ranks gets the state of rank `r mod 4`.
     let more = env.make("reshard", &local.path, "more", "--mesh fsdp=6");
     assert_eq!(states(&more.path, 6), [&own[..], &own[..2]].concat());
     let direct = env.make("reshard", &actor, "direct", "--mesh fsdp=6");

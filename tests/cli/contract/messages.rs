@@ -1,4 +1,5 @@
-//! Names in messages: long lists are shortened, control characters are escaped, and the hint comes before long lists.
+//! Tests of names in messages: long lists are shortened, control characters are escaped, and the hint is printed before
+//! long lists.
 
 use std::fs;
 
@@ -6,7 +7,7 @@ use crate::common::env::TestEnv;
 use crate::common::{Run, expect, fixture, succeed};
 use crate::contract::copy_tree;
 
-/// Returns all names in the JSON document of a failed run.
+/// Returns the complete list of names in the JSON document of a failed run.
 #[track_caller]
 fn listed(run: &Run) -> Vec<String> {
     serde_json::from_value(run.json()["error"]["names"].clone()).unwrap()
@@ -48,7 +49,7 @@ fn missing_ranks_are_listed_as_ranges() {
     assert_eq!(listed(&run), ["rank 0", "ranks 2 .. 3999999999"]);
 }
 
-/// Characters that control a terminal, change the direction of text or are invisible.
+/// A name with characters that control a terminal, change the direction of text or are invisible.
 const HOSTILE: &str = "w\u{202e}\u{200b}\u{7f}\u{9b}2J\u{2066}\u{ad}\u{feff}\u{e0041}\nb: sound";
 
 fn is_hostile(c: char) -> bool {
@@ -71,7 +72,7 @@ fn invisible_characters_of_names_are_escaped_in_every_output() {
     ];
     for run in &shown {
         assert!(!run.stdout.chars().chain(run.stderr.chars()).any(is_hostile), "{run:?}");
-        // No line of the program's own begins with the rest of a name.
+        // No line that the program prints begins with a part of a name after a line break.
         assert!(!run.stdout.lines().chain(run.stderr.lines()).any(|line| line.starts_with("b: sound")), "{run:?}");
     }
     assert!(shown[1].json()["tensors"].get(HOSTILE).is_some(), "JSON has the name as it is");
@@ -111,7 +112,7 @@ fn damage_found_by_several_checks_is_one_finding() {
     let (source, whole) = (fixture("fsdp4/dcp"), env.path("damaged"));
     copy_tree(&source, &whole);
     let file = whole.join("__0_0.distcp");
-    // The first item is not an archive any more.
+    // The first item of the data file is no longer an archive.
     let mut bytes = fs::read(&file).unwrap();
     bytes[..4].fill(0);
     fs::write(&file, bytes).unwrap();

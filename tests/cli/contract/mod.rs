@@ -1,6 +1,6 @@
-//! The contract of the command line: names and defaults that scripts depend on. Each module tests one section, in the
-//! order in which the command line is documented, and each test name states one promise. The head of a module lists the
-//! promises that other modules test.
+//! Tests of the contract of the command line: names and defaults on which scripts depend. Each module tests one
+//! section, in the order in which the command line is documented, and each test name states one promise. The first
+//! comment of a module lists the promises that other modules test.
 //!
 //! | promise | module |
 //! |---|---|
@@ -64,7 +64,7 @@ use std::path::Path;
 
 use crate::common::env::names_below;
 
-/// Returns the files below a folder, with their content.
+/// Returns the paths of the files below a folder, with their content.
 fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let files = names_below(root).into_iter().filter(|name| root.join(name).is_file());
     files.map(|name| (name.clone(), fs::read(root.join(name)).unwrap())).collect()

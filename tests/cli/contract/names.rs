@@ -1,4 +1,4 @@
-//! Selected tensors, and the names under which they are written.
+//! Tests of the selection of tensors, and of the names under which they are written.
 //!
 //! - Wrapper prefixes inside names, `param_groups` and flattened optimizers: `select::tests` (library).
 //! - `?`, `{a,b}`, `**` and literal characters in patterns: `layout::pattern::tests`.
@@ -13,7 +13,7 @@ use crate::common::env::{Made, TestEnv};
 use crate::common::{Tensors, assert_same, below, expect, fixture, inspect, read, run, succeed};
 use crate::contract::assert_contains;
 
-/// Writes a model of four vectors with different lengths.
+/// Writes a model of four vectors. Their lengths are different, so a length identifies a vector.
 fn model(env: &TestEnv) -> std::path::PathBuf {
     env.vectors(
         "m.safetensors",
@@ -21,8 +21,8 @@ fn model(env: &TestEnv) -> std::path::PathBuf {
     )
 }
 
-/// Runs `unshard` on the model with these options, and returns tensor names with their lengths, which identify the
-/// source tensors.
+/// Runs `unshard` on the model with these options. Returns the names of the written tensors, each with its length,
+/// which identifies the source tensor.
 fn names_after(options: &[&str]) -> Vec<String> {
     let env = TestEnv::new();
     let (source, target) = (model(&env), env.path("out.pt"));
@@ -54,12 +54,12 @@ fn include_and_exclude_match_source_names() {
         ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"]
     );
     assert_eq!(names_after(&["--exclude", "layers.0"]), ["layers.1.a.weight 4", "norm.weight 5"]);
-    // With both options, included names that are not excluded are written.
+    // With both options, names are written that are included and not excluded.
     assert_eq!(
         names_after(&["--include", "layers", "--exclude", "**.b"]),
         ["layers.0.a.weight 2", "layers.1.a.weight 4"]
     );
-    // The patterns match source names, although the names are changed.
+    // Patterns match the names in the source, even if the names are changed.
     assert_eq!(names_after(&["--include", "layers.0.a", "--rename", "^layers=blocks"]), ["blocks.0.a.weight 2"]);
 }
 
@@ -138,7 +138,7 @@ fn rename_file_has_one_rule_per_line_and_follows_rename_options() {
 
 #[test]
 fn name_options_apply_in_a_fixed_order() {
-    // Each step sees the result of the previous step, whatever the order of the options.
+    // Each step gets the names that the previous step made, in whatever order the options are given.
     let steps = [
         ["--nest", "top.level"],
         ["--add-prefix", "pre_"],
@@ -160,7 +160,7 @@ fn add_prefix_changes_names_and_nest_adds_dicts() {
     let flat = env.make("unshard", model(&env), "flat.pt", "--add-prefix model.");
     let nested = env.make("unshard", model(&env), "nested.pt", "--nest model");
     assert_eq!(flat.tensors(), nested.tensors());
-    // Only the second output is a dict within a dict, whose prefix consolidate removes.
+    // Only the nested file has the model in a dict below a key, whose prefix consolidate removes.
     let from_flat = env.make("consolidate", &flat.path, "a.safetensors", "");
     let from_nested = env.make("consolidate", &nested.path, "b.safetensors", "");
     assert!(from_flat.tensor_names().iter().all(|name| name.starts_with("model.")));
@@ -178,7 +178,7 @@ fn layout_rules_match_the_resulting_names() {
     env.refuse("reshard", model(&env), "x", options);
 }
 
-/// Writes a model with the names of torch.compile, checkpoint wrappers and FSDP1.
+/// Writes a model with the wrapper components that torch.compile, checkpoint wrappers and FSDP1 add to names.
 fn wrapped(env: &TestEnv) -> Made {
     let options =
         "--rename ^layers\\.0=_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module --keep-names";
@@ -199,7 +199,7 @@ fn wrapper_prefixes_are_removed_without_keep_names() {
     }
     succeed("verify", &[&source.path, &model(&env)], "");
     expect(1, "verify", &[&source.path, &model(&env)], "--keep-names");
-    // reshard keeps names unchanged; patterns may omit the wrappers.
+    // `reshard` keeps wrapper components in names, and patterns match names with and without them.
     let options = "--mesh dp=2 --placements S(0) --placements layers.0.a.weight=R";
     let shards = env.make("reshard", &source.path, "shards", options);
     assert_same(&shards.tensors(), &source.tensors(), "reshard");
@@ -220,7 +220,7 @@ fn colliding_names_are_refused() {
     let env = TestEnv::new();
     env.refuse("unshard", model(&env), "x.pt", r"--rename layers\.\d=layers.x");
     env.refuse("consolidate", model(&env), "x", r"--rename layers\.\d=layers.x");
-    // A wrapped and a plain name become equal without the wrapper.
+    // Without its wrapper component, one name equals the other name.
     let source = env.vectors("both.safetensors", &[("_orig_mod.w", 2), ("w", 2)]);
     env.refuse("unshard", &source, "x.pt", "");
     assert_eq!(env.make("unshard", &source, "kept.pt", "--keep-names").tensor_names(), ["_orig_mod.w", "w"]);
@@ -245,7 +245,7 @@ fn pattern_without_a_match_is_an_error_with_the_nearest_names() {
     assert_contains(&outcome.stderr, &["no tensor or object matches this pattern", "q_proj.weight"]);
 }
 
-/// Returns `param_groups` of every optimizer, as `inspect` shows it.
+/// Returns the text of `param_groups` of every optimizer, as `inspect` shows it.
 fn params(path: &Path) -> String {
     let document = inspect(path, "--brief");
     let groups = document["objects"].as_object().unwrap().iter().filter(|(name, _)| name.ends_with(".params"));

@@ -1,4 +1,4 @@
-//! Parallelize plans on the command line.
+//! Tests of parallelize plans on the command line.
 //!
 //! - The placements of each parameter of each family: `plans`. Styles, pairs and mesh dims alone: unit tests of
 //!   `layout::parallelize`.
@@ -145,7 +145,7 @@ fn split_attention_heads_give_a_warning() {
         ],
     );
     assert!(!stderr_of("--mesh dp=2,tp=2").contains("heads"));
-    // Without config.json the number of heads is unknown.
+    // Without config.json, the number of attention heads is unknown.
     let made = env.make("reshard", VERL, "dcp", "--to dcp --include model");
     std::fs::remove_dir_all(made.path.join("huggingface")).unwrap();
     let run = succeed("reshard", &[&made.path], "--mesh tp=4 --plan llama --dry-run");
@@ -184,7 +184,7 @@ fn styles_of_a_layout_file_override_a_plan() {
     let env = TestEnv::new();
     let file = env.write("styles.toml", STYLES);
     let file = file.display();
-    // The rank files have the order gate_proj, up_proj, down_proj, so the last one has no partner.
+    // The order in the rank files is gate_proj, up_proj, down_proj, so down_proj has no partner.
     let placements_with = |name: &str, options: &str| {
         let found = inspect(&env.make("reshard", VERL, name, &format!("--mesh data=2,tp=2 {options}")).path, "--brief");
         let names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"];
@@ -226,7 +226,7 @@ fn errors_in_a_plan_file_have_their_line() {
         let options = format!("--mesh dp=2,tp=2 --plan {}", file.display());
         env.refuse("reshard", VERL, "out", &options);
     }
-    // The `local` format records the order of the state dict; safetensors files have sorted names.
+    // The `local` format records the order of the state dict, but safetensors files have sorted names.
     let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
     let options = format!("--mesh tp=2 --plan {}", file.display());
     let made = env.make("reshard", VERL, "made", &options);

@@ -1,4 +1,4 @@
-//! Running a verb: the files it writes, its messages and exit codes.
+//! Tests of running a verb: the files that it writes, its messages and exit codes.
 //!
 //! - INT and TERM, a killed run and `--restart`, two runs into one DST: `bad_input::interrupted`.
 //! - DST in SRC and SRC in DST, through links too: `bad_input::destination::nested_source_and_destination_are_refused`.
@@ -22,7 +22,7 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, expect, fixture, inspect, read, run, succeed};
 use crate::contract::{assert_contains, contents, copy_tree, names_below};
 
-/// A conversion by each verb that writes.
+/// For each verb that writes: its name, the name of its output, and its options.
 const WAYS: [(&str, &str, &str); 4] = [
     ("reshard", "shards", "--mesh dp=2"),
     ("reshard", "ranks", "--mesh dp=2 --to torch-ranks"),
@@ -51,7 +51,7 @@ fn dry_run_without_dst_writes_nothing() {
     }
 }
 
-/// The options are for processes that exchange data; these runs do not exchange.
+/// The options are for processes that exchange data, and these runs do not exchange data.
 #[test]
 fn options_without_effect_give_a_warning() {
     for (options, option, why) in [
@@ -117,7 +117,7 @@ fn existing_dst_is_refused_unless_empty_or_overwritten() {
     }
 }
 
-/// Returns the files of a run that was killed in a swap, between the two renames.
+/// Returns a test environment with the files of a run that was killed while it replaced DST, between its two renames.
 fn killed_within_a_swap() -> TestEnv {
     let env = TestEnv::new();
     env.make("consolidate", "fsdp4/dcp", "out", "");
@@ -278,7 +278,7 @@ fn option_of_another_verb_names_that_verb() {
         let document = run(arguments.split(' ').chain(["--json"])).json();
         assert_eq!(document["error"]["hint"], verbs, "{arguments}");
     }
-    // An option that the verb itself has belongs after the verb; an unknown option has no tip.
+    // An unknown option gets no tip that names another verb.
     let outcome = run(["consolidate", "a", "b", "--frobnicate"]);
     assert!(!outcome.stderr.contains("is an option of"), "{}", outcome.stderr);
 }
@@ -345,7 +345,7 @@ fn every_io_mode_and_sync_give_the_same_values() {
             env.make("reshard", "fsdp_tp/ranks", "x", &format!("--mesh dp=2 --placements S(0) --io {io} --threads 2"));
         assert_same(&made.tensors(), &read(&fixture("fsdp_tp/ranks")), io);
     }
-    // This run syncs; `make` runs with `--no-sync`.
+    // This run syncs its output; the helper `make` runs with `--no-sync`.
     let env = TestEnv::new();
     let target = env.path("x");
     let outcome = run(["unshard".as_ref(), fixture("fsdp4/dcp").as_os_str(), target.as_os_str()]);

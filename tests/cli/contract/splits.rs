@@ -1,4 +1,4 @@
-//! Splits of dims: `--split`, and splits and sizes of a layout file.
+//! Tests of splits of dims: `--split`, and splits and sizes in a layout file.
 //!
 //! - Splits alone: `layout::split::tests`. Splits of SRC: `declared_layout`, `local`.
 
@@ -9,7 +9,7 @@ use crate::common::{inspect, succeed};
 use crate::contract::layout_file::{EMBED, assert_layout_reproduces, laid_out};
 use crate::contract::{assert_contains, contents};
 
-/// Returns offset and size along one dim of the distinct chunks of a tensor.
+/// Returns the offset and the size along one dim of each distinct chunk of a tensor.
 fn cuts(document: &Json, name: &str, dim: usize) -> Vec<(u64, u64)> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let number = |list: &Json| list[dim].as_u64().unwrap();
@@ -29,7 +29,7 @@ fn split_options_set_the_chunks_of_dcp() {
     assert_eq!(cuts(&laid_out(base, "--split balanced"), EMBED, 0), balanced);
     assert_eq!(cuts(&laid_out(&format!("{base}split = \"balanced\""), ""), EMBED, 0), balanced);
     assert_eq!(cuts(&laid_out(&format!("{base}split = \"balanced\""), "--split makani"), EMBED, 0), makani);
-    // 10 rows over 6 ranks: makani leaves no rank without rows.
+    // With 10 rows over 6 ranks, makani leaves no rank without rows.
     let split = laid_out("mesh = \"dp=6\"\nplacements = \"S(0)\"\nsplit = \"makani\"", "");
     assert_eq!(cuts(&split, EMBED, 0), [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 5)]);
     let sizes =
@@ -54,12 +54,12 @@ fn split_sizes_of_local_files_are_printed_and_reproduced() {
     assert_layout_reproduces(&made.path.display().to_string(), "");
     let printed = succeed("inspect", &[&made.path], "--layout").stdout;
     assert_contains(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
-    // The error for sizes that do not fit names their origin.
+    // The error for sizes that do not fit names the origin of the sizes.
     env.refuse("reshard", &made.path, "x", "--mesh dp=3");
     let to_dtensors = format!("--layout {}", layout.display());
     env.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors);
     env.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3");
-    // A default split is refused as well.
+    // A layout with a default split is printed and reproduced as well.
     let made = env.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
     assert_layout_reproduces(&made.path.display().to_string(), "");
 }
@@ -75,7 +75,7 @@ fn uneven_splits_of_dtensors_are_refused() {
         contents(&env.make("reshard", "fsdp4/ranks", name, &format!("{even} --split {split}")).path)
     };
     assert_eq!(by("chunk", "a"), by("makani", "b"));
-    // Local tensors may have any split.
+    // Local tensors may be split by any rule.
     let options = "--mesh dp=4 --placements S(0) --split balanced --tensor-class local";
     let made = env.make("reshard", "fsdp4/ranks", "local", options);
     let shapes: Vec<Json> = (0..4)

@@ -1,4 +1,4 @@
-//! `--tied write` writes the tied name that a checkpoint leaves out.
+//! Tests of `--tied write`, which writes the tied name that a checkpoint leaves out.
 
 use std::fs;
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ fn verify_hint_names_common_for_the_tied_layer() {
     assert!(!run.stderr.contains("--common"), "{}", run.stderr);
 }
 
-/// A quantised output layer has tensors of other names.
+/// A quantised output layer has other tensor names than an ordinary output layer, so it must be recognised as present.
 #[test]
 fn quantised_output_layer_is_not_tied() {
     let env = TestEnv::new();
@@ -135,7 +135,8 @@ fn tied_model_in_dcp_gives_a_note_unless_all_names_are_written() {
     assert!(!notes("written", "--tied write").contains("allow_partial_load"));
 }
 
-/// The name is shared with its parameter, whether the units come from SRC or from a checkpoint without that name.
+/// The tied name is recorded together with its parameter, whether the units come from SRC or from another checkpoint
+/// without that name.
 #[test]
 fn tied_name_is_shared_in_flat_parameters() {
     let env = TestEnv::new();

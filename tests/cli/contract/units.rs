@@ -1,4 +1,4 @@
-//! `flatten` with units and orders that it infers from the order of a state dict and `--wrap`.
+//! Tests of `flatten` with units and orders that it infers from `--wrap` and from the order of a state dict.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ use crate::common::{assert_same, expect, fixture, read, succeed};
 fn inferred_layout_equals_the_layout_of_the_live_model() {
     let folder = tempfile::tempdir().unwrap();
     let [declared, inferred] = ["declared", "concluded"].map(|name| folder.path().join(name));
-    // The file stores the channels_last strides; the copy of the tied weight is not a parameter.
+    // The file stores the strides of channels_last tensors. The copy of the tied weight is not a parameter.
     let source = full();
     let layout = layout_file("flat2", "flat");
     succeed("flatten", &[&source, &declared], &format!("--flat-layout {}", layout.display()));
@@ -37,7 +37,8 @@ fn weight_without_recorded_strides_is_refused() {
     );
 }
 
-/// The tensors of a torch file have the strides of the module's parameters, and FSDP1 flattens in that order.
+/// The tensors of a torch file have the strides of the module's parameters, and FSDP1 flattens parameters in the order
+/// of their storage.
 #[test]
 fn inferred_units_of_a_torch_file_equal_the_units_of_the_job() {
     let env = TestEnv::new();
@@ -51,7 +52,8 @@ fn inferred_units_of_a_torch_file_equal_the_units_of_the_job() {
     assert_eq!(written["units"], expected["units"]);
 }
 
-/// A state dict in registration order and `--wrap` describe the job, except for ties and strides.
+/// A state dict in registration order, together with `--wrap`, describes the job completely, except for ties and
+/// strides.
 #[test]
 fn ordered_state_dict_needs_wrap_only() {
     let env = TestEnv::new();
@@ -83,8 +85,8 @@ fn ordered_state_dict_needs_wrap_only() {
     }
 }
 
-/// Without a flat layout, `--like` with whole tensors gives `reshard` the shapes of its source, and no layout for its
-/// output.
+/// Without a flat layout, `--like` with complete tensors gives `reshard` the shapes of the source, but no layout for
+/// the output.
 #[test]
 fn like_of_whole_tensors_gives_shapes_and_no_target_layout() {
     let env = TestEnv::new();

@@ -1,4 +1,4 @@
-//! Values: dtypes, ties, differences between ranks, checksums, limits of formats, and identical bytes.
+//! Tests of values: dtypes, ties, differences between ranks, checksums, limits of formats, and identical bytes.
 //!
 //! - Without `--dtype` no bit changes: `conversions::*_keep_values`.
 //! - Every cast of every pair of dtypes against PyTorch: `exec::cast::tests` (library), on `fixtures/cast`.
@@ -56,7 +56,8 @@ fn f64_and_optimizer_state_are_cast_by_pattern_only() {
     let by_name = env.make("consolidate", "safetensors/single", "b.safetensors", "--dtype dtype.f64=f32 --json");
     assert_eq!(by_name.tensors()["dtype.f64"].dtype, "f32");
     assert_eq!(by_name.run.json()["cast"]["f64->f32"]["tensors"], 1);
-    // The pattern of a parameter does not match its optimizer state; the name of the state does.
+    // The pattern with the name of a parameter does not cast its optimizer state; a pattern with the name of the state
+    // does.
     let made = env.make("unshard", "fsdp4/dcp", "c.pt", "--dtype model.embed.weight=bf16");
     assert_eq!(made.tensors()["model.embed.weight"].dtype, "bf16");
     assert_eq!(made.tensors()["optim.state.embed.weight.exp_avg"].dtype, "f32");
@@ -224,7 +225,7 @@ fn tied_drop_writes_one_name_and_records_the_others() {
         assert_eq!(metadata.as_object_mut().unwrap().remove("format"), Some(json!("pt")));
         assert_eq!(metadata, tied);
         assert!(!read_safetensors(&made.path).contains_key("head.weight"));
-        // `verify` follows the recorded names, so no tensor is missing.
+        // `verify` reads the names that the file records for tied tensors, so no tensor is missing.
         succeed("verify", &[&fixture(TIED), &made.path], "--exclude dtype");
         succeed("verify", &[&made.path, &made.path], "");
         assert_eq!(made.tensors()["head.weight"], read(&fixture(TIED))["head.weight"]);
@@ -264,7 +265,7 @@ fn differing_rank_values_are_an_error_with_on_conflict_hint() {
     }
 }
 
-/// The four kinds of target for which `--on-conflict` selects a value.
+/// For each kind of target to which `--on-conflict` applies: the verb, the name of the output, and the options.
 const TARGETS: [(&str, &str, &str); 4] = [
     ("reshard", "ranks", "--mesh dp=2 --placements R"),
     ("reshard", "dcp", "--mesh dp=2 --to dcp"),
@@ -272,7 +273,7 @@ const TARGETS: [(&str, &str, &str); 4] = [
     ("unshard", "whole.safetensors", "--series all"),
 ];
 
-/// Returns the differing tensor of each rank.
+/// Returns the tensor that differs between ranks, once for each rank.
 fn of_ranks() -> [crate::common::Tensor; 2] {
     [0, 1].map(|rank| {
         let file = fixture(&format!("conflict/tensor/model_world_size_2_rank_{rank}.pt"));
@@ -395,13 +396,13 @@ fn damaged(env: &TestEnv) -> PathBuf {
 fn checksums_of_copied_records_are_checked_and_of_all_with_check_crc() {
     let env = TestEnv::new();
     let source = damaged(&env);
-    // The record is copied whole.
+    // The record is copied completely, so its checksum is checked.
     let outcome = env.refuse("unshard", &source, "x.pt", "");
     assert_contains(&outcome.stderr, &["CRC-32"]);
-    // The record is not copied.
+    // The record is not copied, so its checksum is not checked.
     env.make("unshard", &source, "good.pt", "--exclude rotten");
     env.refuse("unshard", &source, "x.pt", "--exclude rotten --check-crc");
-    // The record is copied in parts.
+    // The record is copied in parts, so its checksum is not checked.
     let parts = "--mesh dp=2 --include rotten";
     env.refuse("reshard", &source, "x", &format!("{parts} --check-crc"));
     // verify always checks.
@@ -479,7 +480,7 @@ fn safetensors_output_has_format_pt_and_natural_order() {
     found.sort_unstable();
     let order: Vec<&str> = found.into_iter().map(|(_, name)| name).collect();
     assert_eq!(order, ["a.w", "z.layers.1.w", "z.layers.2.b", "z.layers.2.w", "z.layers.10.w"]);
-    // Files are filled in that order.
+    // Files are filled with tensors in that order.
     let made = env.make("consolidate", &source, "split", "--max-shard-size 16");
     let index: Json = serde_json::from_slice(&contents(&made.path)["model.safetensors.index.json"]).unwrap();
     let file = |number: u32| format!("model-0000{number}-of-00003.safetensors");
@@ -573,13 +574,14 @@ fn like_keeps_the_file_division_of_safetensors() {
         );
         assert_same(&made.tensors(), &example.tensors(), verb);
     }
-    // A tensor without a file there goes to the file of its neighbour; an excluded tensor leaves no empty file.
+    // A tensor that the example does not have goes to the file of its neighbour. An excluded tensor leaves no empty
+    // file.
     let like = format!("--like {}", example.path.display());
     let made = env.make("consolidate", "fsdp4/ranks", "renamed", &format!("{like} --rename head=tail"));
     assert!(made.run.stderr.contains("--like lacks 1 tensor, such as"), "{}", made.run.stderr);
     let made = env.make("consolidate", "fsdp4/ranks", "few", &format!("{like} --include **.embed"));
     assert!(names(&made.path).len() < names(&example.path).len());
-    // A checkpoint other than a folder of several files has no file division.
+    // Only a folder of several files divides tensors among files, so another checkpoint is refused.
     let one = env.make("consolidate", "fsdp4/dcp", "one", "").path;
     env.refuse("consolidate", "fsdp4/ranks", "no", &format!("--like {}", one.display()));
 }

@@ -1,4 +1,4 @@
-//! `verify`: one checkpoint is valid, or two checkpoints hold the same values.
+//! Tests of `verify`: one checkpoint is valid, or two checkpoints have the same values.
 //!
 //! - A flipped byte, in every format: `conversions::verify_finds_a_flipped_byte`.
 //! - Retyped, reshaped, removed, added and differing tensors: `conversions::verify_finds_changed_tensors`.
@@ -54,7 +54,7 @@ fn name_options_and_root_apply_to_src() {
         let same = succeed("verify", &[&source, &made.path], &format!("{options} --json")).json();
         assert_eq!(same["same"], true, "{name}");
         expect(1, "verify", &[&source, &made.path], "");
-        // The options do not apply to OTHER.
+        // The options select and rename tensors of SRC only, not of OTHER.
         expect(1, "verify", &[&made.path, &source], "--add-prefix y.");
     }
 }
@@ -110,7 +110,7 @@ fn objects_that_the_other_format_cannot_hold_are_listed_and_not_compared() {
     assert_contains(&outcome.stdout, &["nested.tuple: not compared"]);
     let found = succeed("verify", &[&source, &made.path], "--json").json();
     assert_eq!(found["not_comparable"].as_array().unwrap().len(), 21);
-    // Objects are compared where both formats can hold them.
+    // Objects are compared only if both formats can store objects.
     let whole = env.make("unshard", &source, "whole.pt", "--exclude nested.tuple");
     let found = expect(1, "verify", &[&source, &whole.path], "--json").json();
     assert_eq!(found["only_in_src"], json!(["nested.tuple"]));
@@ -223,7 +223,7 @@ fn verify_accepts_a_model_after_each_of_several_conversions() {
     }
 }
 
-/// Per-rank values of removed ranks are in no output file, so they cannot be read back.
+/// If ranks are removed, their per-rank values are in no output file, so `--verify` cannot compare them.
 #[test]
 fn verify_option_accepts_fewer_ranks() {
     let env = TestEnv::new();

@@ -1,4 +1,4 @@
-//! The layout of `reshard`: rules, the default placement, and the layout of a mesh alone.
+//! Tests of the layout that `reshard` chooses: rules, the default placement, and a mesh alone.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::Value as Json;
 use crate::common::{Truth, expect, fixture, inspect, succeed};
 use crate::conversions::temporary_folder;
 
-/// Returns offsets and sizes of the chunks of a tensor, ascending: `[0, 0]+[2, 3]`.
+/// Returns the offsets and sizes of the chunks of a tensor, ascending: `[0, 0]+[2, 3]`.
 fn chunks(document: &Json, name: &str) -> Vec<String> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let mut found: Vec<String> =
@@ -17,7 +17,7 @@ fn chunks(document: &Json, name: &str) -> Vec<String> {
     found
 }
 
-/// Reshards to DCP and returns the output of `inspect`.
+/// Reshards a source to DCP and returns the output of `inspect`.
 fn laid_out(source: &str, options: &str) -> Json {
     let folder = temporary_folder();
     let target = folder.path().join("target");
@@ -51,14 +51,14 @@ fn rules_override_the_default_placement() {
 
 #[test]
 fn optimizer_state_gets_the_placement_of_its_parameter() {
-    // The pattern is the parameter's name in the checkpoint, its name within the model, or its module.
+    // A pattern matches the parameter's name in the checkpoint, its name within the model, or its module.
     for pattern in [Q, "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj"] {
         let found = laid_out("llama_tiny/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
         assert_eq!(chunks(&found, Q), ["[0,0]+[32,16]", "[0,16]+[32,16]"], "{pattern}");
         assert_eq!(chunks(&found, Q_MOMENTUM), chunks(&found, Q), "{pattern}");
         assert_eq!(chunks(&found, K), ["[0,0]+[8,32]", "[8,0]+[8,32]"], "{pattern}");
     }
-    // AdamW has a step beside the moments, a scalar to which no rule for the parameter applies.
+    // AdamW also stores a step for each parameter. A step is a scalar, so rules for the parameter do not apply to it.
     for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.w1.weight", "**.w1"] {
         let found = laid_out("fsdp4/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
         let state = |name: &str| chunks(&found, &format!("optim.state.blocks.0.w1.weight.{name}"));
@@ -71,7 +71,7 @@ fn optimizer_state_gets_the_placement_of_its_parameter() {
 
 #[test]
 fn parameter_numbers_do_not_match_module_patterns() {
-    // `model.1.weight` is a module's weight; `optimizer.state.1` belongs to `model.0.bias`.
+    // `model.1.weight` is the weight of a module. `optimizer.state.1` belongs to another parameter, `model.0.bias`.
     let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1.weight=S(0)");
     assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
     let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1=S(0)");
@@ -103,7 +103,7 @@ fn placements_that_do_not_fit_are_refused() {
         message.contains("model.blocks.0.wq.bias") && message.contains("[5]") && message.contains("S(1)"),
         "{message}"
     );
-    // The default placement becomes replicate instead, with a note.
+    // A default placement that does not fit becomes Replicate, with a note.
     let folder = temporary_folder();
     let options = "--mesh dp=2 --placements S(1)";
     let outcome = succeed("reshard", &[&fixture("replicated_plain/dcp"), &folder.path().join("x")], options);
@@ -127,8 +127,8 @@ fn placement_lists_that_do_not_fit_the_mesh_are_refused() {
 
 #[test]
 fn mesh_alone_keeps_placements_by_dim_name() {
-    // The mesh dims have the same names with other sizes and order: `_S(0,2),S(0)` over (dp, tp) is `S(0),S(0)` over
-    // (tp, dp).
+    // The new mesh has the same mesh dims with other sizes and in another order. So `_S(0,2),S(0)` over (dp, tp)
+    // becomes `S(0),S(0)` over (tp, dp).
     let found = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3");
     let expected = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3 --placements S(0),S(0)");
     for name in ["model.blocks.0.wq.weight", "model.embed.weight", "model.head.weight", "optim.state.0.exp_avg"] {
@@ -137,16 +137,16 @@ fn mesh_alone_keeps_placements_by_dim_name() {
     assert_eq!(chunks(&found, "model.blocks.0.wk.weight"), ["[0,0]+[1,5]", "[1,0]+[1,5]", "[2,0]+[1,5]"]);
     let row_wise = ["[0,0]+[2,5]", "[0,5]+[2,4]", "[2,0]+[2,5]", "[2,5]+[2,4]", "[4,0]+[1,5]", "[4,5]+[1,4]"];
     assert_eq!(chunks(&found, "model.blocks.0.w2.weight"), row_wise);
-    // Norms are on dp only, buffers on no mesh.
+    // Norms are DTensors on dp only, and buffers are plain tensors.
     assert_eq!(chunks(&found, "model.norm.weight"), ["[0]+[2]", "[2]+[2]", "[4]+[1]"]);
     assert_eq!(chunks(&found, "model.freqs"), ["[0]+[4]"]);
 
-    // With the same order, the split factor follows the size of the inner dim.
+    // If the order of the mesh dims stays the same, the split factor follows the size of the inner mesh dim.
     let found = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3");
     let expected = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3 --placements _S(0,3),S(0)");
     assert_eq!(chunks(&found, "model.blocks.0.wq.weight"), chunks(&expected, "model.blocks.0.wq.weight"));
 
-    // A new mesh dim replicates.
+    // On a mesh dim that the source does not have, tensors are replicated.
     let found = laid_out("tp2/ranks", "--mesh dp=2,tp=2");
     assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,5]", "[5,0]+[5,5]"]);
 }

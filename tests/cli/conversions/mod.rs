@@ -1,4 +1,4 @@
-//! Conversions of every fixture, compared with the ground truth bit by bit.
+//! Tests of conversions of every fixture, compared with the ground truth bit by bit.
 
 mod layouts;
 
@@ -25,7 +25,7 @@ fn temporary_folder() -> TempDir {
 // Every fixture to every layout and format, and back
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Mesh and placements.
+/// A mesh and its placements, as options on the command line.
 type Layout = (&'static str, &'static str);
 
 const LAYOUTS: [Layout; 10] = [
@@ -41,7 +41,7 @@ const LAYOUTS: [Layout; 10] = [
     ("dp=2,tp=3", "S(-1),R"),
 ];
 
-/// Reshards to each layout and back to four ranks, and compares values.
+/// Reshards each source to each layout and back to four ranks, and compares the values.
 fn reshard_there_and_back(sources: &[Source], layouts: &[Layout]) {
     assert!(!sources.is_empty());
     for source in sources {
@@ -80,7 +80,8 @@ fn checkpoints_of_other_torch_versions_resharded_keep_values() {
     reshard_there_and_back(&compat(), &[("dp=3", "S(0)"), ("dp=2,tp=3", "_S(0,3),S(0)")]);
 }
 
-/// Writes all tensors as safetensors and as torch, and shards as safetensors, and asserts that `verify` accepts each.
+/// Writes all tensors as safetensors and as torch, and shards as safetensors. Asserts that `verify` accepts each
+/// output.
 fn to_whole_files(sources: &[Source]) {
     assert!(!sources.is_empty());
     for source in sources {
@@ -187,7 +188,7 @@ fn consolidate_writes_the_model() {
 
         let closing = outcome.stderr.lines().last().unwrap();
         assert!(closing.contains(&format!(", {} tensors, ", expected.len())), "{closing}");
-        // Only the model's rank files are opened, so no tensor of other series is left out.
+        // Only the rank files of the model are opened, so no tensor of another series is listed as left out.
         let in_reach = source.kind != Kind::Ranks;
         for (top, tensors) in [("optim", "optim."), ("optimizer", "optimizer."), ("nested", "nested.")] {
             let number = below(tensors, &all).len();
@@ -248,7 +249,7 @@ fn assets_are_copied_with_the_model() {
 // Identical output of every way to run
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Verbs, output names and options, one for every format.
+/// One run for every format: the verb, the name of the output, and the options.
 const RUNS: [(&str, &str, &str); 4] = [
     ("reshard", "out", "--to dcp --mesh dp=2,tp=3 --placements _S(0,3),S(0)"),
     ("unshard", "out.pt", "--series all"),
@@ -290,7 +291,7 @@ fn io_threads_and_memory_options_change_no_byte() {
     }
 }
 
-/// Returns the digests by name, as `inspect` prints them.
+/// Returns the digest of each tensor by name, as `inspect` prints it.
 fn digests(path: &Path) -> Tensors {
     let document = inspect(path, "--brief --digest");
     let tensors = document["tensors"].as_object().unwrap().iter().map(|(name, tensor)| {
@@ -328,7 +329,8 @@ fn dry_run_reports_the_numbers_of_the_run() {
             assert!(!target.exists());
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
             let mut done = succeed(verb, &[&source, &target], &format!("{options} --json")).json();
-            // The memory already in use is read from the kernel, and differs by a page or so between runs.
+            // The program reads the memory that is already in use from the kernel. It differs by a page or so between
+            // runs.
             let peaks = [&mut planned, &mut done].map(|document| document["peak_bytes"].take().as_u64().unwrap());
             assert!(peaks[0].abs_diff(peaks[1]) < 2 << 20, "{peaks:?}");
             assert_eq!(planned, done, "{verb} {} {options}", source.display());
@@ -391,7 +393,7 @@ fn verify_accepts_other_layouts_of_the_same_values() {
     }
 }
 
-/// Changes one byte of the first row of the embedding, in the file that holds it.
+/// Changes one byte of the first row of the embedding, in the file that stores this row.
 fn flip(folder: &Path) {
     let content = fs::read(fixture("fsdp4/truth.safetensors")).unwrap();
     let truth = SafeTensors::deserialize(&content).unwrap();
@@ -428,7 +430,7 @@ fn verify_finds_a_flipped_byte() {
     }
 }
 
-/// Dtype, shape and bytes as safetensors has them.
+/// A tensor of a safetensors file: dtype, shape and bytes.
 type Stored = (safetensors::Dtype, Vec<usize>, Vec<u8>);
 
 #[test]
@@ -486,7 +488,7 @@ fn verify_finds_changed_tensors() {
     let added = expect(1, "verify", &[&missing, &same], "--json").json();
     assert_eq!(added["only_in_other"], json!([chosen]));
 
-    // A torch file with correct checksums and another value is different as well.
+    // A torch file with another value is different, even if its checksums are correct.
     let (whole, edited) = (folder.path().join("same.pt"), folder.path().join("value.pt"));
     succeed("unshard", &[&same, &whole], "");
     succeed("unshard", &[&value, &edited], "");
@@ -499,7 +501,8 @@ fn verify_finds_changed_tensors() {
 // Objects
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Returns a value of `truth.json` as `inspect` shows it: its Python type, and the value or its Python repr.
+/// Returns a value of `truth.json` in the form in which `inspect` shows it: its Python type, and the value or its
+/// Python repr.
 fn inspect_form(value: &Json) -> Json {
     fn python(value: &Json) -> String {
         match value {
@@ -612,7 +615,7 @@ fn tied_tensors_stay_tied() {
     // The name of a record is stored before the record and in the directory of the archive.
     let content = fs::read(&whole).unwrap();
     let records = content.windows(6).filter(|window| window == b"/data/").count();
-    // Embedding and head are one tensor, and so are `same.a` and `same.b`.
+    // Embedding and head are tied, and so are `same.a` and `same.b`, so there are two records fewer than tensors.
     assert_eq!(records, 2 * (tensors - 2));
     let found = state(&whole);
     let dict = found.as_dict().unwrap();

@@ -1,5 +1,5 @@
-//! Every ordered pair of placement lists, from rank files to rank files, compared element by element with index lists
-//! and sums.
+//! Tests of every ordered pair of placement lists, from rank files to rank files. The results are compared element by
+//! element with index lists and sums.
 //!
 //! The reference model shares no code with the library: shards are lists of indices, and partial values are recomputed
 //! from their numbers. Ranks along a Partial dim hold unrelated values.
@@ -23,7 +23,7 @@ fn placements() -> [ModelPlacement; 6] {
     [Whole, Shard(0), Shard(1), Strided(0, 2), Partial("sum"), Partial("max")]
 }
 
-/// Returns all lists of so many placements.
+/// Returns all lists of `ndim` placements.
 fn lists(ndim: usize) -> Vec<Vec<ModelPlacement>> {
     let numbers = model_of::elements(&vec![(0..6).collect(); ndim]);
     numbers.iter().map(|list| list.iter().map(|number| placements()[*number]).collect()).collect()
@@ -39,10 +39,10 @@ fn mesh_of(mesh: &[usize]) -> DeviceMesh {
     DeviceMesh::parse(&mesh_text(mesh)).unwrap()
 }
 
-/// Tensors grouped by target list, so that one rule per list is enough.
+/// Cases of conversions, grouped by the target list, so that one rule for each list is enough.
 type Cases = Vec<(String, Case)>;
 
-/// Writes rank files with the source shards of all cases: reserved by the library, filled here.
+/// Writes rank files with the source shards of all cases. The library lays out the files, and the test fills them.
 fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     let mut catalog = Catalog::empty();
     let mut tensors: Vec<(Fqn, TensorId)> = Vec::new();
@@ -115,7 +115,7 @@ fn reshard(from: &Path, to: &Path, options: &[String]) -> Result<(), String> {
     dtshard(&[&paths, options.as_slice()].concat())
 }
 
-/// Returns the rules that give each case its target list.
+/// Returns the placement rules that give each case its target list.
 fn rules(cases: &Cases) -> Vec<String> {
     let mut rules: Vec<String> = Vec::new();
     for (name, case) in cases {
@@ -163,7 +163,8 @@ fn assert_target(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cas
 const KINDS: [(&str, [usize; 2]); 6] =
     [("f32", [7, 5]), ("f32", [5, 4]), ("f32", [3, 2]), ("f32", [1, 4]), ("bf16", [7, 5]), ("i64", [5, 4])];
 
-/// Returns the pairs of lists with a defined redistribution, each with `kinds` tensors of the next [`KINDS`].
+/// Returns the pairs of lists whose redistribution is defined. Each pair gets `kinds` tensors, of the next kinds in
+/// [`KINDS`].
 fn cases(ndim: usize, kinds: usize, same: bool) -> Cases {
     let mut cases = Cases::new();
     for (number, to) in lists(ndim).iter().enumerate() {
@@ -212,8 +213,8 @@ fn every_placement_pair_on_two_by_three_gives_the_model_values() {
     redistribute((&[2, 3], &[2, 3]), &[], &cases(2, 2, true));
 }
 
-/// On another mesh a coordinate belongs to another rank, so Partial values that would stay on the same mesh are reduced
-/// and split again.
+/// On another mesh, a coordinate belongs to another rank. So partial values that would stay unchanged on the same mesh
+/// are reduced and split again.
 #[test]
 fn placement_pairs_on_other_meshes_give_the_model_values() {
     let mut cases = cases(2, 1, false);
@@ -246,7 +247,7 @@ fn other_reduce_ops_give_the_model_values() {
     redistribute((&[3], &[3]), &[], &cases);
 }
 
-/// One tensor for each list, each with an undefined target.
+/// The test has one tensor for each source list, with a target for which the redistribution is undefined.
 #[test]
 fn undefined_redistributions_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
@@ -301,7 +302,7 @@ fn undefined_redistributions_are_refused_with_the_reason() {
 fn integers_that_do_not_divide_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
-    // 36 times an odd number, over 8 ranks.
+    // The value is 36 times an odd number, so it is not divisible by 8, the number of ranks.
     let case = Case { dtype: "i64", shape: vec![7, 5], from: vec![ModelPlacement::Whole], to: vec![], seed: 3 };
     write(&[2], &vec![("w".into(), case)], &source);
     let error = reshard(&source, &target, &["--mesh=dp=8".into(), "--placements=P(sum)".into()]).unwrap_err();
@@ -309,7 +310,7 @@ fn integers_that_do_not_divide_are_refused() {
     assert!(!target.exists());
 }
 
-/// Replicas cover a missing rank; other partial values do not.
+/// If a rank is missing, replicas can replace its values, but other partial values cannot.
 #[test]
 fn missing_partial_value_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -332,7 +333,7 @@ fn missing_partial_value_is_refused() {
     }
 }
 
-/// Kept partial values are copied bit by bit, and new ones sum up to the value.
+/// Partial values that are kept are copied bit by bit. New partial values sum up to the value.
 #[test]
 fn default_layout_keeps_partial_values() {
     let folder = tempfile::tempdir().unwrap();

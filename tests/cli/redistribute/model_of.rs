@@ -1,8 +1,8 @@
-//! A reference model of redistribution: the elements that each rank should have.
+//! A reference model of redistribution, which computes the elements that each rank should have.
 
 #![expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "elements are small")]
 
-/// A placement.
+/// A placement of the reference model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelPlacement {
     Whole,
@@ -36,13 +36,13 @@ pub fn text(list: &[ModelPlacement]) -> String {
     list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// Returns part `r` of `k`, as `torch.chunk` cuts.
+/// Returns part `r` of the `k` parts into which `torch.chunk` cuts a list.
 fn chunk(list: &[usize], k: usize, r: usize) -> Vec<usize> {
     let size = list.len().div_ceil(k).max(1);
     list.chunks(size).nth(r).unwrap_or_default().to_vec()
 }
 
-/// Returns the indices of each dim that a coordinate holds.
+/// Returns, for each tensor dim, the indices that the rank at a coordinate holds.
 pub fn indices_of(shape: &[usize], mesh: &[usize], list: &[ModelPlacement], at: &[usize]) -> Vec<Vec<usize>> {
     let mut dims: Vec<Vec<usize>> = shape.iter().map(|&n| (0..n).collect()).collect();
     for (mesh_dim, place) in list.iter().enumerate() {
@@ -69,7 +69,8 @@ pub fn coordinates(mesh: &[usize]) -> Vec<Vec<usize>> {
     elements(&mesh.iter().map(|&size| (0..size).collect()).collect::<Vec<_>>())
 }
 
-/// Returns why a redistribution is undefined; `same` means that source and target have one mesh.
+/// Returns the reason why a redistribution is undefined, or `None` if it is defined. `same` is true if source and
+/// target have the same mesh.
 pub fn refusal_reason(from: &[ModelPlacement], to: &[ModelPlacement], same: bool) -> Option<&'static str> {
     let ops = |list: &[ModelPlacement]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
     let mixed = |ops: &[&str]| ops.iter().any(|op| *op != ops[0]);
@@ -86,7 +87,7 @@ pub fn refusal_reason(from: &[ModelPlacement], to: &[ModelPlacement], same: bool
     is_refused.then_some("cannot be converted to")
 }
 
-/// One tensor of a conversion.
+/// One tensor of a conversion, with its placements in source and target.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub dtype: &'static str,
@@ -97,7 +98,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Returns the value of the element at `index` on the rank at `at`, as the dtype stores it.
+    /// Returns the value that the rank at coordinate `at` stores for the element at `index`, rounded to the dtype.
     pub fn stored(&self, index: &[usize], at: &[usize]) -> f64 {
         let partial_index = self.from.iter().zip(at).map(|(place, at)| if place.op().is_some() { *at + 1 } else { 0 });
         let mut hash = self.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x51_7CC1;
@@ -109,7 +110,7 @@ impl Case {
         match self.dtype {
             "f32" => f64::from((small / 7.0) as f32),
             "bf16" => f64::from(f32::from_bits(((small / 7.0) as f32).to_bits() & 0xffff_0000)),
-            // The size of every mesh divides it.
+            // The factor 36 is divisible by the sizes of the meshes.
             _ => small * 36.0,
         }
     }
@@ -126,23 +127,25 @@ impl Case {
         }
     }
 
-    /// Rounds like the library, which computes in f32 or f64.
+    /// Rounds a value to the dtype as the library does, which computes in f32 or f64.
     fn round(&self, value: f64) -> f64 {
         if self.dtype == "bf16" { f64::from(value as f32) } else { value }
     }
 
-    /// Returns the elements of the rank at `at` of the source.
+    /// Returns the bytes that the rank at coordinate `at` of the source stores.
     pub fn source(&self, mesh: &[usize], at: &[usize]) -> Vec<u8> {
         let elements = elements(&indices_of(&self.shape, mesh, &self.from, at));
         elements.iter().flat_map(|index| self.bytes(self.stored(index, at))).collect()
     }
 
-    /// Returns the elements of the rank at `at` of the target; `same` means that source and target have one mesh.
+    /// Returns the bytes that the rank at coordinate `at` of the target should have. `same` is true if source and
+    /// target have the same mesh.
     pub fn target(&self, meshes: (&[usize], &[usize]), same: bool, at: &[usize]) -> Vec<u8> {
         let (mesh, target) = meshes;
         let op = self.from.iter().find_map(|place| place.op());
         let (mut divisor, mut stay) = (1, Vec::new());
-        // The partial values that are reduced: those of all coordinates on Partial dims, except the dims that are kept.
+        // The partial values to reduce are those of all coordinates on the Partial dims. On dims that keep their
+        // partial values, only the own coordinate counts.
         let is_partial = |dim: usize| self.from[dim].op().is_some();
         let mut kept: Vec<Option<usize>> = (0..mesh.len()).map(|dim| (!is_partial(dim)).then_some(0)).collect();
         for (dim, place) in self.to.iter().enumerate() {
@@ -166,7 +169,8 @@ impl Case {
             .map(|(kept, size)| kept.map_or_else(|| (0..*size).collect(), |at| vec![at]))
             .collect();
         let partial_values = elements(&ranges);
-        // Values of the ranks at its coordinate along the mesh dims that change from shard to partial.
+        // The indices that the ranks with the same coordinates on the mesh dims that change from Shard to Partial hold
+        // in the source.
         let alike: Vec<Vec<Vec<usize>>> = (coordinates(mesh).iter())
             .filter(|other| stay.iter().all(|dim| other[*dim] == at[*dim]))
             .map(|other| indices_of(&self.shape, mesh, &self.from, other))
