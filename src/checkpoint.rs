@@ -157,7 +157,7 @@ impl Checkpoint {
         Ok(Self { inner, peers, engine: Arc::new(engine), convert, progress, by_name: OnceLock::new() })
     }
 
-    /// Returns the format.
+    /// Returns the format of the checkpoint.
     #[must_use]
     pub fn format(&self) -> Format {
         self.inner.format
@@ -351,7 +351,7 @@ impl TensorInfo<'_> {
         &self.entry.shape
     }
 
-    /// Returns the element type.
+    /// Returns the dtype of the tensor.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.entry.dtype

@@ -75,7 +75,7 @@ pub struct StridedLocation {
     pub file: FileId,
     /// The offset of element 0 from the start of the file, in bytes.
     pub offset: u64,
-    /// The strides in elements.
+    /// The stride of each dim, in elements.
     pub strides: Dims,
     /// The range of the zip record that contains the chunk, if the zip record has a checksum.
     pub checksum: Option<ChecksummedRange>,

@@ -25,13 +25,13 @@ pub enum Dtype {
     I32,
     /// Signed integer of 64 bits.
     I64,
-    /// IEEE half precision.
+    /// IEEE half-precision float of 16 bits.
     F16,
     /// bfloat16: 8 bits of exponent, 7 of mantissa.
     Bf16,
-    /// IEEE single precision.
+    /// IEEE single-precision float of 32 bits.
     F32,
-    /// IEEE double precision.
+    /// IEEE double-precision float of 64 bits.
     F64,
     /// Complex number of two half-precision floats.
     C32,

@@ -16,7 +16,8 @@ pub enum CatalogError {
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
 }
 
-/// Returns the name of a tensor or value for messages. The path of the whole state dict is empty, so words replace it.
+/// Returns the name of a tensor or value for messages. For the state dict itself, whose path is empty, returns a
+/// description.
 fn shown(fqn: &str) -> &str {
     if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }

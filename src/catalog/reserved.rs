@@ -42,7 +42,7 @@ pub struct Reserved {
     pub shared: Option<Box<SharedTensor>>,
 }
 
-/// One file to write.
+/// An output file: its path, its length, and its content except tensor data.
 #[derive(Debug, Default)]
 pub struct OutputFile {
     /// The path relative to the destination folder; a single-file format has one file.
@@ -78,7 +78,7 @@ pub struct ChecksumSpan {
 }
 
 impl OutputFile {
-    /// Makes an empty file.
+    /// Makes an output file of length 0.
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..Self::default() }
@@ -246,7 +246,7 @@ impl Reserved {
         (0..self.entry.chunks.len()).map(|index| self.tiles_read_by_chunk(index, source)).fold(0, usize::saturating_add)
     }
 
-    /// Returns the number of source tiles that one chunk reads: one, or one for each of its partial values.
+    /// Returns the number of source tiles that one chunk reads: one, or one for each partial value that it gets.
     #[must_use]
     pub fn tiles_read_by_chunk(&self, index: usize, source: &TensorEntry) -> usize {
         let whole = || source.partial_values.as_ref().map_or(1, |partial| partial.reduction.count());

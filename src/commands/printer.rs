@@ -45,7 +45,8 @@ impl Printer {
         Self { part: launch.part, documents: first || !launch.launcher.shares_output(), ..self }
     }
 
-    /// Returns whether this process prints messages that are equal in all processes.
+    /// Returns true if this process prints the messages that are equal in all processes: it is the first process, or
+    /// the user asked for details.
     fn speaks(&self) -> bool {
         !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
     }

@@ -73,7 +73,7 @@ impl<'a> Inspection<'a> {
         drawings(self, columns)
     }
 
-    /// Returns the JSON document.
+    /// Returns the description of the checkpoint as a JSON document.
     #[must_use]
     pub fn to_json(&self) -> serde_json::Value {
         document::document(self)

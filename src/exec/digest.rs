@@ -1,8 +1,8 @@
 //! Digests of ranges of output files, which show whether a range still has the bytes that some process wrote.
 //!
-//! A digest is a CRC-32 in which the bytes of stored checksums count as zeros. Some checksums are written with their
-//! write block and others when all data is written, so these bytes depend on the time. [`super::checksums`] verifies
-//! the checksums themselves.
+//! A digest is a CRC-32 in which the bytes of stored checksums count as zeros. Some checksums are written together with
+//! their write block, and others only when all data is written. So without this rule, the digest would depend on the
+//! time at which it is computed. [`super::checksums`] verifies the checksums themselves.
 //!
 //! All sizes and offsets are in bytes.
 
@@ -94,7 +94,7 @@ impl Digest {
         }
     }
 
-    /// Returns the digest.
+    /// Returns the digest of all added bytes.
     #[must_use]
     pub fn finish(self) -> u32 {
         self.hasher.finalize()

@@ -18,7 +18,7 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// Returns the empty set.
+    /// Returns a set without bytes.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

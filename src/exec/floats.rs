@@ -67,7 +67,7 @@ pub(crate) struct NarrowFloat {
     nan: Nan,
 }
 
-/// IEEE 754 half precision.
+/// The format of IEEE 754 half precision.
 pub(crate) const F16: NarrowFloat = NarrowFloat {
     bits: 16,
     mantissa: 10,

@@ -91,7 +91,7 @@ enum PartialSource {
 /// The elements of a tile, row-major, in shared memory.
 #[derive(Clone)]
 pub struct TileElements {
-    /// The shared memory.
+    /// The memory that contains the elements of this tile and of other tiles.
     pub memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
     /// The byte range of this tile in the shared memory.
     pub range: Range<usize>,

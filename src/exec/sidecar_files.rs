@@ -23,7 +23,7 @@ const BLOCK_BYTES: u64 = 64 << 20;
 /// A sidecar file, and its path in the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SidecarFile {
-    /// The path in SRC.
+    /// The path of the file in SRC.
     pub from: PathBuf,
     /// The path from which the file is read: its path in SRC, or its path in the metadata mirror of SRC.
     pub read_path: PathBuf,

@@ -98,7 +98,7 @@ impl<'a> BlockCutter<'a> {
         Self { files, todo, next_header: vec![0; files.len()], block_bytes }
     }
 
-    /// Returns the write blocks of these output ranges, with the header bytes before each of them.
+    /// Returns the write blocks of these output ranges, including the header bytes before each range.
     #[must_use]
     pub fn cut(&mut self, mut output_ranges: Vec<OutputRange>) -> Vec<WriteBlock> {
         output_ranges.sort_unstable_by_key(|output_range| (output_range.file, output_range.offset));
@@ -140,7 +140,7 @@ struct WriteBlocks<'a> {
     todo: &'a Extents,
     blocks: Vec<WriteBlock>,
     capacity: u64,
-    /// Boundaries in file order.
+    /// The positions at which a write block has to begin, in file order.
     boundaries: Vec<Boundary>,
     /// The number of boundaries before the current position.
     passed: usize,

@@ -11,7 +11,7 @@ fn sum_of(sizes: &[u64]) -> String {
     sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("+")
 }
 
-/// An invalid mesh, placement or coordinate, or a combination of them that does not fit.
+/// An error in a mesh, placement or layout that the user wrote.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]

@@ -10,7 +10,7 @@ use regex::bytes::{Regex, RegexBuilder};
 
 use super::LayoutError;
 
-/// A compiled pattern.
+/// A compiled pattern for names of tensors.
 #[derive(Clone, Debug)]
 pub struct Pattern {
     text: String,

@@ -34,7 +34,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// Every op.
+    /// All reduction ops, in the order of declaration.
     pub const ALL: [Self; 8] =
         [Self::Sum, Self::Avg, Self::Max, Self::Min, Self::Product, Self::Band, Self::Bor, Self::Bxor];
 
@@ -221,7 +221,7 @@ impl FromStr for PlacementSpec {
     }
 }
 
-/// Returns the value of `key=value` if the key is known, otherwise the whole argument.
+/// Returns the value of `key=value` if the key is in `keys`, otherwise the complete argument.
 fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
     match argument.split_once('=') {
         Some((key, value)) if keys.contains(&key.trim()) => value.trim(),

@@ -107,8 +107,8 @@ impl Region {
     /// Splits the elements `range` of a row-major box of these `sizes` into at most `2 * ndim - 1` boxes in linear
     /// order. Elements beyond the end of the box are ignored.
     ///
-    /// Each step takes the largest box that starts at the end of the previous box: first the rest of a row, then the
-    /// rest of a plane, and then back to smaller boxes.
+    /// Each step takes the largest box that starts at the end of the previous box. Boxes first grow: the end of a row,
+    /// then the end of a plane. After that, boxes get smaller again.
     pub fn cut(sizes: &[u64], range: Range<u64>) -> impl Iterator<Item = Self> + '_ {
         let numel = super::numel(sizes);
         let end = range.end.min(numel.unwrap_or(u64::MAX));

@@ -49,7 +49,7 @@ pub struct PlacementList {
     pub placements: Vec<PlacementSpec>,
     /// One split for each mesh dim; empty if the default split of the layout applies.
     pub splits: Vec<Split>,
-    /// The mesh dims of the tensor's own mesh, ascending, if that mesh is a slice of the whole mesh.
+    /// The mesh dims of the tensor's own mesh, ascending, if that mesh is a slice of the complete mesh.
     pub slice: Option<Vec<MeshDim>>,
 }
 

@@ -32,8 +32,8 @@ pub struct SharedTensor {
     pub placements: Vec<Placement>,
     /// One split for each mesh dim; empty if all of them are `torch.chunk`, as for DTensors.
     pub splits: Vec<Split>,
-    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the whole mesh. The tensor is replicated on
-    /// the other mesh dims.
+    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the complete mesh. The tensor is replicated
+    /// on the other mesh dims.
     pub slice: Option<Vec<MeshDim>>,
 }
 

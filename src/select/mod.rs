@@ -76,7 +76,7 @@ pub struct NameOptions {
     pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
-    /// The renames, in the order given.
+    /// The renames, in the order in which the user gave them.
     pub renames: Vec<Rename>,
     /// A text that is put before the first key.
     pub add_prefix: Option<String>,
@@ -95,7 +95,7 @@ pub struct Selected {
     pub left_out: LeftOut,
     /// The numbers of tensors that are cast, and of tensors that keep their dtype although a rule matches.
     pub casts: CastSummary,
-    /// Notes for the user.
+    /// The notes about the selection for the user.
     pub notes: Vec<String>,
 }
 

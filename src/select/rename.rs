@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 const FORM: &str = "write REGEX=REPL, such as '^model\\.=' or 'layers\\.(\\d+)=blocks.\\1'; write \\= for a literal =";
 
-/// A compiled rename.
+/// A compiled rename: a regular expression and its replacement.
 #[derive(Clone, Debug)]
 pub struct Rename {
     text: String,

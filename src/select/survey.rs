@@ -108,7 +108,7 @@ pub(super) struct Survey<'a> {
     pub leaves: Vec<Leaf>,
     /// The dotted path of the model; empty if the model is at the top.
     pub model_root: String,
-    /// The number of optimizers.
+    /// The number of optimizers in the state dict.
     pub optimizers: u32,
     /// The total number of items of all lists.
     pub list_items: usize,

@@ -44,7 +44,7 @@ pub struct FileId(pub u32);
 /// A range of bytes of a file: `[offset, offset + len)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileRange {
-    /// The file.
+    /// The file that contains the range.
     pub file: FileId,
     /// The offset of the first byte.
     pub offset: u64,

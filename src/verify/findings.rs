@@ -40,7 +40,7 @@ pub(super) struct Findings {
     pub bytes: u64,
     /// The dtypes to which SRC may have been cast, with the number of tensors for each.
     pub casts: BTreeMap<&'static str, usize>,
-    /// Likely causes of the findings, with the option to try.
+    /// Texts that each name a likely cause of findings, and the option to try.
     pub hints: Vec<String>,
 }
 
@@ -113,7 +113,7 @@ impl Verification {
         lines(&self.findings, shown)
     }
 
-    /// Returns the JSON document.
+    /// Returns the findings as a JSON document.
     #[must_use]
     pub fn to_json(&self) -> Json {
         document(&self.findings)

@@ -19,9 +19,9 @@ fn noise(len: usize) -> Vec<u8> {
     (0..len).map(|index| u8::try_from(index * 7 % 251).unwrap()).collect()
 }
 
-/// Reserves tensors of about whole write blocks, each with the site of its checksum right behind it and another site in
-/// a directory at the end of the file. The first sites are from 5 bytes before a multiple of [`BLOCK_BYTES`] to just
-/// behind it. A span holds header bytes between two tensors.
+/// Reserves tensors that are about as long as a write block. Each has one site of its checksum directly after it, and
+/// another site in a directory at the end of the file. The first sites are from 5 bytes before a multiple of
+/// [`BLOCK_BYTES`] to directly after it. A span contains header bytes between two tensors.
 fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("summed");

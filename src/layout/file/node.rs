@@ -42,7 +42,7 @@ pub struct FileEntry {
     pub value: FileNode,
 }
 
-/// A syntax error.
+/// A syntax error in a layout file, with its line.
 #[derive(Debug)]
 pub struct ParseFault {
     pub line: usize,

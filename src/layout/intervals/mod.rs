@@ -109,13 +109,13 @@ impl Intervals {
         self.runs.is_empty()
     }
 
-    /// Returns the first index.
+    /// Returns the first index of the list, or `None` if the list is empty.
     #[must_use]
     pub fn start(&self) -> Option<u64> {
         self.runs.first().map(|run| run.start)
     }
 
-    /// Returns the last index plus 1.
+    /// Returns the last index of the list plus 1, or `None` if the list is empty.
     #[must_use]
     pub fn end(&self) -> Option<u64> {
         self.runs.last().map(|run| run.last().end)

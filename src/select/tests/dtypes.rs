@@ -1,4 +1,4 @@
-//! Tests of casts.
+//! Tests of casts to the dtypes that the user selects.
 
 use super::*;
 
