@@ -271,7 +271,7 @@ pub struct Flatten {
     pub convert: ConvertArgs,
 }
 
-/// Configuration of FSDP1 in the job that loads the files.
+/// The configuration of FSDP1 in the job that will load the files.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Target layout")]
 pub struct FlatArgs {
@@ -333,7 +333,7 @@ pub enum Strategy {
     NoShard,
 }
 
-/// Division of tensors into safetensors files.
+/// The options that divide tensors among safetensors files.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
     /// Read a checkpoint of the same model
@@ -400,17 +400,17 @@ pub struct Man {
     pub dir: PathBuf,
 }
 
-/// Python class of sharded tensors in rank files.
+/// The Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TensorClass {
-    /// As in SRC; DTensor if SRC has no sharded tensors
+    /// Use the class in SRC; DTensor if SRC has no sharded tensors
     Auto,
-    /// DTensor, of FSDP2 and tensor parallelism
+    /// Use DTensor, the class of FSDP2 and tensor parallelism
     #[value(name = "dtensor")]
     DTensor,
-    /// ShardedTensor, of FSDP1
+    /// Use ShardedTensor, the class of FSDP1
     ShardedTensor,
-    /// Plain tensors, each the shard of its rank
+    /// Use plain tensors, each of which is the shard of its rank
     Local,
 }
 

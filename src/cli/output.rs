@@ -34,7 +34,7 @@ pub struct TalkArgs {
     pub progress: ProgressChoice,
 }
 
-/// Options of the destination.
+/// The options of the destination.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
@@ -137,9 +137,9 @@ pub enum Backend {
     ///
     /// Files that not every process sees are first copied to a folder beside DST
     Cpu,
-    /// Between GPUs, by NCCL
+    /// Exchange bytes between GPUs with NCCL
     Nccl,
-    /// Between hosts, by MPI
+    /// Exchange bytes between hosts with MPI
     Mpi,
 }
 
@@ -184,11 +184,11 @@ pub struct ConvertArgs {
 /// The condition under which progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProgressChoice {
-    /// A bar on a terminal, lines now and then in a long run elsewhere
+    /// Show a bar on a terminal; elsewhere, print a line now and then in a long run
     #[default]
     Auto,
-    /// Lines even if the run is short
+    /// Print lines even if the run is short
     Always,
-    /// No progress
+    /// Show no progress
     Never,
 }

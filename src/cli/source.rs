@@ -8,7 +8,7 @@ use super::values::{IoArg, SplitArg, any_format, number, rank};
 use dtshard::Format;
 use dtshard::options::Quantity;
 
-/// Options of the source.
+/// The options of the source.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct SourceArgs {
@@ -160,7 +160,7 @@ pub struct SelectArgs {
     pub dtype: Vec<String>,
 }
 
-/// Checks before anything is written.
+/// The options for checks that are made before anything is written.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Checks")]
 pub struct CheckArgs {
@@ -181,25 +181,26 @@ pub struct CheckArgs {
     pub check_crc: bool,
 }
 
-/// Value that is written if ranks store different values.
+/// The value that is written if ranks store different values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnConflict {
-    /// The value of the lowest rank
+    /// Write the value of the lowest rank
     Rank0,
-    /// The value of every rank: in rank files each its own, in other formats a dict of rank_0, rank_1,
+    /// Write the values of all ranks: rank files have the value of their rank, other formats a dict of rank_0, rank_1,
     PerRank,
-    /// Nothing
+    /// Write no value
     Drop,
 }
 
-/// Names under which a tensor with several names is written.
+/// The names under which a tensor with several names is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Tied {
     /// Write the tensor under every name
     #[default]
     Keep,
-    /// Write it under the first name, and record the other names (safetensors)
+    /// Write the tensor under its first name, and record the other names (safetensors)
     Drop,
-    /// Write it under every name, and under the name that SRC leaves out if its config.json has tie_word_embeddings
+    /// Write the tensor under every name, and under a name that SRC leaves out if its config.json has
+    /// tie_word_embeddings
     Write,
 }

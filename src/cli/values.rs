@@ -22,13 +22,13 @@ pub fn any_format() -> impl TypedValueParser<Value = Format> {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum IoArg {
-    /// As suits the file system
+    /// Read files in the way that suits the file system
     Auto,
-    /// By mapped memory
+    /// Read files through mapped memory
     Mmap,
-    /// By positional reads
+    /// Read files with positional reads
     Read,
-    /// By reads that bypass the page cache, if the file system can
+    /// Read files past the page cache, if the file system allows it
     Direct,
 }
 
@@ -44,14 +44,14 @@ impl IoArg {
     }
 }
 
-/// Rule by which an uneven dimension is cut.
+/// The rule by which an uneven dimension is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SplitArg {
-    /// As torch.chunk does
+    /// Cut as torch.chunk does
     Chunk,
-    /// The first n mod k ranks get one more
+    /// Give the first n mod k ranks one more element
     Balanced,
-    /// As the region mappings of makani do
+    /// Cut as the region mappings of makani do
     Makani,
 }
 
