@@ -5,7 +5,7 @@ use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use crate::error::{Error, Result};
 
-/// Starts a thread.
+/// Starts a thread of this name, which runs `work`.
 ///
 /// # Errors
 /// `Usage` if the operating system refuses another thread.
@@ -13,7 +13,7 @@ pub fn start<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 's
     Builder::new().name(name.into()).spawn(work).map_err(refused)
 }
 
-/// Starts a thread that ends with the scope.
+/// Starts a thread of this name, which runs `work` and ends before the scope ends.
 ///
 /// # Errors
 /// `Usage` if the operating system refuses another thread.

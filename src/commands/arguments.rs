@@ -72,7 +72,7 @@ impl ExchangeArgs {
 }
 
 impl ConvertArgs {
-    /// Returns how a plan is executed.
+    /// Returns the options for executing the plan of a conversion.
     pub fn execute_options(&self) -> ExecuteOptions {
         let destination = &self.destination;
         ExecuteOptions {
@@ -84,7 +84,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Returns how the source of this target is opened.
+    /// Returns the options for opening the source of a conversion to this target.
     pub fn open_options(&self, target: &Target, setup: Setup) -> OpenOptions {
         let writes = Writes {
             destination: self.dst.clone(),

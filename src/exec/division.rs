@@ -2,16 +2,13 @@
 //! offsets are in bytes.
 //!
 //! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
-//! All output files are treated as one concatenated range, and each process gets a part of about the same length. A cut
 //! between two parts moves to a file boundary if one is near, because complete files are simplest to write. Otherwise
 //! the cut moves to a multiple of 64 KiB within its file, which is the largest page size in use: network file systems
 //! write complete pages, so no page may have two writers.
 //!
-//! Processes that exchange source data get other parts: each process writes the files of its own ranks. Data that stays
 //! If processes exchange source data, they get other parts: each process writes the files of its own ranks. Data that
 //! stays on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
 //!
-//! Invariant: the parts tile the output. A cut is at most a sixteenth of a part, or 64 KiB, away from the cut of equal
 //! Invariant: the parts cover the output without overlap. A cut is at most a sixteenth of a part, or 64 KiB, away from
 //! the cut of equal parts. If each process writes the files of its own ranks, a part is at most twice as long as an
 //! equal part.

@@ -19,9 +19,9 @@ pub struct FileInventory {
     pub folder: PathBuf,
     /// The kind of SRC; `None` if this process sees no file or folder at SRC.
     pub kind: Option<SourceKind>,
-    /// The files, relative to the folder, sorted.
+    /// The paths of the files, relative to the folder of SRC, sorted.
     pub files: Vec<PathBuf>,
-    /// The dangling links, relative to the folder.
+    /// The paths of dangling links, relative to the folder of SRC.
     pub dangling: Vec<PathBuf>,
 }
 

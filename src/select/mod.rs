@@ -5,7 +5,6 @@
 //! selected tensors. It reads and writes no tensor data.
 //!
 //! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
-//! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
 //! root is removed; prefixes are stripped; names are renamed; a prefix is added; all names are nested below a path.
 //! Names are paths joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A name that does not change
 //! keeps its value, keys and containers, including all attributes.

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns the state dict `training` as a catalog, in whose model some tensors have other dtypes and shapes.
+/// Returns a catalog of `training`, with additional tensors of other dtypes and shapes in the model.
 fn typed() -> Catalog {
     let mut source = catalog(training());
     let mut add = |name: &str, dtype, shape: &[u64]| {

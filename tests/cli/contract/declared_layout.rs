@@ -267,7 +267,7 @@ fn families() -> Vec<(&'static str, State<'static>)> {
     vec![("llama", llama), ("gpt2", gpt2), ("mixtral", mixtral)]
 }
 
-/// Combines the plain shards that a plan made with the same options.
+/// `--src-plan` combines the plain shards that `--plan` made with the same options.
 #[test]
 fn src_plan_reads_the_shards_that_plan_wrote() {
     let env = TestEnv::new();
