@@ -103,7 +103,7 @@ pub struct ChunkTable {
     rare: Option<Box<RareColumns>>,
 }
 
-/// Columns that few chunks have, by the index of the chunk.
+/// Columns of the chunk table in which only few chunks have a value. The values are found by the index of the chunk.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct RareColumns {
     strides: BTreeMap<u32, Dims>,

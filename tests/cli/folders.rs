@@ -77,7 +77,7 @@ fn checkpoint_is_found_in_subfolders() {
         let expected = copy_fixture("fsdp3/dcp", &root, at);
         if let Some((name, text)) = pointer {
             write_text(&root, name, text);
-            // Older checkpoints are skipped.
+            // A pointer file such as `latest` names the checkpoint to read, so older checkpoints are skipped.
             copy_fixture("fsdp3/dcp", &root, "global_step_3");
             copy_fixture("fsdp3/dcp", &root, "step-3");
         }

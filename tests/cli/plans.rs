@@ -145,8 +145,7 @@ fn built_in_plans_give_the_local_tensors_of_pytorch() {
     }
 }
 
-/// Returns the styles of the toy model. In PyTorch, its embeddings are modules of another class than its linear
-/// modules.
+/// Returns the styles of the toy model. Its embeddings have separate styles, because they are not linear modules.
 fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),

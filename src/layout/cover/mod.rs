@@ -39,7 +39,7 @@ pub enum CoverError {
     OutOfBounds { tile: usize, region: Region },
     #[error("tiles {first} and {second} both hold {region}")]
     Overlap { first: usize, second: usize, region: Region },
-    /// The region starts at the first element, in row-major order, that no tile holds.
+    /// No tile holds the elements of `region`. The region starts at the first such element in row-major order.
     #[error("no tile holds {region}")]
     Gap { region: Region },
     #[error("tile {tile}: expected {expected} dims, found {found}")]

@@ -1,4 +1,4 @@
-//! System calls that fail, one at a time. The tests need strace and are skipped where it cannot trace.
+//! Tests of system calls that fail, one at a time. The tests need strace and are skipped where it cannot trace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,4 +1,5 @@
-//! Runs that are stopped or killed, runs that compete for one destination, and sources that change during the run.
+//! Tests of runs that are stopped or killed, of runs that compete for one destination, and of sources that change
+//! during the run.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! Limits on threads, open files and address space, and records that declare more bytes than there are.
+//! Tests of limits on threads, open files and address space, and of records that declare more bytes than there are.
 
 use std::fs;
 use std::io::{Seek, SeekFrom, Write};

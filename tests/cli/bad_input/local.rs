@@ -1,4 +1,4 @@
-//! The `local` format with a document and rank files that contradict each other.
+//! Tests of the `local` format with a document and rank files that contradict each other.
 //!
 //! `format::local::tests` covers documents that are invalid by themselves.
 

@@ -1,4 +1,4 @@
-//! `--overwrite` replaces checkpoints, and refuses a destination with any other content.
+//! Tests that `--overwrite` replaces checkpoints, and that it refuses a destination with any other content.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Rank files that contradict each other.
+//! Tests of rank files that contradict each other.
 
 use std::fs;
 use std::path::{Path, PathBuf};

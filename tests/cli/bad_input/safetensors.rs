@@ -1,4 +1,4 @@
-//! safetensors files that violate the format.
+//! Tests of safetensors files that violate the format.
 
 use std::fs;
 

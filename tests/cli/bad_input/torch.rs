@@ -1,4 +1,4 @@
-//! torch.save files with an invalid archive or pickle.
+//! Tests of torch.save files with an invalid archive or pickle.
 
 use std::path::{Path, PathBuf};
 
@@ -84,7 +84,7 @@ fn pickle_bombs_are_refused() {
     // The pickle uses memo indices that are far apart.
     assert_bad_pickle(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff.");
     assert_bad_pickle(b"Nr\xff\xff\xff\x7fj\xff\xff\xff\x7f.");
-    // A list contains itself.
+    // The list contains itself.
     assert_bad_pickle(b"]q\x00h\x00a.");
 }
 

@@ -1,4 +1,4 @@
-//! Declared layouts of SRC: plain tensors of rank files that are shards (`--src-mesh` to `--reduce`).
+//! Tests of declared layouts of SRC: the plain tensors in rank files are shards (`--src-mesh` to `--reduce`).
 //!
 //! - The shape of a whole tensor from its shards, and shards that do not fit: `layout::whole`.
 //! - Sums, means and their rounding: `exec::reduce`.

@@ -17,7 +17,7 @@ use crate::contract::{assert_contains, names_below};
 /// A tensor of a safetensors file: dtype, shape, bytes.
 type Stored = (safetensors::Dtype, Vec<usize>, Vec<u8>);
 
-/// Rewrites a safetensors file.
+/// Changes the tensors of a safetensors file with `change` and writes the file again.
 fn edit(path: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
     let content = fs::read(path).unwrap();
     let stored = SafeTensors::deserialize(&content).unwrap();

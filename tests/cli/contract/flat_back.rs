@@ -1,4 +1,5 @@
-//! Flat parameters converted to whole tensors, and edited tensors converted back to flat parameters.
+//! Tests of flat parameters that are converted to complete tensors, and of edited tensors that are converted back to
+//! flat parameters.
 
 use std::collections::HashSet;
 use std::fs;
