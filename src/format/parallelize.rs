@@ -78,12 +78,16 @@ impl PlanSide {
                 format!("use {plan} {1}, because these names look like {0}", or_list(similar), similar[0])
             }
             (PlanError::UnknownOrder { .. }, _) => String::from(
-                "name the style of each child, colwise or rowwise, or use torch files, which keep the order of a \
+                "name the children in their order, as in pairwise(fc1,fc2), or use torch files, which keep the order of a \
                  state dict",
             ),
             (PlanError::NoPair { .. }, _) => {
                 String::from("name the module that contains the linear modules in a pairwise pattern")
             }
+            (PlanError::SizesOfPair { .. }, _) => String::from(
+                "give an nn.Embedding the style none, so that pairwise skips it, or name the pairs: pairwise(fc1,fc2)",
+            ),
+            (PlanError::NoSuchChild { child, children, .. }, _) => nearest::name_hint(child, children),
             (PlanError::Layout(error), _) => return Error::Layout(error.clone()),
         };
         Error::usage(error.to_string(), hint)
@@ -164,8 +168,8 @@ impl PlannedModel {
         Some((self.dim(Some(dim)), self.mesh.shape()[dim.0]))
     }
 
-    #[must_use]
     /// Returns whether the plan has a mesh dim for FSDP.
+    #[must_use]
     pub fn has_fsdp(&self) -> bool {
         self.plan.roles.fsdp.is_some()
     }
@@ -174,7 +178,7 @@ impl PlannedModel {
         dim.zip(self.mesh.names()).map_or("", |(dim, names)| &names[dim.0])
     }
 
-    /// Returns notes about results that users may not expect. `unstyled_suffix` is added to the note about tensors that
+    /// Returns notes about results that users may not expect. `of_unstyled` is added to the note about tensors that
     /// no style names.
     #[must_use]
     pub fn notes(&self, of_unstyled: &str) -> Vec<String> {

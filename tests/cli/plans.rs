@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use dtshard::format::torch::{TensorNode, View};
 use dtshard::layout::parallelize::{
-    Family, MeshRoles, ParallelStyle, ParallelizePlan, Parameter, ParameterKind, ParameterOrder, ParameterPlacement,
-    RoleNames, ShapeOrigin, StyleRule,
+    Family, MeshRoles, ParallelizePlan, Parameter, ParameterKind, ParameterOrder, ParameterPlacement, RoleNames,
+    RuleStyle, ShapeOrigin, StyleRule,
 };
 use dtshard::layout::{DeviceMesh, MeshDim, Pattern, Placement, Rank, Tile, local_shard};
 use safetensors::tensor::TensorView;
@@ -149,7 +149,7 @@ fn built_in_plans_give_the_local_tensors_of_pytorch() {
 fn styles() -> ParallelizePlan {
     let rule = |(pattern, style): (&str, &str)| StyleRule {
         pattern: Pattern::parse(pattern).unwrap(),
-        style: style.parse::<ParallelStyle>().unwrap(),
+        style: style.parse::<RuleStyle>().unwrap(),
         origin: pattern.to_owned(),
     };
     let rules = [
@@ -334,7 +334,7 @@ fn built_in_plans_match_the_documentation() {
             assert!(page.contains(&cells), "{}: {cells}", family.name);
         }
     }
-    for style in ParallelStyle::NAMES {
+    for style in RuleStyle::NAMES {
         assert!(page.contains(&format!("`{style}`")), "{style}");
     }
 }

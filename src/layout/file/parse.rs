@@ -6,7 +6,7 @@ use super::fields::{Fields, FilePosition, list, numbers, table, text};
 use super::node::{FileEntry, FileNode, FileValue};
 use super::written::{WrittenPlacements, WrittenRule, WrittenSpec};
 use super::{DeclaredPlan, LayoutFile, Positioned, did_you_mean};
-use crate::layout::parallelize::{ParallelStyle, StyleRule};
+use crate::layout::parallelize::{RuleStyle, StyleRule};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Pattern, PlacementSpec, Rank, Split, parse_placements};
 
 const KEYS: [&str; 12] = [
@@ -227,8 +227,9 @@ fn collect_styles(
         }
         let name = text(at, &entry.value, &key)?;
         let style = name.parse().map_err(|error: LayoutError| {
-            let word = name.split('(').next().unwrap_or_default();
-            at.error(error, Some(did_you_mean(word, &ParallelStyle::NAMES)))
+            let word = name.split('(').next().unwrap_or_default().trim();
+            let is_name = RuleStyle::NAMES.contains(&word);
+            at.error(error, (!is_name).then(|| did_you_mean(word, &RuleStyle::NAMES)))
         })?;
         let pattern = Pattern::parse(&key).map_err(at.wrap())?;
         found.push((entry.line, StyleRule { pattern, style, origin: at.describe() }));

@@ -4,14 +4,15 @@
 //! itself, but not to the parameters of its child modules. `.` is the root module. `pairwise` matches a module and
 //! alternates styles over its children, in the order of registration. PyTorch's counterpart is `parallelize_module`.
 
-use std::collections::HashMap;
-
-use indexmap::IndexMap;
-
 use super::super::{DeviceMesh, Pattern};
+use super::pairwise::PairwiseRule;
 use super::{
-    Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, StyleRule,
+    Family, ParallelStyle, ParallelizePlan, ParameterPlacement, ParameterRole, PlacementSource, PlanError, RuleStyle,
+    StyleRule,
 };
+
+/// A parameter that a rule matches: its index, its style, and a note for the user.
+pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
 
 /// A parameter or buffer of the model, with the properties by which a plan chooses its placement.
 #[derive(Clone, Debug)]
@@ -66,14 +67,14 @@ pub(super) enum RuleOrigin {
 }
 
 impl Candidate {
-    fn matches_module(&self, module: &str) -> bool {
+    pub fn matches_module(&self, module: &str) -> bool {
         let pattern = &self.rule.pattern;
         if module.is_empty() { pattern.as_str() == "." } else { pattern.matches(module) }
     }
 
     /// Returns whether the rule gives its style to this parameter.
     pub fn matches(&self, parameter: &str) -> bool {
-        self.rule.style != ParallelStyle::Pairwise
+        matches!(self.rule.style, RuleStyle::Single(_))
             && (self.matches_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
 
@@ -88,7 +89,7 @@ impl Candidate {
 }
 
 /// Returns the name of the module that contains a parameter or a child module.
-fn module_of(name: &str) -> &str {
+pub(super) fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
@@ -104,14 +105,23 @@ impl ParallelizePlan {
         order: ParameterOrder,
     ) -> Result<Vec<ParameterPlacement>, PlanError> {
         let candidates = self.candidates(mesh)?;
-        let mut found: Vec<Option<(&Candidate, ParallelStyle)>> = vec![None; parameters.len()];
+        let is_linear = |parameter: &Parameter<'_>| {
+            let excludes = |candidate: &Candidate| {
+                candidate.rule.style.is_not_linear() && candidate.matches(&parameter.name)
+            };
+            !candidates.iter().any(excludes)
+        };
+        let mut found: Vec<Option<(&Candidate, StyledParameter)>> = vec![None; parameters.len()];
         let mut layers_are_there = false;
         for candidate in &candidates {
-            let named = match candidate.rule.style {
-                ParallelStyle::Pairwise => pairwise_styles(candidate, parameters, order)?,
-                style => {
+            let named: Vec<StyledParameter> = match &candidate.rule.style {
+                RuleStyle::Pairwise { children } => {
+                    let has_fsdp = self.roles.fsdp.is_some();
+                    PairwiseRule { candidate, children, order, has_fsdp }.bind(parameters, is_linear)?
+                }
+                RuleStyle::Single(style) => {
                     let names = |at: &usize| candidate.matches(&parameters[*at].name);
-                    (0..parameters.len()).filter(names).map(|at| (at, style)).collect()
+                    (0..parameters.len()).filter(names).map(|at| (at, *style, candidate.note)).collect()
                 }
             };
             if named.is_empty() && candidate.origin == RuleOrigin::User {
@@ -119,23 +129,23 @@ impl ParallelizePlan {
                 return Err(PlanError::Unmatched { origin: origin.clone(), pattern: pattern.to_string() });
             }
             layers_are_there |= candidate.origin == RuleOrigin::Layers && !named.is_empty();
-            for (at, style) in named {
-                found[at].get_or_insert((candidate, style));
+            for styled in named {
+                found[styled.0].get_or_insert((candidate, styled));
             }
         }
         if let Some(family) = self.family.filter(|_| !layers_are_there) {
             return Err(PlanError::OtherFamily { plan: family.name, similar: super::similar_families(parameters) });
         }
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
-        let place = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, ParallelStyle)>)| match found {
-            Some((candidate, style)) if style != ParallelStyle::None => {
+        let place = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, StyledParameter)>)| match found {
+            Some((candidate, (_, style, note))) if style != ParallelStyle::None => {
                 let placed = self.roles.place_styled(mesh, style, candidate.role(&parameter.name), parameter);
-                ParameterPlacement { note: candidate.note, ..placed }
+                ParameterPlacement { note, ..placed }
             }
             _ if parameter.kind == ParameterKind::Buffer || is_buffer(&buffers, parameter) => {
                 ParameterPlacement { shared: None, by: PlacementSource::Buffer, uncut: None, note: None }
             }
-            Some((_, style)) => ParameterPlacement {
+            Some((_, (_, style, _))) => ParameterPlacement {
                 by: PlacementSource::Style(style),
                 ..self.roles.place_unstyled(mesh, parameter.shape)
             },
@@ -168,67 +178,4 @@ impl ParallelizePlan {
 
 fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
     buffers.iter().any(|pattern| pattern.matches(&parameter.name))
-}
-
-/// Returns the index of each parameter that a pairwise rule matches, with the style of the parameter.
-fn pairwise_styles(
-    candidate: &Candidate,
-    parameters: &[Parameter<'_>],
-    order: ParameterOrder,
-) -> Result<Vec<(usize, ParallelStyle)>, PlanError> {
-    const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
-    // A child module with a 2-d weight is a linear module.
-    let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();
-    for parameter in parameters.iter().filter(|parameter| parameter.shape.len() == 2) {
-        let Some(linear) = weight_of(&parameter.name) else { continue };
-        if candidate.matches_module(module_of(linear)) {
-            modules.entry(module_of(linear)).or_default().push(linear);
-        }
-    }
-    let origin = || candidate.rule.origin.clone();
-    let mut styles: HashMap<&str, ParallelStyle> = HashMap::new();
-    for (module, linears) in &mut modules {
-        if linears.len() > 1 && order == ParameterOrder::Unknown && !sort_by_number(linears) {
-            let children = linears.iter().map(|linear| own_name(linear).to_owned()).collect();
-            return Err(PlanError::UnknownOrder { origin: origin(), module: display_module(module), children });
-        }
-        let (pairs, _) = linears.as_chunks::<2>();
-        styles.extend(pairs.iter().flat_map(|pair| pair.iter().copied().zip(IN_TURN)));
-    }
-    if styles.is_empty() {
-        let alone = modules.first().map(|(module, linears)| (*module, linears.len()));
-        let childless = || {
-            let mut modules = parameters.iter().map(|parameter| module_of(&parameter.name));
-            modules.find(|module| candidate.matches_module(module)).map(|module| (module, 0))
-        };
-        return match alone.or_else(childless) {
-            Some((module, found)) => Err(PlanError::NoPair { origin: origin(), module: display_module(module), found }),
-            None => Ok(Vec::new()),
-        };
-    }
-    let style = |(at, parameter): (usize, &Parameter<'_>)| Some((at, *styles.get(module_of(&parameter.name))?));
-    Ok(parameters.iter().enumerate().filter_map(style).collect())
-}
-
-/// Returns the module whose `weight` this parameter is.
-fn weight_of(parameter: &str) -> Option<&str> {
-    if parameter == "weight" { None } else { parameter.strip_suffix(".weight") }
-}
-
-fn own_name(module: &str) -> &str {
-    module.rsplit('.').next().unwrap_or(module)
-}
-
-fn display_module(module: &str) -> String {
-    if module.is_empty() { String::from("the root module") } else { module.to_owned() }
-}
-
-/// Sorts the children of an `nn.Sequential` by number. Returns false, and sorts nothing, if a name is not a number.
-fn sort_by_number(linears: &mut [&str]) -> bool {
-    let number = |linear: &&str| own_name(linear).parse::<u64>();
-    let are_numbers = linears.iter().all(|linear| number(linear).is_ok());
-    if are_numbers {
-        linears.sort_by_key(|linear| number(linear).unwrap_or(u64::MAX));
-    }
-    are_numbers
 }

@@ -170,7 +170,7 @@ impl Family {
         let candidate = |(row, origin): (&FamilyRow, RuleOrigin)| {
             let pattern = parse(&format!("**.{}", row.pattern));
             let from = format!("plan {}: {}", self.name, row.pattern);
-            Candidate { rule: StyleRule { pattern, style: row.style, origin: from }, origin, note: row.note }
+            Candidate { rule: StyleRule { pattern, style: row.style.into(), origin: from }, origin, note: row.note }
         };
         rows.map(candidate).collect()
     }

@@ -15,6 +15,7 @@
 //!     rowwise-conv1d         S(0)      R
 //!     colwise(3)             _S(0,3)   _S(0,3)   a fused weight of three (q, k, v), each sharded separately
 //!     pairwise                                   colwise, rowwise, ... for linear children; an odd last one is skipped
+//!     pairwise(a,b)                              colwise for the child a, rowwise for b
 //!     sequence, replicate    R         R         a DTensor that is not sharded
 //!     none                                       the module has no style
 //! ```
@@ -31,6 +32,7 @@
 
 mod bind;
 mod family;
+mod pairwise;
 mod roles;
 mod style;
 
@@ -46,7 +48,7 @@ use crate::name_list::{FEW, short_list};
 pub use bind::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
 pub use family::{Family, similar_families};
 pub use roles::{MeshRoles, RoleNames, UnboundPlan};
-pub use style::{ParallelStyle, ParameterRole};
+pub use style::{ParallelStyle, ParameterRole, RuleStyle};
 
 /// A style, and a pattern for the modules that get it.
 #[derive(Clone, Debug)]
@@ -54,7 +56,7 @@ pub struct StyleRule {
     /// A pattern for a module name, or for the name of a parameter that is not the weight or bias of a module (stacked
     /// experts).
     pub pattern: Pattern,
-    pub style: ParallelStyle,
+    pub style: RuleStyle,
     /// The source of the rule, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.
     pub origin: String,
 }
@@ -148,6 +150,15 @@ pub enum PlanError {
 
     #[error("{origin}: expected a module with at least two linear children, found {found} in {module}")]
     NoPair { origin: String, module: String, found: usize },
+
+    #[error(
+        "{origin}: {module}: {first} has {outputs} outputs and {second} has {inputs} inputs, expected equal numbers for \
+         a pair of linear modules"
+    )]
+    SizesOfPair { origin: String, module: String, first: String, outputs: u64, second: String, inputs: u64 },
+
+    #[error("{origin}: {module} has no linear child {child}")]
+    NoSuchChild { origin: String, module: String, child: String, children: Vec<String> },
 
     #[error("{0}")]
     Layout(#[from] LayoutError),

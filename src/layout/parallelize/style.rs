@@ -26,11 +26,23 @@ pub enum ParallelStyle {
     RowwiseConv1d {
         blocks: u64,
     },
-    Pairwise,
     Sequence,
     Replicate,
-    /// Excludes a module from later patterns and from the built-in plan.
+    /// Excludes a module from later patterns, from the built-in plan, and from the modules that `pairwise` pairs.
     None,
+}
+
+/// The style of a rule: one style for the parameters of a module, or styles for pairs of its child modules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RuleStyle {
+    /// One style for all parameters of the module.
+    Single(ParallelStyle),
+    /// `colwise` and `rowwise` in turn for the child modules.
+    Pairwise {
+        /// The names of the child modules in the order of their use, relative to the module; empty if all linear
+        /// children are paired in the order of registration.
+        children: Vec<String>,
+    },
 }
 
 /// The role of a parameter in its module, derived from its name.
@@ -63,20 +75,6 @@ impl ParameterRole {
 }
 
 impl ParallelStyle {
-    /// The name of every style in a layout file.
-    pub const NAMES: [&'static str; 10] = [
-        "colwise",
-        "rowwise",
-        "colwise-embedding",
-        "rowwise-embedding",
-        "colwise-conv1d",
-        "rowwise-conv1d",
-        "pairwise",
-        "sequence",
-        "replicate",
-        "none",
-    ];
-
     /// Returns the dim along which a parameter is sharded, or `None` if it is replicated.
     ///
     /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias, because it belongs to the
@@ -127,7 +125,6 @@ impl ParallelStyle {
             Self::RowwiseEmbedding => "rowwise-embedding",
             Self::ColwiseConv1d { .. } => "colwise-conv1d",
             Self::RowwiseConv1d { .. } => "rowwise-conv1d",
-            Self::Pairwise => "pairwise",
             Self::Sequence => "sequence",
             Self::Replicate => "replicate",
             Self::None => "none",
@@ -162,7 +159,6 @@ impl FromStr for ParallelStyle {
             "rowwise-embedding" => Self::RowwiseEmbedding,
             "colwise-conv1d" => Self::ColwiseConv1d { blocks },
             "rowwise-conv1d" => Self::RowwiseConv1d { blocks },
-            "pairwise" => Self::Pairwise,
             "sequence" => Self::Sequence,
             "replicate" => Self::Replicate,
             "none" => Self::None,
@@ -175,14 +171,76 @@ impl FromStr for ParallelStyle {
     }
 }
 
+impl RuleStyle {
+    /// The name of every style in a layout file.
+    pub const NAMES: [&'static str; 10] = [
+        "colwise",
+        "rowwise",
+        "colwise-embedding",
+        "rowwise-embedding",
+        "colwise-conv1d",
+        "rowwise-conv1d",
+        "pairwise",
+        "sequence",
+        "replicate",
+        "none",
+    ];
+
+    /// Returns whether the rule names modules that are not linear: an embedding, or a module without a style.
+    pub(super) fn is_not_linear(&self) -> bool {
+        use ParallelStyle::{ColwiseEmbedding, None, RowwiseEmbedding};
+        matches!(self, Self::Single(ColwiseEmbedding | RowwiseEmbedding | None))
+    }
+}
+
+impl From<ParallelStyle> for RuleStyle {
+    fn from(style: ParallelStyle) -> Self {
+        Self::Single(style)
+    }
+}
+
+impl fmt::Display for RuleStyle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Single(style) => style.fmt(f),
+            Self::Pairwise { children } if children.is_empty() => f.write_str("pairwise"),
+            Self::Pairwise { children } => write!(f, "pairwise({})", children.join(",")),
+        }
+    }
+}
+
+impl FromStr for RuleStyle {
+    type Err = LayoutError;
+
+    /// Parses a style, `pairwise`, or `pairwise(fc1,fc2)`.
+    fn from_str(text: &str) -> Result<Self, LayoutError> {
+        let trimmed = text.trim();
+        let (name, inside) = trimmed.split_once('(').unwrap_or((trimmed, ")"));
+        if !name.trim().eq_ignore_ascii_case("pairwise") {
+            return trimmed.parse().map(Self::Single);
+        }
+        let list = inside.strip_suffix(')').map(str::trim).unwrap_or_default();
+        let children: Vec<String> = list.split(',').map(|child| child.trim().to_owned()).collect();
+        let is_list = children.len().is_multiple_of(2) && children.iter().all(|child| !child.is_empty());
+        match trimmed.contains('(') {
+            false => Ok(Self::Pairwise { children: Vec::new() }),
+            true if is_list => Ok(Self::Pairwise { children }),
+            true => Err(LayoutError::Style {
+                text: text.to_owned(),
+                expected: "pairs of child modules, as in pairwise(fc1,fc2)",
+            }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn parsed_style_displays_as_its_name() {
-        for name in ParallelStyle::NAMES {
-            assert_eq!(name.parse::<ParallelStyle>().unwrap().to_string(), name);
+        for name in RuleStyle::NAMES {
+            assert_eq!(name.parse::<RuleStyle>().unwrap().to_string(), name);
         }
         let fused: ParallelStyle = " Colwise_Conv1d(3) ".parse().unwrap();
         assert_eq!(
@@ -192,6 +250,17 @@ mod tests {
         for text in ["", "colwise(0)", "colwise(", "colwise(x)", "pairwise(2)", "column", "sequence(2)"] {
             assert!(text.parse::<ParallelStyle>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn pairwise_may_name_pairs_of_children() {
+        let style: RuleStyle = " Pairwise ( fc1, net.0 ) ".parse().unwrap();
+        assert_eq!(style, RuleStyle::Pairwise { children: vec!["fc1".into(), "net.0".into()] });
+        assert_eq!(style.to_string(), "pairwise(fc1,net.0)");
+        for text in ["pairwise()", "pairwise(a)", "pairwise(a,b,c)", "pairwise(a,,b,c)", "pairwise(a,b"] {
+            assert!(text.parse::<RuleStyle>().is_err(), "{text}");
+        }
+        assert_eq!("none".parse(), Ok(RuleStyle::Single(ParallelStyle::None)));
     }
 
     #[test]

@@ -171,6 +171,74 @@ fn pairwise_with_fewer_than_two_children_is_an_error() {
     assert!(matches!(&error, PlanError::Unmatched { .. }), "{error}");
 }
 
+/// The weights of `{tok: nn.Embedding(10, 6), fc1: nn.Linear(6, 8), fc2: nn.Linear(8, 6)}`; PyTorch 2.0 pairs `fc1` and
+/// `fc2`.
+const BESIDE_EMBEDDING: &[(&str, &[u64])] = &[
+    ("tok.weight", &[10, 6]),
+    ("fc1.weight", &[8, 6]),
+    ("fc1.bias", &[8]),
+    ("fc2.weight", &[6, 8]),
+    ("fc2.bias", &[6]),
+];
+
+#[test]
+fn pairwise_with_sizes_that_do_not_fit_is_an_error() {
+    let error = bind("tp=2", &[(".", "pairwise")], BESIDE_EMBEDDING, ParameterOrder::Registered).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("tok has 10 outputs and fc1 has 6 inputs"), "{text}");
+}
+
+#[test]
+fn pairwise_skips_embeddings_and_excluded_modules() {
+    let pairs = ["S(0)", "S(0)", "S(1)", "R"];
+    for (style, token) in [("none", "plain"), ("rowwise-embedding", "S(0)"), ("colwise_embedding", "S(1)")] {
+        for rules in [[(".", "pairwise"), ("tok", style)], [("tok", style), (".", "pairwise")]] {
+            let placed = bind("tp=2", &rules, BESIDE_EMBEDDING, ParameterOrder::Registered).unwrap();
+            assert_eq!(placed[0], token, "{rules:?}");
+            assert_eq!(placed[1..], pairs, "{rules:?}");
+        }
+    }
+}
+
+#[test]
+fn pairwise_with_names_pairs_these_children() {
+    let of = |style: &str| bind("tp=2", &[(".", style)], BESIDE_EMBEDDING, ParameterOrder::Unknown);
+    assert_eq!(of("pairwise(fc1,fc2)").unwrap(), ["plain", "S(0)", "S(0)", "S(1)", "R"]);
+    assert_eq!(of("pairwise(fc2,fc1)").unwrap(), ["plain", "S(1)", "R", "S(0)", "S(0)"]);
+    // The sizes of named pairs are not compared.
+    assert_eq!(of("pairwise(tok,fc1)").unwrap(), ["S(0)", "S(1)", "R", "plain", "plain"]);
+    let error = of("pairwise(fc1,fc3)").unwrap_err();
+    assert!(matches!(&error, PlanError::NoSuchChild { child, children, .. }
+        if child == "fc3" && children == &["tok", "fc1", "fc2"]), "{error}");
+    assert!(matches!(of("pairwise(a,b)").unwrap_err(), PlanError::NoSuchChild { child, .. } if child == "a"));
+}
+
+#[test]
+fn pairwise_notes_weights_without_a_bias() {
+    let named: &[(&str, &[u64])] = &[("m.tok.weight", &[6, 6]), ("m.fc1.weight", &[8, 6]), ("m.fc1.bias", &[8])];
+    let mesh = mesh("tp=2");
+    let notes = |style: &str| {
+        let placed = plan(&mesh, &[("m", style)]).bind(&mesh, &parameters(named), ParameterOrder::Registered).unwrap();
+        placed.iter().map(|placement| placement.note.is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(notes("pairwise"), [true, false, false]);
+    assert_eq!(notes("pairwise(tok,fc1)"), [false, false, false]);
+}
+
+/// The shard of a rank shows fewer outputs of the first module if FSDP shards it, too.
+#[test]
+fn pairwise_does_not_compare_local_shards_of_fsdp() {
+    let named: &[(&str, &[u64])] = &[("0.weight", &[2, 6]), ("2.weight", &[3, 4])];
+    let mesh = mesh("dp=2,tp=2");
+    let mut shards = parameters(named);
+    let bind = |parameters: &[Parameter<'_>]| {
+        plan(&mesh, &[(".", "pairwise")]).bind(&mesh, parameters, ParameterOrder::Unknown).is_ok()
+    };
+    assert!(!bind(&shards));
+    shards.iter_mut().for_each(|parameter| parameter.shape_origin = ShapeOrigin::LocalShard);
+    assert!(bind(&shards));
+}
+
 #[test]
 fn mesh_roles_are_found_by_usual_or_given_names() {
     let of = |at: &str, tp: &str, fsdp: &str, replicate: &str| {
@@ -239,7 +307,7 @@ fn plan_of_another_family_is_an_error() {
 fn every_built_in_plan_parses_and_is_found_by_name() {
     for family in Family::all() {
         assert!(!family.candidates().is_empty() && Family::named(family.name).is_some());
-        assert!(family.candidates().iter().all(|candidate| candidate.rule.style != ParallelStyle::Pairwise));
+        assert!(family.candidates().iter().all(|candidate| matches!(candidate.rule.style, RuleStyle::Single(_))));
     }
     assert!(Family::named("llama9").is_none());
 }

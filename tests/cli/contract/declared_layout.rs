@@ -291,7 +291,7 @@ fn styles_apply_to_parameters_and_their_optimizer_state() {
     let env = TestEnv::new();
     let styles = "[styles]\n\"blocks.*.w1\" = \"colwise\"\n\"blocks.*.w2\" = \"rowwise\"\n";
     let styles = env.write("styles.toml", styles);
-    let pairs = env.write("pairs.toml", "[styles]\n\"blocks.*\" = \"pairwise\"\n");
+    let pairs = env.write("pairs.toml", "[styles]\n\"blocks.*\" = \"pairwise(w1,w2)\"\n");
     for (plan, mesh) in [(&styles, "tp=2"), (&styles, "dp=2,tp=3"), (&pairs, "tp=3")] {
         let plan = format!("plan {}", plan.display());
         let options = format!("--mesh {mesh} --{plan} --tensor-class local --overwrite");

@@ -175,7 +175,7 @@ fsdp = "data"
 [styles]
 "**.down_proj" = "replicate"
 [styles."model.layers.*"]
-mlp = "pairwise"
+mlp = "pairwise(gate_proj,up_proj)"
 "self_attn.{q,k,v}_proj" = "colwise"
 "#;
 
@@ -184,7 +184,6 @@ fn styles_of_a_layout_file_override_a_plan() {
     let env = TestEnv::new();
     let file = env.write("styles.toml", STYLES);
     let file = file.display();
-    // The order in the rank files is gate_proj, up_proj, down_proj, so down_proj has no partner.
     let placements_with = |name: &str, options: &str| {
         let found = inspect(&env.make("reshard", VERL, name, &format!("--mesh data=2,tp=2 {options}")).path, "--brief");
         let names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"];
@@ -216,8 +215,11 @@ fn errors_in_a_plan_file_have_their_line() {
     let cases = [
         "plan = \"lama\"",
         "tp = \"tp\"\n[styles]\n\"**.q_prj\" = \"colwise\"",
-        "[styles]\n\"**.mlp\" = \"pairwise\"\nhead = \"rowwise\"",
+        "[styles]\n\"**.up_proj\" = \"colwise\"\nhead = \"rowwise\"",
         "[styles]\nmodel = \"pairwise\"",
+        "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"",
+        "[styles]\n\"**.layers.*.mlp\" = \"pairwise(up_proj,down_prj)\"",
+        "[styles]\n\"**.layers.*.mlp\" = \"pairwise(up_proj)\"",
         "plan = \"llama\"\nsplit = \"balanced\"",
         "split = \"balanced\"",
     ];
@@ -227,14 +229,14 @@ fn errors_in_a_plan_file_have_their_line() {
         env.refuse("reshard", VERL, "out", &options);
     }
     // The `local` format records the order of the state dict, but safetensors files have sorted names.
-    let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
+    let file = env.write("plan.toml", "[styles]\n\"**.layers.*.self_attn\" = \"pairwise\"\n\"**.v_proj\" = \"none\"");
     let options = format!("--mesh tp=2 --plan {}", file.display());
     let made = env.make("reshard", VERL, "made", &options);
     let local = env.make("reshard", VERL, "local", "--to local");
     let again = env.make("reshard", &local.path, "again", &format!("{options} --to torch-ranks"));
     let layouts = [made, again].map(|made| inspect(&made.path, "")["tensors"].clone());
     let placements = |at: usize, name: &str| layouts[at][name]["placements"].clone();
-    for name in ["gate_proj", "up_proj", "down_proj"].map(|own| format!("model.model.layers.0.mlp.{own}.weight")) {
+    for name in ["q_proj", "k_proj", "o_proj"].map(|own| format!("model.model.layers.0.self_attn.{own}.weight")) {
         assert_eq!(placements(0, &name), placements(1, &name), "{name}");
     }
     let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
