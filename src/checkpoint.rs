@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 
-use crate::catalog::{Dtype, TensorEntry, TensorId, model, path};
+use crate::catalog::{Dtype, TensorEntry, TensorId, path, state_dict};
 use crate::convert::options::{
     CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
 };
@@ -183,7 +183,7 @@ impl Checkpoint {
 
     /// Returns the tensors under every name they have, in the order of the state dict.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
-        let named = model::all_tensors(&self.inner.catalog.state);
+        let named = state_dict::all_tensors(&self.inner.catalog.state);
         named.into_iter().map(|(name, id)| self.tensor_info(name.to_string(), id))
     }
 
@@ -204,7 +204,7 @@ impl Checkpoint {
 
     fn find(&self, name: &str) -> Option<TensorId> {
         let names = || {
-            let named = model::all_tensors(&self.inner.catalog.state);
+            let named = state_dict::all_tensors(&self.inner.catalog.state);
             named.into_iter().map(|(name, id)| (name.to_string(), id)).collect()
         };
         self.by_name.get_or_init(names).get(name).copied()
@@ -280,7 +280,7 @@ impl Checkpoint {
 
     fn unknown(&self, name: &str) -> Error {
         let names: Vec<String> =
-            model::all_tensors(&self.inner.catalog.state).into_iter().map(|(name, _)| name.to_string()).collect();
+            state_dict::all_tensors(&self.inner.catalog.state).into_iter().map(|(name, _)| name.to_string()).collect();
         Error::usage(format!("{name}: no tensor has this name"), crate::nearest::name_hint(name, &names))
     }
 

@@ -94,7 +94,7 @@
 //!
 //! # Verify
 //!
-//! [`verify`] checks that a checkpoint is sound, or that two hold the same values, whatever their layouts and formats.
+//! [`verify()`] checks that a checkpoint is sound, or that two hold the same values, whatever their layouts and formats.
 //!
 //! ```
 //! use dtshard::{NoProgress, Setup, VerifyOptions, verify};
@@ -126,15 +126,44 @@
     allow(dead_code, unused_imports, reason = "tests, benches and examples use more of the interior")
 )]
 
-// The way of a conversion through the modules:
+// The way of a conversion through the modules. An arrow leads to the next module.
 //
-// open      checkpoint -> convert::source -> format (detection and reading) -> catalog
-//           with several processes also convert::peers -> convert::transport, metadata_mirror
-// plan      conversion -> convert::{reshard, unshard, flatten, consolidate} -> select, layout -> format (lays out files)
-//           -> convert::execute::complete (proves that each tensor is covered exactly once)
-// execute   conversion -> convert::execute -> convert::write -> publish (claims the destination)
-//           -> exec (copies: plan for one window of tensors after another) or exchange (rounds over comm or gpu)
-//           -> publish (completes checksums, renames)
+// program   main -> cli (parses the command line) -> commands::launch_of -> launch (the number of this process in its run)
+//           -> commands::convert (makes options of the arguments, opens, plans, executes, prints)
+//           Most options stay text, such as meshes, placements and name patterns: the step that uses an option parses it.
+//
+// open      checkpoint -> convert::run (worker threads) -> convert::source::open -> format (detects and reads) -> catalog
+//           The catalog has the file, offset and length of every chunk. DCP is an exception: an item of a DCP file is
+//           located when exec::window prepares the window of its tensor (format::resolve).
+//
+// plan      conversion -> convert::source::choose -> select (names and dtypes)
+//           -> convert::{reshard, unshard, flatten, consolidate} -> convert::differing_values (values that differ by rank)
+//           -> format (the writer asks for the tiles of each tensor, which layout computes, and lays out the files)
+//           -> convert::complete_plan -> catalog::tiling (proves that chunks cover each source tensor exactly once)
+//           Planning makes a catalog::Reservation: each output file with its length, its header bytes and the offsets of
+//           its tensor data. Execution fills the reservation, and knows no format.
+//
+// execute   conversion -> convert::execute -> convert::write -> publish::acquire (claims the destination)
+//           -> exec::copy (for one window of tensors after another: plan, read, cast, write)
+//           -> publish::commit (renames the output to the destination)
+//           A run that writes all bytes itself completes the checksums while it copies (exec::checksums). If several runs or
+//           processes write, publish::seal completes the checksums that are left.
+//
+// resume    exec::fingerprint (identifies a plan) -> publish::partial_folder (compares it with plan.json of earlier work)
+//           -> publish::completed_work (reads the journals) -> convert::check_journals (invalidates wrong entries)
+//           -> exec::copy (writes the rest) -> publish::work_log -> publish::journal (records finished byte ranges)
+//
+// verify    verify -> format (opens, without convert::source::open) -> select -> verify::soundness -> verify::comparison
+//           Both compare through exec::compare. verify::findings collects the differences.
+//
+// Several processes. Each writes its own share (exec::division), and publish waits for the others. With `--source per-rank`,
+// `--backend nccl` or `--backend mpi`, convert::peers also connects the processes when they open the source. They exchange
+// tensor data: convert::peers -> exchange (rounds over comm or gpu) -> exec::copy::write, as for data from files.
+//
+// "Per-rank" has three meanings. Rank files: each rank of a job saved a file (format::{rank_names, series, torch, fsdp_flat}).
+// `--source per-rank`: each process sees only some files of the source. metadata_mirror gives all processes one catalog, and
+// without NCCL and MPI, exchange::source_copy first copies files to a folder that all processes see.
+// `--on-conflict per-rank`: each rank keeps its own value (convert::differing_values).
 
 mod checkpoint; // facade: opens and reads checkpoints
 mod conversion; // facade: plans and executes conversions

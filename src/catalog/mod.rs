@@ -9,13 +9,13 @@ mod chunk;
 mod dtype;
 pub(crate) mod error;
 pub mod flat;
-pub mod model;
 pub mod modules;
 pub mod optimizer;
 pub mod owner;
 pub mod path;
 mod reserved;
-mod validate;
+pub mod state_dict;
+mod tiling;
 pub mod value;
 pub mod wrappers;
 
@@ -29,7 +29,7 @@ pub use chunk::{
 pub use dtype::Dtype;
 pub use path::{Key, Path, StateLeaf};
 pub use reserved::{CRC_BYTES, ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved};
-pub use validate::{Holders, Tiling, list_ranks};
+pub use tiling::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 
 use crate::error::{CatalogError, Error};
@@ -287,7 +287,7 @@ impl Catalog {
     #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
-            Value::Other(_) if model::is_random_state(path.fqn().as_str()) => None,
+            Value::Other(_) if state_dict::is_random_state(path.fqn().as_str()) => None,
             Value::Other(rank_values) => Some(conflict_error(&path, rank_values)),
             _ => None,
         });

@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE};
-use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, model};
+use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
 
 /// The parameter that an optimizer state tensor or a gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ impl<'a> Owners<'a> {
     /// Prepares the lookup for a catalog.
     #[must_use]
     pub fn new(catalog: &'a Catalog) -> Self {
-        let found = model::model(&catalog.state);
+        let found = state_dict::model(&catalog.state);
         let parameters = found.tensors.into_iter().collect();
         Self { catalog, model_root: found.root, parameters, numbered: HashMap::new() }
     }
@@ -43,7 +43,7 @@ impl<'a> Owners<'a> {
     /// Returns the owner of the tensor at this path, or `None` if the tensor is neither optimizer state nor a gradient.
     pub fn owner_of(&mut self, path: &Path) -> Option<Owner> {
         let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
-        if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
+        if let Some(parameter) = state_dict::gradient_parameter(path).filter(|_| beside_model) {
             let id = self.parameters.get(&parameter).copied();
             return Some(Owner { by_number: false, id, name: Some(parameter) });
         }
@@ -69,7 +69,7 @@ impl<'a> Owners<'a> {
     /// not apply. A parameter number is never returned as a name.
     #[must_use]
     pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
-        let mut names = model::rule_names(path, &self.model_root);
+        let mut names = state_dict::rule_names(path, &self.model_root);
         if other_shape && !self.parameters.is_empty() || owner.is_some_and(|owner| owner.by_number) {
             names.truncate(1);
         }
@@ -111,7 +111,7 @@ pub fn numbered_parameters(
         *kept.get_mut(number)? = tensors.filter(|entry| !entry.shape.is_empty()).collect();
     }
     let mut seen = HashSet::new();
-    let mut floats = model::model(&catalog.state).tensors;
+    let mut floats = state_dict::model(&catalog.state).tensors;
     floats.retain(|(fqn, id)| catalog.tensor(*id).dtype.is_float() && may_be(fqn) && seen.insert(*id));
     let fits = |number: usize, (_, id): &(Fqn, TensorId)| {
         let parameter = catalog.tensor(*id);
@@ -133,7 +133,7 @@ pub fn numbered_parameters(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::model::tests::{dict, tensor};
+    use crate::catalog::state_dict::tests::{dict, tensor};
     use crate::catalog::{Dict, Dtype};
     use crate::storage::FileId;
 

@@ -1,4 +1,4 @@
-//! Suggestions for an option that belongs to another verb.
+//! Parses the arguments with clap, and suggests the verbs that have an unknown option.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Error, FromArgMatches};

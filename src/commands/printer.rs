@@ -1,6 +1,6 @@
 //! Output of the program: data on standard output, messages on standard error.
 //!
-//! All text passes through [`harmless`], because the names in a checkpoint are untrusted: a name must not send escape
+//! All text passes through [`escape_invisible`], because the names in a checkpoint are untrusted: a name must not send escape
 //! codes to a terminal, and must not imitate another name or a message. JSON documents contain such characters as JSON
 //! escapes.
 
@@ -168,7 +168,7 @@ impl Printer {
     pub fn error(&self, error: &Error) {
         self.say_as(Label::Error, &error.to_string());
         if let Some(hint) = error.hint() {
-            // A hint may have several lines; `harmless` would escape the line breaks.
+            // A hint may have several lines; `escape_invisible` would escape the line breaks.
             let mut lines = hint.split("\n    ");
             self.say_as(Label::Hint, lines.next().unwrap_or_default());
             lines.for_each(|line| self.say(&format!("    {line}")));

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::exec::{Phase, Reporter};
 use crate::launch::Part;
 use crate::progress::Task;
-use crate::publish::recovery::CompletedWork;
+use crate::publish::completed_work::CompletedWork;
 use crate::publish::{OtherPart, OtherState, Staging};
 
 /// Bytes that the journals had recorded when this process started, written by earlier runs or by other processes of

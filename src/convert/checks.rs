@@ -5,8 +5,8 @@
 
 use rayon::prelude::*;
 
-use super::engine::Run;
 use super::peers::Peers;
+use super::run::Run;
 use super::source_options::input;
 use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
 use crate::error::{CatalogError, Error, Result};

@@ -6,16 +6,16 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::conflicts::TargetFiles;
-use super::engine::Run;
+use super::differing_values::TargetFiles;
 use super::model_config::{self, CONFIG};
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
 use super::target_format::target_format;
 use super::target_parts::carried_file;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
-use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
+use crate::catalog::{Dtype, Fqn, TensorId, optimizer, path, state_dict};
 use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions};
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::SidecarFile;
@@ -43,7 +43,7 @@ pub fn prepare(
     source.resolve_conflicts(convert.checks, TargetFiles::Together, run)?;
     // Both functions traverse the whole state dict, so they run in parallel.
     let state = &source.selection.catalog.state;
-    let (tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
+    let (tensors, left_out) = rayon::join(|| state_dict::all_tensors(state), || path::object_names(state));
     check_model(args, convert, &source, &tensors)?;
     let mut notes = source.conflicts.notes(None);
     let writer = whole_writer("consolidate", to)?;

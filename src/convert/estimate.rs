@@ -3,12 +3,12 @@
 //! All sizes are in bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so
 //! they reduce the memory for rounds and write blocks.
 
-use super::memory::{
+use super::peers::Peers;
+use super::prepared::Prepared;
+use super::threads_and_blocks::{
     BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
     scratch_bytes, sums_bytes, write_block_bytes,
 };
-use super::peers::Peers;
-use super::prepared::Prepared;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{BLOCK_JOINER_BYTES, Options};

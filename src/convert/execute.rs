@@ -1,20 +1,16 @@
-//! Steps that all conversions share after the destination is laid out: the last checks, the preview and the execution.
+//! Steps that all conversions share after planning: the preview and the execution.
 
 use std::path::Path;
 
-use rayon::prelude::*;
-
-use super::engine::Run;
-use super::estimate::{room_for_rounds, within_memory};
-use super::options::{ConvertOptions, OnConflict};
-use super::preflight::describe_destination;
+use super::dry_run_destination::describe_destination;
+use super::estimate::within_memory;
+use super::options::ConvertOptions;
 use super::prepared::{Prepared, check_destination};
 use super::report::{Outcome, Preview, Report, ReportSource, left_out, notes};
+use super::run::Run;
 use super::source_options::input;
-use super::source_options::refuse_without_tensors;
-use super::unused_options::{unused_after_run, unused_options};
+use super::unused_exchange_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
-use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
 use crate::exchange::ReductionMethod;
 use crate::exec::copy::Stats;
@@ -24,46 +20,13 @@ use crate::publish::{Claim, Preflight, Staging, WorkPlan};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
 
-/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the length of rounds.
-///
-/// # Errors
-/// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
-pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
-    prepared.source.drop_selection();
-    let checked = check_len(&prepared.reservation)
-        .and_then(|()| check_tensors(prepared, args))
-        .and_then(|()| check_coverage(prepared));
-    let chosen = checked.and_then(|()| choose_round_length(prepared, args, run));
-    chosen.map_err(|error| failed(prepared, error))
-}
-
-/// Adds the checkpoint and the process to an error, and informs the other processes why this process ends.
-fn failed(prepared: &mut Prepared, error: Error) -> Error {
-    let error = prepared.source.locate(error);
-    if let Some(peers) = prepared.source.peers.take() {
-        prepared.source.has_parted = true;
-        peers.fail(&error);
-    }
-    error
-}
-
-/// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
-/// DST. Collective if there are peers.
-fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
-    if !prepared.source.is_exchanged() {
-        return Ok(());
-    }
-    let room = room_for_rounds(prepared, &run.options, args.source.max_memory);
-    prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.agree_on_bucket(room, run.progress))
-}
-
 /// Computes the preview of a run, and writes nothing.
 ///
 /// # Errors
 /// The errors of planning.
 pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
     refuse_parted(prepared)?;
-    let previewed = look_ahead(prepared, args, run).map_err(|error| failed(prepared, error));
+    let previewed = look_ahead(prepared, args, run).map_err(|error| prepared.failed(error));
     part(prepared, false);
     previewed
 }
@@ -101,7 +64,7 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
         copy_source(prepared, args, destination, &options, run)?;
         perform(prepared, args, destination, &options, run)
     });
-    let report = report.map_err(|error| failed(prepared, error));
+    let report = report.map_err(|error| prepared.failed(error));
     part(prepared, true);
     report
 }
@@ -227,39 +190,4 @@ fn how(io: IoMode, options: &Options) -> String {
         count(options.threads, "thread"),
         human_bytes(options.write_block_bytes)
     )
-}
-
-/// Checks that the total length of DST is below 2^62 bytes. A source may declare any size, and every rank may get a
-/// copy of it. After this check, sums of file lengths cannot overflow.
-fn check_len(reservation: &Reservation) -> Result<()> {
-    let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
-    if total < 1 << 62 {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!("the files of DST would have {total} bytes in total: no file system can store 2^62 bytes"),
-        "SRC may contain expanded (stride-0) tensors; make them contiguous before saving",
-    ))
-}
-
-/// Checks for every source tensor that its chunks cover each element exactly once, so that a gap is an error before any
-/// byte is copied.
-fn check_coverage(prepared: &Prepared) -> Result<()> {
-    /// Number of tensors that one task checks.
-    const TENSORS: usize = 1 << 10;
-    let mut sources: Vec<TensorId> = prepared.reservation.tensors.iter().map(|tensor| tensor.source).collect();
-    sources.sort_unstable();
-    sources.dedup();
-    let catalog = &prepared.source.checkpoint.catalog;
-    let check = |id: &TensorId| catalog.tensor(*id).tilings().err();
-    sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
-}
-
-/// Checks that the result has at least one tensor. With `--on-conflict drop`, a result without tensors is accepted,
-/// because the option may leave out all of them.
-fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
-    if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
-        return Ok(());
-    }
-    refuse_without_tensors(&args.src, &prepared.source.checkpoint, &args.source, &args.select)
 }

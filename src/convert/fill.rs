@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path as FilePath;
 
-use super::engine::Run;
 use super::matching_names::{NameMatch, Names, of_all_ranks};
+use super::run::Run;
 use super::source::{ConversionSource, Filled, announce};
 use super::source_options::read_options;
 use crate::catalog::path::{self, LeafAction};
@@ -219,7 +219,7 @@ impl Filling<'_> {
     /// Replaces the objects of FILLER by the objects of SRC, and returns how many of them changed.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
         let state = &self.source.selection.catalog.state;
-        let roots = [state, &filled.state].map(crate::catalog::model::model_root);
+        let roots = [state, &filled.state].map(crate::catalog::state_dict::model_root);
         let theirs: HashSet<String> = path::objects(&filled.state).iter().map(|(path, _)| self.name(path)).collect();
         let tensors = Names::new(&filled.state, self.wrappers);
         let mut given: BTreeMap<String, &Value> = BTreeMap::new();

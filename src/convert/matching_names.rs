@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use crate::catalog::wrappers::clean_name;
-use crate::catalog::{Key, Path, TensorId, Value, model, path};
+use crate::catalog::{Key, Path, TensorId, Value, path, state_dict};
 use crate::nearest;
 use crate::select::Wrappers;
 
@@ -33,7 +33,7 @@ pub struct Names {
 impl Names {
     /// Indexes the names of all tensors in a state dict.
     pub fn new(state: &Value, wrappers: Wrappers) -> Self {
-        let model = model::model(state);
+        let model = state_dict::model(state);
         let mut names =
             Self { model_root: model.root, in_model: TensorLookup::new(wrappers), whole: TensorLookup::new(wrappers) };
         for (name, id) in model.tensors {

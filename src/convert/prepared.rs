@@ -7,7 +7,7 @@ use super::replaceable::check_replaceable;
 use super::source::ConversionSource;
 use crate::catalog::{Fqn, Reservation};
 use crate::convert::options::ConvertOptions;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::division::{even_share, own_rank_files};
 use crate::exec::sidecar_files::{SidecarFile, check_distinct};
@@ -44,6 +44,16 @@ impl Prepared {
     pub fn division(&self, part: Part) -> Extents {
         let divide = if self.source.is_exchanged() { own_rank_files } else { even_share };
         divide(&self.reservation.files, part)
+    }
+
+    /// Adds the checkpoint and the process to an error, and informs the other processes why this process ends.
+    pub fn failed(&mut self, error: Error) -> Error {
+        let error = self.source.locate(error);
+        if let Some(peers) = self.source.peers.take() {
+            self.source.has_parted = true;
+            peers.fail(&error);
+        }
+        error
     }
 }
 

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::engine::Run;
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source_options::input;
 use crate::catalog::{CRC_BYTES, Catalog, OutputFile};
 use crate::error::{CatalogError, Error, Result};
 use crate::exec::checksums::{ChecksumMismatch, first_mismatch};
-use crate::exec::header_bytes::first_difference;
+use crate::exec::compare_headers::first_difference;
 use crate::exec::sidecar_files::is_copied;
 use crate::exec::{Extents, Input, Silent, compare};
 use crate::format::resolve;

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::engine::Run;
 use super::estimate::{beyond, peak_bytes};
 use super::options::ConvertOptions;
 use super::partial_values;
 use super::prepared::Prepared;
+use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::exchange::Load;
 use crate::exec::Options;

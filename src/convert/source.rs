@@ -5,14 +5,14 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
-use super::conflicts::{self, ResolvedConflicts, TargetFiles};
 use super::declared_layout::declared_layout;
-use super::engine::Run;
+use super::differing_values::{self, ResolvedConflicts, TargetFiles};
 use super::peers::Peers;
+use super::run::Run;
 use super::source_options::{check_series, input, read_options};
 use super::tied;
 use crate::catalog::path::{self, LeafAction};
-use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
+use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, state_dict};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
 use crate::exchange::ReductionMethod;
@@ -203,7 +203,7 @@ impl ConversionSource {
             match args.on_conflict.unwrap_or(OnConflict::PerRank) {
                 OnConflict::Rank0 => self.conflicts.rank0.push(entry.fqn.to_string()),
                 OnConflict::Drop => path::edit_leaves(&mut self.selection.catalog.state, &mut |path, leaf| {
-                    if !conflicts::holds(leaf, id) {
+                    if !differing_values::holds(leaf, id) {
                         return LeafAction::Keep;
                     }
                     dropped.push(path.to_string());
@@ -212,16 +212,16 @@ impl ConversionSource {
                 OnConflict::PerRank
                     if entry.class != Class::Tensor
                         || entry.partial_values.is_some()
-                        || !conflicts::has_ranks(entry) =>
+                        || !differing_values::has_ranks(entry) =>
                 {
                     return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
                 }
                 OnConflict::PerRank => {
-                    conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.selection.catalog, id);
+                    differing_values::split_by_rank(&mut self.checkpoint.catalog, &mut self.selection.catalog, id);
                 }
             }
         }
-        let resolved = conflicts::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
+        let resolved = differing_values::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
         self.conflicts = ResolvedConflicts {
             dropped_tensors: dropped,
             rank0: [std::mem::take(&mut self.conflicts.rank0), resolved.rank0].concat(),
@@ -290,14 +290,14 @@ impl ConversionSource {
     /// Returns every selected tensor under each of its names.
     #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
-        model::all_tensors(&self.selection.catalog.state)
+        state_dict::all_tensors(&self.selection.catalog.state)
     }
 
     /// Returns the tensors of random number state, which may differ between ranks without `--on-conflict`.
     fn random_state(&self) -> Vec<TensorId> {
         let mut found = Vec::new();
         path::tensors(&self.selection.catalog.state, &path::Path::default(), &mut |path, id| {
-            if model::is_random_state(path.fqn().as_str()) {
+            if state_dict::is_random_state(path.fqn().as_str()) {
                 found.push(id);
             }
         });
@@ -383,7 +383,7 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
 /// `Usage` with the option that selects them.
 fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
-    let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
+    let is_gradients = |name: &&String| state_dict::GRADIENTS.contains(&name.as_str());
     // Only gradients are partial values. Other series have complete values, which must not be reduced.
     let are_taken = series.iter().any(|name| is_gradients(&name));
     let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
@@ -405,8 +405,9 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
 /// Returns the path of the gradients in the source if none of them is selected, otherwise `None`.
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
-    let root = model::gradients_root(state, &model::model_root(state))?;
-    let gradients: HashSet<TensorId> = model::all_tensors(root.find(state)?).into_iter().map(|(_, id)| id).collect();
+    let root = state_dict::gradients_root(state, &state_dict::model_root(state))?;
+    let gradients: HashSet<TensorId> =
+        state_dict::all_tensors(root.find(state)?).into_iter().map(|(_, id)| id).collect();
     let mut taken = false;
     path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
     (!taken && !gradients.is_empty()).then_some(root)

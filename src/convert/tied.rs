@@ -6,7 +6,7 @@
 
 use super::model_config::{self, CONFIG};
 use crate::catalog::path::{key_text, tensors};
-use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
+use crate::catalog::{Catalog, Dict, Path, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::name_list::{FEW, short_list};
@@ -44,7 +44,7 @@ struct Tie {
 
 /// Returns the embeddings that have a known name, each with the name of its output layer.
 fn find(state: &Value) -> Vec<Tie> {
-    let model = model::model(state);
+    let model = state_dict::model(state);
     // A quantised or adapted output layer has tensors with other names below the same module.
     let is_stored = |name: &str| {
         let module = name.strip_suffix("weight").unwrap_or(name);
@@ -167,7 +167,7 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
 /// Adds the name of the output layer at the end of the dict that contains the embedding or one of its parent modules.
 /// Returns false if the name of that dict does not match the names of [`TIED`].
 fn insert(state: &mut Value, tie: &Tie) -> bool {
-    let root = model::model(state).root;
+    let root = state_dict::model(state).root;
     let mut path = None;
     let Some(model) = root.find(state) else { return false };
     tensors(model, &Path::default(), &mut |found, id| {

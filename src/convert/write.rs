@@ -9,17 +9,17 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::byte_meter::{EarlierWork, Meter};
-use super::engine::Run;
-use super::journals::JournalSet;
+use super::check_journals::JournalSet;
 use super::peers::Peers;
+use super::peers::waiting::wait_reporter;
+use super::peers::work_folder::clear_beside;
 use super::prepared::Prepared;
 use super::read_back::read_back;
 use super::replaceable::check_replaceable;
+use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::input;
 use super::space::check_space;
-use super::waiting::wait_reporter;
-use super::work_folder::clear_beside;
 use crate::catalog::OutputFile;
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
@@ -32,9 +32,9 @@ use crate::exec::{Extents, Options, source_tensors};
 use crate::launch::{Launch, Part};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
-use crate::publish::log::{AtEnd, Log};
-use crate::publish::recovery::{self, CompletedWork};
+use crate::publish::completed_work::{self, CompletedWork};
 use crate::publish::seal::{check_output, has_all, is_complete, seal};
+use crate::publish::work_log::{AtEnd, Log};
 use crate::publish::{
     Beginning, Claim, MissingParts, OtherPart, OtherState, ReplaceCheck, Seal, Staging, Waited, WorkPlan,
 };
@@ -415,7 +415,7 @@ impl DestinationWriter<'_> {
 
     /// Returns true if the journals contain work, so that another run can continue from it.
     fn has_recorded(&self) -> bool {
-        !recovery::is_empty(self.staging.journals()).unwrap_or(false)
+        !completed_work::is_empty(self.staging.journals()).unwrap_or(false)
     }
 
     fn incomplete(&self, known: &CompletedWork) -> Error {

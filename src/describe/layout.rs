@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, HashSet};
 use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
-use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, path, state_dict};
 use crate::convert::{PlacementResolver, row_specs, shared_mesh};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
@@ -164,7 +164,7 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
     let layout = MeshLayout::new(mesh.clone(), Vec::new(), as_it_is, None)?;
     let mut resolver = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
-    let found = model::model(&catalog.state);
+    let found = state_dict::model(&catalog.state);
     let names: BTreeSet<&str> = found.tensors.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let mut paths = Vec::new();
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));

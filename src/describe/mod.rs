@@ -12,7 +12,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, state_dict};
 use crate::convert::{InspectOptions, Run, input};
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -39,7 +39,7 @@ impl<'a> Inspection<'a> {
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
-        let names = model::all_tensors(&checkpoint.catalog.state);
+        let names = state_dict::all_tensors(&checkpoint.catalog.state);
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
         let digests = if args.digest { digests(checkpoint, &names, run)? } else { BTreeMap::new() };
         Ok(Self { checkpoint, args, names, digests })
@@ -101,7 +101,7 @@ pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
 
 /// Returns the path of the model in the state dict. Users may give names without this path.
 fn model_root(catalog: &Catalog) -> Option<String> {
-    Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
+    Some(state_dict::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
 /// Returns the tensors that `wanted` selects. An entry of `wanted` is an exact name, or a pattern if no tensor has that

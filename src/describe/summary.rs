@@ -7,7 +7,7 @@ use indexmap::IndexMap;
 
 use super::Inspection;
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, optimizer, path};
+use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, optimizer, path, state_dict};
 use crate::error::{Error, Result};
 use crate::exec::gather::{PreparedTile, Scratch};
 use crate::layout::DeviceMesh;
@@ -125,7 +125,7 @@ struct TensorTotals {
 
 impl TensorTotals {
     fn of(catalog: &Catalog) -> Self {
-        let model = model::model(&catalog.state);
+        let model = state_dict::model(&catalog.state);
         let model: BTreeSet<TensorId> = if is_optimizer(&catalog.state) {
             BTreeSet::new()
         } else {

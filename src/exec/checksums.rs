@@ -22,10 +22,10 @@ use crc32fast::Hasher;
 use rayon::prelude::*;
 
 use super::Stop;
+use super::cut_blocks::WriteBlock;
 use super::digest::{Digest, for_each_block};
-use super::finished::ChecksumPart;
 use super::output::Outputs;
-use super::write_blocks::WriteBlock;
+use super::work_log::ChecksumPart;
 use crate::catalog::{CRC_BYTES, ChecksumSpan, OutputFile, Reservation};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;

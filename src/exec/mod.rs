@@ -1,5 +1,9 @@
 //! Copies tensor data: turns plans into write blocks, which worker threads fill and write in parallel.
 //!
+//! [`copy`](copy::copy) is the main loop. It plans one [`window`] of tensors after another and cuts their output into
+//! write blocks ([`cut_blocks`]). A worker reads the bytes of a block ([`gather`], then [`runs`]) and writes the block
+//! ([`output`]).
+//!
 //! This module knows no format, no command line and no terminal. It reports progress to a [`Reporter`], a [`Stop`]
 //! interrupts it, and [`Input::resolve`] finds chunks whose location is not in the tables yet. All sizes and offsets
 //! are in bytes.
@@ -9,17 +13,17 @@ pub(crate) mod block_joiner;
 pub mod cast;
 pub mod checksums;
 pub mod compare;
+pub mod compare_headers;
 pub mod copy;
+pub(crate) mod cut_blocks;
 mod difference;
 pub mod digest;
 pub mod division;
 mod extents;
 pub mod fingerprint;
-mod finished;
 mod floats;
 pub mod gather;
 pub mod global_totals;
-pub mod header_bytes;
 pub(crate) mod output;
 pub mod plan_description;
 pub mod reduce;
@@ -32,15 +36,15 @@ pub(crate) mod stopped;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod window;
-pub(crate) mod write_blocks;
+mod work_log;
 
 pub use block_joiner::BLOCK_JOINER_BYTES;
 pub use extents::Extents;
-pub use finished::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
 pub use window::source_tensors;
+pub use work_log::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 
 use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;

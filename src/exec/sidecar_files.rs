@@ -15,7 +15,7 @@ use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
-use crate::storage::{AnchoredPath, regular_file, uncached};
+use crate::storage::{AnchoredPath, fresh_lookup, regular_file};
 
 /// The number of bytes that are copied between two checks of `stop`.
 const BLOCK_BYTES: u64 = 64 << 20;
@@ -149,7 +149,7 @@ pub fn is_copied(file: &SidecarFile, folder: &AnchoredPath, compares: bool) -> R
 
 /// Returns the length of a file in bytes, or `None` if the file does not exist.
 pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
-    match uncached::metadata(path) {
+    match fresh_lookup::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
         Err(error) => Err(Error::io("stat", path)(error)),

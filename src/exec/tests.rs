@@ -24,7 +24,7 @@ pub(crate) use crate::error::Result;
 pub(crate) use crate::format::resolve;
 pub(crate) use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
 pub(crate) use crate::plan::SourceTensor;
-pub(crate) use crate::publish::log::{AtEnd, Log};
+pub(crate) use crate::publish::work_log::{AtEnd, Log};
 pub(crate) use crate::storage::{AnchoredPath, Files, IoMode};
 
 /// Returns the global linear indices of a tile, in the order of its local elements.

@@ -13,7 +13,7 @@ use super::safetensors::sharding::ShardName;
 use super::shortfall::Shortfall;
 use super::torch::is_no_model;
 use super::{Format, folder_of, list, local, name_of, natural_order, relative_to_folder, series};
-use crate::catalog::{Catalog, TensorEntry, model};
+use crate::catalog::{Catalog, TensorEntry, state_dict};
 use crate::error::{Error, FormatError, Result};
 use crate::json_text;
 use crate::name_list::{FEW, short_list};
@@ -248,7 +248,7 @@ impl ShardIndex {
         }
         let size = |entry: &TensorEntry| u128::from(entry.len_bytes());
         let stored: u128 = catalog.tensors.iter().map(size).sum();
-        let named: u128 = model::all_tensors(&catalog.state).iter().map(|(_, id)| size(catalog.tensor(*id))).sum();
+        let named: u128 = state_dict::all_tensors(&catalog.state).iter().map(|(_, id)| size(catalog.tensor(*id))).sum();
         match self.total_size.map(u128::from) {
             None => warnings.push(format!(
                 "{index} has no total_size, so dtshard cannot detect a file that was truncated between two tensors"

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::foreign::first_bytes;
 use super::listing::{format_of_data, is_data_file, is_metadata_file};
-use super::registry::{Object, Objects, Read};
+use super::traits::{Object, Objects, Read};
 use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, IoMode, MirroredFiles, Ranges};

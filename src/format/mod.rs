@@ -9,8 +9,8 @@ pub mod dcp;
 mod dcp_hf;
 pub mod declared_layout;
 mod detect;
+mod entry;
 pub(crate) mod error;
-mod folder;
 mod foreign;
 pub mod fsdp_flat;
 pub mod index;
@@ -19,18 +19,19 @@ pub mod known_files;
 pub mod layout_file;
 mod listing;
 pub mod local;
+mod locate;
 mod metadata_ranges;
+mod output_placing;
 pub mod parallelize;
 mod parts;
-mod placing;
 mod rank_names;
 mod reading;
-mod registry;
 pub mod safetensors;
 mod series;
 mod sets;
 mod shortfall;
 pub mod torch;
+mod traits;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -38,15 +39,16 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 pub use declared_layout::DeclaredLayout;
-pub use folder::{Want, companions, may_lead_on};
+pub use entry::{FormatEntry, TensorStorage};
 pub use foreign::refuse_address;
 pub use listing::is_data_file;
+pub use locate::{Want, companions, may_lead_on};
 pub use metadata_ranges::{MirrorOf, is_read, metadata_ranges, metadata_ranges_of_items, objects};
+pub use output_placing::Placing;
 pub use parts::{CheckpointPart, PartContent};
-pub use placing::Placing;
 pub use rank_names::{RankName, RankNamePattern};
-pub use registry::{FormatEntry, Layouts, Objects, ShardedTarget, TensorStorage, WholeTarget, WriteShards, WriteWhole};
 pub use series::SeriesChoice;
+pub use traits::{Layouts, Objects, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
 
 pub use crate::name_list::natural_order;
 
@@ -265,7 +267,7 @@ impl Checkpoint {
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
     /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let folder::CheckpointLocation { root, folders } = folder::find(path, options)?;
+        let locate::CheckpointLocation { root, folders } = locate::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
             None => filesystem::preferred_io(&root)?,
@@ -277,7 +279,7 @@ impl Checkpoint {
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }
-        folder::same_format(&root, &formats)?;
+        locate::same_format(&root, &formats)?;
         let LoadedFolder { mut catalog, parts } = match loaded.len() {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),

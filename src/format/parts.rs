@@ -185,7 +185,7 @@ mod tests {
         let joined = join(vec![("a".into(), loaded(&["w"])), ("b".into(), loaded(&["w"]))]);
         assert_eq!(joined.catalog.tensors[1].fqn.as_str(), "b.w");
         assert_eq!(joined.parts[0].content, PartContent::Subtree("a".into()));
-        let names = crate::catalog::model::all_tensors(&joined.catalog.state);
+        let names = crate::catalog::state_dict::all_tensors(&joined.catalog.state);
         assert_eq!(names.iter().map(|(name, id)| (name.as_str(), id.0)).collect::<Vec<_>>(), [("a.w", 0), ("b.w", 1)]);
     }
 

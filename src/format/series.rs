@@ -16,7 +16,7 @@ use super::torch;
 use super::torch::load::load;
 use super::torch::ranks::{PlainKind, RankFile, merge};
 use super::{ReadOptions, folder_of};
-use crate::catalog::model::GRADIENTS;
+use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::Rank;

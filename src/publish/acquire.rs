@@ -17,11 +17,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use super::commit::recover;
+use super::commit::finish_replacement;
 use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, StaleLeases, WorkLease};
 use super::partial_folder::{DATA, FoundPartial, Partial, PlanFile};
-use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, plan_xattr};
+use super::{Beginning, Claim, DestinationKind, Pace, Preflight, Staging, WorkPlan, published_xattr};
 use crate::comm::WaitReporter;
 use crate::error::{Error, Result, StorageError};
 use crate::exec::Stop;
@@ -101,7 +101,7 @@ pub(super) fn preflight(
         }
         // A process that was killed right after publishing may have left the partial folder.
         FoundPartial::Nothing | FoundPartial::Partial(_)
-            if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) =>
+            if claim.takes_what_is_done() && published_xattr::is(path, plan.fingerprint) =>
         {
             return Ok(Preflight::Done);
         }
@@ -199,7 +199,7 @@ impl Acquiring<'_> {
             FoundPartial::Partial(partial) => self.meet(partial),
             FoundPartial::Unclear => Err(self.destination.junk(self.claim)),
             FoundPartial::Junk => {
-                recover(&self.destination)?;
+                finish_replacement(&self.destination)?;
                 if self.claim.restart { self.throw_away(None) } else { Err(self.destination.junk(self.claim)) }
             }
         }
@@ -207,9 +207,9 @@ impl Acquiring<'_> {
 
     /// Creates the partial folder.
     fn start(&mut self) -> Result<NextStep> {
-        recover(&self.destination)?;
+        finish_replacement(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);
-        if self.claim.takes_what_is_done() && plan_xattr::is(&self.destination.path, self.plan.fingerprint) {
+        if self.claim.takes_what_is_done() && published_xattr::is(&self.destination.path, self.plan.fingerprint) {
             return Ok(NextStep::Begun(Beginning::Done));
         }
         free?;
@@ -249,7 +249,7 @@ impl Acquiring<'_> {
             Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
             Admission::Watch => return Ok(NextStep::Later),
             // If another process is alive, it may be replacing the destination at this moment.
-            _ if is_quiet => recover(&self.destination)?,
+            _ if is_quiet => finish_replacement(&self.destination)?,
             _ => {}
         }
         match admission {
@@ -409,7 +409,7 @@ impl Acquiring<'_> {
 /// Checks that the existing destination, if any, may be replaced.
 pub(super) fn check_destination(destination: &Destination, shape: DestinationKind, claim: &Claim) -> Result<()> {
     let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
-    // The recovery of an interrupted replacement may have restored a folder at the destination.
+    // [`finish_replacement`] may have restored a folder at the destination.
     refuse_folder(&destination.path, shape)?;
     let is_empty_folder = metadata.is_dir() && lookup::list(&destination.path)?.is_empty();
     if is_empty_folder || claim.overwrite { Ok(()) } else { Err(destination.is_taken(claim)) }
@@ -484,7 +484,7 @@ impl Destination {
     /// the error also states why this output was not accepted.
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
-        let (message, hint) = match plan_xattr::read(&self.path) {
+        let (message, hint) = match published_xattr::read(&self.path) {
             Some(_) if claim.takes_what_is_done() => (
                 format!("{destination} exists and is complete, but was made from another source or with other options"),
                 "choose another destination, or replace it with options::overwrite",

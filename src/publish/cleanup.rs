@@ -12,7 +12,7 @@ use std::time::Instant;
 use super::destination::{Destination, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseRole, LeaseState, LeaseWatch, SeenLease, read_leases};
 use super::partial_folder::{FoundPartial, Partial};
-use super::{DestinationKind, Staging, recovery};
+use super::{DestinationKind, Staging, completed_work};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::launch::Part;
@@ -36,7 +36,7 @@ impl Staging {
             && !found.is_published
             && found.leases.iter().all(is_over)
             && (0..awaited).all(has_come)
-            && recovery::is_empty(&work).unwrap_or(false);
+            && completed_work::is_empty(&work).unwrap_or(false);
         if is_unused && destination.throw_away(shape, Some(&found), &mut watch).unwrap_or(false) {
             destination.sweep(&[TRASH]);
         }

@@ -21,7 +21,7 @@ use std::sync::{Arc, PoisonError};
 use super::destination::{BACKUP, Destination, FileIdentity, TRASH, is_gone};
 use super::lease::{Lease, LeaseLost, LeaseName, LeaseRole, LeaseState};
 use super::partial_folder::output;
-use super::{DestinationKind, Staging, plan_xattr};
+use super::{DestinationKind, Staging, published_xattr};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -199,7 +199,7 @@ impl Seal<'_> {
                 Err(error) if is_gone(&error) => {}
                 opened => {
                     let opened = opened.map_err(Error::io("open", &output))?;
-                    plan_xattr::write(&opened, staging.fingerprint);
+                    published_xattr::write(&opened, staging.fingerprint);
                     fault::point("commit-marked");
                     if sync {
                         sync_output(&output, opened, staging.shape)?;
@@ -234,7 +234,7 @@ fn is_taken(error: &io::Error) -> bool {
 }
 
 /// Finishes or rolls back a replacement that an earlier run did not finish.
-pub(super) fn recover(destination: &Destination) -> Result<()> {
+pub(super) fn finish_replacement(destination: &Destination) -> Result<()> {
     let (target, old) = (destination.target(), destination.old());
     let found = old.own_entry().map_err(Error::io("stat", &old))?;
     let Some(replaced) = found.map(|metadata| FileIdentity::new(&metadata)) else { return Ok(()) };

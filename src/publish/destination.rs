@@ -20,7 +20,7 @@ use super::Pace;
 use crate::comm::{Process, Wait, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
-use crate::storage::{AnchoredPath, filesystem, uncached};
+use crate::storage::{AnchoredPath, filesystem, fresh_lookup};
 
 /// The prefix in the names of partial folders that are being created.
 pub(super) const TMP: &str = "new-";
@@ -191,7 +191,7 @@ impl Destination {
     pub fn look_up(&self) {
         let paths = self.names();
         let names: Vec<&OsStr> = paths.iter().map(AnchoredPath::file_name).collect();
-        let _ = uncached::refresh_names(&self.folder, &names, self.unique(TRASH).file_name());
+        let _ = fresh_lookup::refresh_names(&self.folder, &names, self.unique(TRASH).file_name());
     }
 
     /// Repeats `look` until it returns true, or until the file system can no longer return cached names. `what` is the
@@ -233,14 +233,14 @@ pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     if !is_hidden()? {
         return Ok(false);
     }
-    let _ = uncached::refresh_names(folder, &[name.as_ref()], format!(".probe-{}", unique()).as_ref());
+    let _ = fresh_lookup::refresh_names(folder, &[name.as_ref()], format!(".probe-{}", unique()).as_ref());
     is_hidden()
 }
 
 /// Reads at most `most` bytes from the start of a file. Other processes may write the file at the same time.
 pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    uncached::open(path)?.take(most).read_to_end(&mut bytes)?;
+    fresh_lookup::open(path)?.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 

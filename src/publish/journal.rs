@@ -3,8 +3,8 @@
 //! Each process has its own journal and only appends to it. A journal record is one line: the ranges finished since the
 //! previous record, as JSON, and the CRC-32 of the JSON. The data is on disk before its record is written. Without
 //! syncing, the record names the boot of the node instead, because a node that crashes loses data that was not written
-//! back. If files contradict an entry, a record in another journal invalidates the entry. [`recovery`](super::recovery)
-//! reads all journals.
+//! back. If files contradict an entry, a record in another journal invalidates the entry.
+//! [`completed_work`](super::completed_work) reads all journals.
 //!
 //! ```text
 //!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf

@@ -31,18 +31,18 @@
 mod acquire;
 mod cleanup;
 mod commit;
+pub mod completed_work;
 mod destination;
 pub mod journal;
 mod lease;
-pub mod log;
 mod partial_folder;
-mod plan_xattr;
 pub mod presence;
-pub mod recovery;
+mod published_xattr;
 pub mod seal;
 #[cfg(test)]
 mod tests;
 mod wait;
+pub mod work_log;
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -13,7 +13,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::recovery::CompletedWork;
+use super::completed_work::CompletedWork;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError, Untrusted};
 use crate::exec::sidecar_files::{SidecarFile, is_copied, len_of};

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::destination::FileIdentity;
 use super::lease::{LeaseLost, LeaseRole, LeaseState, SeenLease};
 use super::partial_folder::Partial;
-use super::{Staging, plan_xattr};
+use super::{Staging, published_xattr};
 use crate::comm::Process;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -231,7 +231,7 @@ impl Staging {
     /// partial folder. If it has died, this process removes the folder.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
-        let is_marked = || plan_xattr::is(&self.destination.path, self.fingerprint);
+        let is_marked = || published_xattr::is(&self.destination.path, self.fingerprint);
         let (begun, mut nap) = (Instant::now(), self.pace.nap());
         loop {
             let is_stopped = self.destination.refresh(stop).is_err();
@@ -294,7 +294,7 @@ impl Staging {
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = FileIdentity::of(&self.destination.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);
-        is_known || plan_xattr::is(&self.destination.path, self.fingerprint)
+        is_known || published_xattr::is(&self.destination.path, self.fingerprint)
     }
 
     fn sealer(&self, found: &Partial) -> Option<LeaseState> {

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use super::NameOptions;
 use super::survey::{Leaf, LeafKind, Named, Survey, is_number};
-use crate::catalog::model;
+use crate::catalog::state_dict;
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use crate::nearest;
@@ -55,7 +55,7 @@ pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s 
 
 /// Returns, for each leaf of the state dict, whether it is kept.
 pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
-    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
+    let is_gradient = |leaf: &Leaf| state_dict::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {

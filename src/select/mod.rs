@@ -18,7 +18,7 @@ mod naming;
 mod rebuild;
 mod rename;
 mod scales;
-mod steps;
+mod split_name;
 mod survey;
 #[cfg(test)]
 mod tests;
@@ -32,7 +32,7 @@ pub use dtypes::{CastSummary, DtypeRule, KeptReason};
 pub use rename::Rename;
 
 use crate::catalog::path::{self, tensors};
-use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, model};
+use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
@@ -44,7 +44,8 @@ use survey::{Leaf, LeafKind, Survey};
 pub enum Root {
     #[default]
     Whole,
-    /// The model becomes the root (see [`crate::catalog::model`]). If the state dict has no model, the result is empty.
+    /// The model becomes the root (see [`crate::catalog::state_dict`]). If the state dict has no model, the result is
+    /// empty.
     Model,
     /// The value at this dotted path becomes the root. The path may end inside a key: `model.layers.0` of `{"model":
     /// {"layers.0.w": ..}}`.
@@ -184,7 +185,7 @@ fn unchanged_state<'a>(
     let part = match options.root {
         Root::Whole => &source.state,
         Root::Model if survey.model_root.is_empty() => survey.leaves.iter().all(under_root).then_some(&source.state)?,
-        Root::Model => model::model_root(&source.state).find(&source.state)?,
+        Root::Model => state_dict::model_root(&source.state).find(&source.state)?,
         Root::At(_) => return None,
     };
     if zip(&survey.leaves, kept.iter()).any(|(leaf, kept)| under_root(leaf) && !kept) {

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::HashMap;
 
-use super::steps::{self, Step, rekey};
+use super::split_name::{self, Step, rekey};
 use super::survey::{Leaf, Named, Survey, is_number};
 use super::{NameOptions, Root};
 use crate::error::{Error, Result};
@@ -119,7 +119,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             let leaf = self.survey.leaves[*index as usize];
             // The empty name of a leaf is reported as an error later.
             let steps = self.steps(leaf).ok().flatten().filter(|_| self.is_under_root(leaf))?;
-            let new = steps::join(&steps);
+            let new = split_name::join(&steps);
             Some((name.clone(), new.strip_prefix(&place).map(str::to_owned).unwrap_or(new)))
         });
         self.parameters = learnt.collect();
@@ -166,7 +166,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             return Ok(None);
         }
         if !self.root.is_empty() {
-            steps::cut_front(&mut named.steps, self.root.len());
+            split_name::cut_front(&mut named.steps, self.root.len());
             named.name.drain(..self.root.len());
             if named.tail > named.name.len() {
                 // The root ends inside the parameter's name, so the remaining name is treated as a name without a
@@ -240,12 +240,12 @@ impl<'a, 'o> Naming<'a, 'o> {
         if self.options.strip_prefixes.is_empty() && self.options.renames.is_empty() {
             return steps;
         }
-        let mut name = steps::join(&steps);
+        let mut name = split_name::join(&steps);
         for (prefix, used) in self.options.strip_prefixes.iter().zip(&self.prefixes_used) {
             let cut = prefix_len(&name, prefix);
             if cut > 0 {
                 used.set(true);
-                steps::cut_front(&mut steps, cut);
+                split_name::cut_front(&mut steps, cut);
                 name.drain(..cut);
             }
         }

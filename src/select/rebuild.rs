@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::naming::Naming;
-use super::steps::{self, KeyRef, Step};
+use super::split_name::{self, KeyRef, Step};
 use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
@@ -117,7 +117,7 @@ impl<'a> Rebuild<'a> {
     /// Registers the new name of a leaf. Two leaves with one name are an error only if one of them was renamed, because
     /// the source may already have two leaves with one name.
     fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
-        let name = steps::join(steps);
+        let name = split_name::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
         match self.names.get(&name) {
             Some((other, other_renamed)) if renamed || *other_renamed => Err(self.collision_error(leaf, *other, steps)),
@@ -132,7 +132,7 @@ impl<'a> Rebuild<'a> {
     fn collision_error(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
-            format!("`{first}` and `{second}` would both be named `{}`", steps::join(steps)),
+            format!("`{first}` and `{second}` would both be named `{}`", split_name::join(steps)),
             "change options::rename, options::strip_prefix or options::root, exclude one of them with options::exclude, or keep \
              wrapper prefixes with options::keep_names",
         )

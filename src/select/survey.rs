@@ -14,10 +14,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::Wrappers;
-use super::steps::{self, KeyRef, Step};
+use super::split_name::{self, KeyRef, Step};
 use crate::catalog::path::{self, is_descended};
 use crate::catalog::wrappers::{clean_name, has_wrapper, with_clean};
-use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
+use crate::catalog::{Catalog, Dict, Path, TensorId, Value, optimizer, state_dict};
 
 /// A container or leaf of the state dict.
 #[derive(Debug)]
@@ -136,7 +136,7 @@ struct WalkPosition {
 impl<'a> Survey<'a> {
     /// Traverses the state dict of a catalog.
     pub fn new(catalog: &'a Catalog, wrappers: Wrappers) -> Self {
-        let root = model::model_root(&catalog.state);
+        let root = state_dict::model_root(&catalog.state);
         let mut survey = Self {
             nodes: vec![SurveyNode { parent: None, key: None, value: &catalog.state, flat: false }],
             leaves: Vec::with_capacity(catalog.tensors.len()),
@@ -213,7 +213,10 @@ impl<'a> Survey<'a> {
 
     /// Returns whether a top-level key belongs to the model, if the tensors of the model are at the top level.
     fn begins_model(&self, at: WalkPosition, name: &str, value: &Value) -> bool {
-        at.depth == 0 && self.root_keys.is_empty() && at.optimizer.is_none() && !model::is_beside_model(name, value)
+        at.depth == 0
+            && self.root_keys.is_empty()
+            && at.optimizer.is_none()
+            && !state_dict::is_beside_model(name, value)
     }
 
     fn optimizer_below(&mut self, at: WalkPosition, name: &str, value: &Value) -> Option<(u32, OptimizerSection)> {
@@ -388,11 +391,11 @@ impl<'a> Survey<'a> {
             let step = Step { text, key: Some(*key), container: Some(*container) };
             path.extend(if self.clean { step.clean(is_last) } else { Some(step) });
         }
-        let name = steps::join(&path);
+        let name = split_name::join(&path);
         let mut named = Named { steps: path, name, tail: 0, parameter: 0 };
         if let Some((_, prefix)) = head.filter(|(head, _)| *head < keys.len()) {
             let below = &named.steps[after_head..];
-            named.tail = steps::join(below).len().saturating_sub(prefix);
+            named.tail = split_name::join(below).len().saturating_sub(prefix);
             let keys = if prefix > 0 { None } else { below.first().zip(below.last()) };
             named.parameter = self.parameter_len(&named.name[named.name.len() - named.tail..], keys);
         }

@@ -9,13 +9,13 @@ mod anchored;
 pub mod direct;
 pub(crate) mod error;
 pub mod filesystem;
+pub mod fresh_lookup;
 mod local_content;
 pub mod lookup;
 mod mapping;
 pub mod memory;
 mod open_file;
 mod open_files;
-pub mod uncached;
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -13,7 +13,7 @@ use crate::exec::{Extents, Input, Options, Silent, Stop, copy};
 use crate::format::fsdp_flat::{FlatTarget, document, reserve};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use crate::layout::Rank;
-use crate::publish::log::{AtEnd, Log};
+use crate::publish::work_log::{AtEnd, Log};
 use serde_json::Value as Json;
 
 const OPTIONS: Options = Options { threads: 2, write_block_bytes: 300, sync: false };

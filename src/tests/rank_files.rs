@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::{Catalog, ChunkTable, Fqn, RankValue, Reservation, TensorEntry, TensorId, Value, model};
+use crate::catalog::{Catalog, ChunkTable, Fqn, RankValue, Reservation, TensorEntry, TensorId, Value, state_dict};
 use crate::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
 use crate::format::safetensors::SelectedTensors;
 use crate::format::torch::{DTensorStyle, RankLayout, RankTarget, Release, reserve_ranks};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use crate::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
-use crate::publish::log::{AtEnd, Log};
+use crate::publish::work_log::{AtEnd, Log};
 
 use torch_pickle::pickle::Unknown;
 
@@ -224,7 +224,7 @@ fn writers_look_at_dtypes_and_shapes_only() {
     let whole = |catalog| torch::reserve(catalog, &source.catalog.state, "m.pt".into()).unwrap();
     same(whole(catalog), whole(&without_chunks));
 
-    let tensors = model::all_tensors(&catalog.state);
+    let tensors = state_dict::all_tensors(&catalog.state);
     let folder = safetensors::FileDivision::Folder { max_shard_bytes: 100 };
     let named = |source: &Catalog| {
         safetensors::reserve(SelectedTensors { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
@@ -250,7 +250,7 @@ fn writers_look_at_dtypes_and_shapes_only() {
 #[test]
 fn safetensors_records_ties_where_the_kept_tensor_is() {
     let source = open(&fixture("fsdp4/ranks"));
-    let tensors = model::all_tensors(&source.catalog.state);
+    let tensors = state_dict::all_tensors(&source.catalog.state);
     let last = tensors.last().unwrap().0.clone();
     let ties = [(Fqn::from("z.alias"), last.clone()), (Fqn::from("a.alias"), last.clone())];
     let shape = safetensors::FileDivision::Folder { max_shard_bytes: 100 };

@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 use super::ComparedNames;
 use super::findings::Findings;
 use super::saved_digests::{DigestListing, ListedTensor};
-use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, path, state_dict};
 use crate::convert::Run;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source_options::input;
@@ -203,7 +203,7 @@ fn check_common<'n>(
 
 impl Findings {
     fn removed(&mut self, name: String, args: &VerifyOptions) {
-        if model::is_random_state(&name) {
+        if state_dict::is_random_state(&name) {
             self.not_comparable.push(name);
         } else if !args.common {
             self.only_in_src.push(name);
@@ -211,7 +211,7 @@ impl Findings {
     }
 
     fn added(&mut self, name: String, args: &VerifyOptions) {
-        if model::is_random_state(&name) {
+        if state_dict::is_random_state(&name) {
             self.not_comparable.push(name);
         } else if !args.common {
             self.only_in_other.push(name);
@@ -255,7 +255,7 @@ impl Findings {
                 // `.params` lists the names in a flat parameter, and the order may differ.
                 Some(other) if name.ends_with(".params") && same_names(value, other) => {}
                 // Random state differs between ranks, and the number of ranks may have changed.
-                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
+                Some(_) if state_dict::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
             }
         }
@@ -274,7 +274,7 @@ impl Findings {
                 None => self.removed(name, args),
                 Some(other) if *other == shown => {}
                 // Random state differs between ranks, and the number of ranks may have changed.
-                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
+                Some(_) if state_dict::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{shown} in SRC, {other} listed")),
             }
         }
@@ -287,7 +287,7 @@ impl Findings {
 /// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, an exported model has the names that
 /// its checkpoint has below `model`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
-    let root = model::model(&source.catalog.state).root.to_string();
+    let root = state_dict::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
     let root = is_root.then_some(root.as_str()).or_else(|| common_prefix(&found.only_in_src, &found.only_in_other));
     if let Some(root) = root {
@@ -324,7 +324,7 @@ pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
 }
 
 fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
-    by_name(model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
+    by_name(state_dict::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
 }
 
 /// Returns true if two lists have the same names, in any order.

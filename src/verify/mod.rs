@@ -1,10 +1,11 @@
 //! `verify` checks that a checkpoint is sound, and compares the values of two checkpoints. A difference or damage is a
-//! finding, not an error. This module opens the checkpoints and checks soundness; `comparison` compares, `findings`
-//! collects and prints.
+//! finding, not an error. This module opens the checkpoints; `soundness` checks one, `comparison` compares two, and
+//! `findings` collects and prints.
 
 mod comparison;
 mod findings;
 mod saved_digests;
+mod soundness;
 
 use std::sync::Arc;
 
@@ -12,18 +13,16 @@ use self::comparison::{Comparison, suggest_dtype};
 use self::findings::Findings;
 pub use self::findings::Verification;
 use self::saved_digests::DigestListing;
-use crate::catalog::{TensorEntry, model, path};
-use crate::convert::checks;
+use self::soundness::sound;
+use crate::catalog::path;
 use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
-use crate::convert::source_options::{check_flat, check_series, input, read_options, refuse_without_tensors};
+use crate::convert::source_options::{check_flat, check_series, read_options, refuse_without_tensors};
 use crate::convert::{Engine, Run, Setup};
 use crate::error::Result;
-use crate::exec::compare;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
 use crate::progress::Progress;
-use crate::progress::Task;
 use crate::select::{self, Selected, Wrappers};
 
 /// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
@@ -136,48 +135,5 @@ fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Prog
         return refuse_without_tensors(&args.src, source, &args.source, &args.select);
     }
     progress.warning(&format!("{} has no tensors: only its objects are verified", args.src.display()));
-    Ok(())
-}
-
-/// Checks that chunks cover every element of each tensor exactly once, that replicas are equal, and that stored
-/// checksums match.
-fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result<()> {
-    let catalog = &checkpoint.catalog;
-    found.not_comparable.extend(catalog.dropped.iter().map(|name| format!("{name}, dropped")));
-    for conflict in catalog.conflicts() {
-        found.absorb("", conflict)?;
-    }
-    for (name, error) in checks::sums(checkpoint, run) {
-        found.absorb(&name, error)?;
-    }
-    let mut plain_replicas = 0;
-    let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
-    let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
-    for entry in &catalog.tensors {
-        let checked = compare::check_locations(input(checkpoint), entry).and_then(|()| {
-            if model::is_random_state(entry.fqn.as_str()) {
-                return Ok(None);
-            }
-            compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)
-        });
-        match checked {
-            Ok(None) => {}
-            Ok(Some(pair)) => {
-                let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
-                let detail = format!("{first} and {second} differ, first at {:?}", pair.index(entry).as_slice());
-                found.add(entry.fqn.as_str(), "replica", detail);
-                plain_replicas += usize::from(!entry.is_shared());
-            }
-            Err(error) => found.absorb(entry.fqn.as_str(), error)?,
-        }
-        found.tensors += 1;
-        found.bytes += entry.len_bytes();
-    }
-    if plain_replicas > 0 {
-        found.hints.push(String::from(
-            "plain tensors are treated as replicas; if they are shards, declare the layout with options::src_mesh and \
-             options::src_placements or options::src_plan; if they are partial values, use options::reduce",
-        ));
-    }
     Ok(())
 }

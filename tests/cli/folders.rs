@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::{assert_same, below, copy_folder, expect, fixture, inspect, read, succeed};
-use dtshard::catalog::model;
+use dtshard::catalog::state_dict;
 use dtshard::format::{Checkpoint, Format, PartContent, RankNamePattern, ReadOptions, SeriesChoice, Want};
 use dtshard::text::spell_options;
 use tempfile::TempDir;
@@ -253,7 +253,7 @@ fn sibling_model_and_optimizer_are_one_checkpoint() {
     );
     let expected = crate::common::Truth::load("accelerate/truth").tensors;
     assert_same(&read(root.path()), &expected, "both folders");
-    assert_eq!(model::model(&found.catalog.state).root.to_string(), "model");
+    assert_eq!(state_dict::model(&found.catalog.state).root.to_string(), "model");
 
     let targets = temporary_folder();
     let out = targets.path().join("out");

@@ -11,7 +11,7 @@ use crate::common::{
 };
 use crate::common::{below, tensors_of};
 use dtshard::catalog::flat::FlatLayout;
-use dtshard::catalog::{Key, Path, Value, model};
+use dtshard::catalog::{Key, Path, Value, state_dict};
 use dtshard::format::fsdp_flat::document;
 use dtshard::format::{Checkpoint, FlatKnowledge, Format, ReadOptions};
 use serde_json::{Value as Json, json};
@@ -160,7 +160,7 @@ fn tied_weights_of_a_full_state_dict_are_found() {
 fn names_have_the_order_of_the_model() {
     for name in ["views", "flat"] {
         let copy = Copy::with_layout("flat2", name);
-        let state = model::model(&copy.opened(None).unwrap().catalog.state);
+        let state = state_dict::model(&copy.opened(None).unwrap().catalog.state);
         let found: Vec<String> = state.tensors.iter().map(|(name, _)| name.to_string()).collect();
         let buffers = ["freqs", "seen", "layers.0.scale", "layers.1.scale", "head.weight"];
         let parameters: Vec<&String> = found.iter().filter(|name| !buffers.contains(&name.as_str())).collect();

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 
 use assert_cmd::Command;
-use dtshard::catalog::{TensorEntry, model};
+use dtshard::catalog::{TensorEntry, state_dict};
 use dtshard::exec::{Input, Options, Silent, Stop, compare};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use safetensors::SafeTensors;
@@ -309,7 +309,7 @@ pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
         let input = Input { files, catalog, resolve: &resolve };
         compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default()).unwrap()
     };
-    let tensors = model::all_tensors(&catalog.state).into_iter().map(|(name, id)| {
+    let tensors = state_dict::all_tensors(&catalog.state).into_iter().map(|(name, id)| {
         let entry = catalog.tensor(id);
         let dtype = entry.dtype.to_string();
         (name.to_string(), Tensor { dtype, shape: entry.shape.to_vec(), digest: digest(entry) })

@@ -7,16 +7,16 @@ mod units;
 
 use std::path::PathBuf;
 
-use super::conflicts::TargetFiles;
-use super::engine::Run;
+use super::differing_values::TargetFiles;
 use super::fill::with_others;
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source::ConversionSource;
 use super::target_format::target_format;
 use super::target_parts::{PartTarget, carry_along, check_room, parts, warn_of_carried};
 use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Path, Reservation, TensorId, model};
+use crate::catalog::{Path, Reservation, TensorId, state_dict};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::fsdp_flat::{FlatTarget, PartSurvey};
@@ -78,8 +78,8 @@ pub fn lay_out(
 /// `Conflict` if two tensors that share one place differ.
 pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.selection.catalog;
-    let root = model::model_root(&wanted.state);
-    let gradients = model::gradients_root(&wanted.state, &root);
+    let root = state_dict::model_root(&wanted.state);
+    let gradients = state_dict::gradients_root(&wanted.state, &root);
     let parts = parts(source, to);
     let within = |path: &Path, at: &Path| path.0.strip_prefix(at.0.as_slice()).map(|rest| Path(rest.to_vec()));
     let model = |part: &PartTarget| within(&root, &part.at);

@@ -8,8 +8,8 @@ use super::super::source::ConversionSource;
 use super::numbering;
 use super::units::{self, OrderedModel, WrapPolicy};
 use crate::catalog::flat::{FlatLayout, default_align};
-use crate::catalog::model::{self, Model};
 use crate::catalog::modules::{self, module_of};
+use crate::catalog::state_dict::{self, Model};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::convert::options::{ConvertOptions, FlattenOptions, Strategy};
@@ -217,7 +217,7 @@ impl FlattenRequest {
     /// new dtype, unless the alignment comes from mixed precision.
     fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
         let wanted = &source.selection.catalog;
-        let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
+        let tensors: HashMap<Fqn, TensorId> = state_dict::model(&wanted.state).tensors.into_iter().collect();
         for unit in &mut layout.units {
             let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
             if let Some(dtype) = first.map(|id| wanted.tensor(*id).dtype) {
@@ -272,7 +272,7 @@ impl FlattenRequest {
 
     /// Returns the names of the model in the order of registration, if `--like` or the source keeps that order.
     fn order(source: &ConversionSource) -> Option<Vec<Fqn>> {
-        let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
+        let names = |state| -> Vec<Fqn> { state_dict::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
         let like = source.like.as_ref().filter(|like| like.format.keeps_order());
         let Checkpoint { format, catalog, .. } = &source.checkpoint;
         let has_order =
@@ -286,7 +286,7 @@ impl FlattenRequest {
 /// Returns true if PyTorch's `_metadata` in the state dict lists every module. The parameters of a flat checkpoint are
 /// then in the order of that list.
 fn knows_modules(state: &Value) -> bool {
-    let Model { root, tensors } = model::model(state);
+    let Model { root, tensors } = state_dict::model(state);
     let dict = root.find(state).and_then(Value::as_dict);
     let Some(registered) = dict.and_then(modules::registered_modules) else { return false };
     let registered: HashSet<String> = registered.into_iter().collect();

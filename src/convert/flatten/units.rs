@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::is_within;
 use crate::catalog::optimizer::named_groups;
-use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
+use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::format::fsdp_flat;
@@ -48,7 +48,7 @@ const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original
 /// # Errors
 /// `Unsupported` if the order of parameters or elements is not known, `Usage` for a pattern that matches nothing.
 pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(FlatLayout, Vec<String>)> {
-    let tensors = model::model(model.state).tensors;
+    let tensors = state_dict::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
     refuse_reordered(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
@@ -91,7 +91,7 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
 /// # Errors
 /// `Unsupported` if the two names would be in different units.
 pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
-    let tensors = model::model(state).tensors;
+    let tensors = state_dict::model(state).tensors;
     let in_units = layout.units.iter().enumerate();
     let places: HashMap<&Fqn, usize> =
         in_units.flat_map(|(index, unit)| unit.params.iter().map(move |param| (&param.fqn, index))).collect();

@@ -1,9 +1,9 @@
 //! `reshard` to FSDP1 flat parameters, for another number of ranks. The units come from SRC, from `--like` or from a
 //! layout file. This module checks the options of `reshard` and translates them into a [`FlattenRequest`].
 
-use super::super::engine::Run;
 use super::super::flatten::{self, FlattenRequest, GroupSize};
 use super::super::prepared::Prepared;
+use super::super::run::Run;
 use super::super::source::ConversionSource;
 use super::class::tensor_class;
 use crate::convert::options::{ConvertOptions, ReshardOptions};

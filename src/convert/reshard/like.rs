@@ -4,7 +4,7 @@
 
 use std::path::Path as FilePath;
 
-use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, state_dict};
 use crate::convert::matching_names::{NameMatch, Names, of_all_ranks};
 use crate::error::{CatalogError, Error, Result};
 use crate::format::Checkpoint;
@@ -96,5 +96,5 @@ impl<'a> LikeLayout<'a> {
 /// Returns true if a tensor that `--like` lacks is replicated because it is 0-d, or because each rank has its own
 /// value.
 pub fn is_whole_anyway(path: &Path, entry: &TensorEntry) -> bool {
-    entry.shape.is_empty() || model::is_random_state(path.fqn().as_str())
+    entry.shape.is_empty() || state_dict::is_random_state(path.fqn().as_str())
 }

@@ -6,17 +6,17 @@ mod attention_heads;
 mod class;
 mod flat;
 mod like;
+mod mesh_and_rules;
 mod placement_report;
 mod placement_resolver;
-mod sharded;
+mod sharded_tensor_mesh;
 mod strided;
-mod target;
 mod tensor_context;
 
-use super::conflicts::TargetFiles;
-use super::engine::Run;
+use super::differing_values::TargetFiles;
 use super::fill::with_others;
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
 use super::target_format::{holds_whole_tensors, target_format};
@@ -36,10 +36,10 @@ use crate::select::Wrappers;
 use attention_heads::AttentionHeads;
 use class::tensor_class;
 use like::LikeLayout;
+use mesh_and_rules::target_layout;
+pub use mesh_and_rules::{own_mesh, row_specs, shared_mesh};
 pub use placement_resolver::PlacementResolver;
-pub use sharded::rows;
-use target::target_layout;
-pub use target::{own_mesh, row_specs, shared_mesh};
+pub use sharded_tensor_mesh::rows;
 
 /// Lays out the destination of `reshard`.
 ///

@@ -13,9 +13,9 @@ use super::attention_heads::AttentionHeads;
 use super::class::usual_class;
 use super::like::{LikeLayout, is_whole_anyway};
 use super::placement_report::PlacementReport;
-use super::sharded::rows;
+use super::sharded_tensor_mesh::rows;
 use super::tensor_context::{ParameterEvidence, TensorContext, TensorContexts};
-use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, state_dict};
 use crate::error::{Error, Result};
 use crate::format::local::LocalLayout;
 use crate::format::parallelize::{PlanSide, PlannedModel};
@@ -96,7 +96,7 @@ impl<'a> PlacementResolver<'a> {
     /// `Usage` if the plan does not fit the model.
     pub fn plan(self, order: ParameterOrder) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
-        let model = model::parameters(&self.subjects.catalog.state);
+        let model = state_dict::parameters(&self.subjects.catalog.state);
         let parameters: Vec<_> = model.iter().map(|(fqn, id)| self.subjects.parameter(fqn, *id)).collect();
         let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
         let planned = PlannedModel::new(PlanSide::Target, (plan, &self.layout.mesh), names, &parameters, order)?;

@@ -3,14 +3,14 @@
 
 mod ranks;
 
-use super::conflicts::TargetFiles;
-use super::engine::Run;
+use super::differing_values::TargetFiles;
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
 use super::target_format::target_format;
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
-use crate::catalog::{model, path};
+use crate::catalog::{path, state_dict};
 use crate::convert::options::{ConvertOptions, UnshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Format, WholeTarget};
@@ -82,5 +82,5 @@ pub fn prepare(
 
 fn has_gradients(source: &ConversionSource) -> bool {
     let state = &source.selection.catalog.state;
-    model::gradients_root(state, &model::model_root(state)).is_some()
+    state_dict::gradients_root(state, &state_dict::model_root(state)).is_some()
 }

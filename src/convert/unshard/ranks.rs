@@ -6,13 +6,13 @@
 
 use std::path::PathBuf;
 
-use super::super::engine::Run;
 use super::super::reshard::{LoadingJob, own_mesh, rows};
+use super::super::run::Run;
 use super::super::source::ConversionSource;
 use super::super::target_parts::parts;
 use super::super::{flatten, partial_values};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
+use crate::catalog::{Class, Path, Reservation, TensorEntry, optimizer, state_dict};
 use crate::convert::options::{ConvertOptions, UnshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage, torch};
@@ -112,7 +112,7 @@ fn some_modules(
              sharded ones",
         )
     })?;
-    let root = model::model_root(&source.selection.catalog.state);
+    let root = state_dict::model_root(&source.selection.catalog.state);
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
     let mut names = Vec::new();

@@ -8,8 +8,8 @@ use super::*;
 use crate::catalog::{ChecksumSpan, OutputFile, Reserved, TensorId};
 use crate::exec::Silent;
 use crate::exec::checksums::first_mismatch;
-use crate::publish::recovery::CompletedWork;
-use crate::publish::{recovery, seal};
+use crate::publish::completed_work::CompletedWork;
+use crate::publish::{completed_work, seal};
 use crate::storage::{AnchoredPath, FileId};
 
 const LEN: u64 = 60_000;
@@ -106,7 +106,7 @@ proptest! {
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         let changed = || {
             let all = Extents::of_files(&reservation.files);
-            recovery::changed(&known, &all, &place, &reservation.files, &Silent, &Stop::default()).unwrap()
+            completed_work::changed(&known, &all, &place, &reservation.files, &Silent, &Stop::default()).unwrap()
         };
         prop_assert!(changed().is_empty());
         for _again in 0..2 {

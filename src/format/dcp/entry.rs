@@ -8,11 +8,12 @@ use super::{look_at, metadata_files, objects, read, reserve};
 use crate::catalog::Reservation;
 use crate::error::{Error, FormatError, Result};
 use crate::format::Format;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Object, Objects, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::traits::{Object, Objects, Read, ShardedTarget, WriteShards};
 use crate::storage::{FileId, Files};
 
 /// The row for DCP directories in the table of formats.

@@ -6,12 +6,12 @@ pub(super) mod entry;
 mod file_layout;
 mod known;
 mod metadata;
-mod objects;
+mod mirror_objects;
 mod read;
 mod write;
 mod write_metadata;
 
-pub use objects::{look_at, objects};
+pub use mirror_objects::{look_at, objects};
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};
 

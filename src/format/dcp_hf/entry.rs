@@ -6,12 +6,13 @@ use std::path::Path;
 use super::{lone_shard, reserve, shortfall};
 use crate::catalog::Reservation;
 use crate::error::Result;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::sharding::ShardName;
 use crate::format::shortfall::Shortfall;
+use crate::format::traits::{Read, ShardedTarget, WriteShards};
 use crate::format::{Format, ReadOptions, safetensors, sets};
 use crate::storage::IoMode;
 

@@ -19,9 +19,9 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
-use crate::format::registry::Layouts;
 use crate::format::safetensors::sharding::{SHARDING_INFO, ShardName};
 use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, WrittenTensor, write_header};
+use crate::format::traits::Layouts;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 

@@ -5,9 +5,9 @@
 //! applies to all floating-point tensors that are not optimizer state, random state or trainer state next to a model.
 //! Integers are never reduced: they are counters with the same value on all ranks, and are compared instead.
 
-use crate::catalog::model::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
+use crate::catalog::state_dict::{self, gradients_root, is_beside_model, is_random_state, model_root};
 use crate::catalog::{Dtype, Key, Path, Value};
 use crate::error::{Error, Result};
 use crate::layout::file::did_you_mean;
@@ -158,7 +158,7 @@ impl ReducedTensors {
 
 /// Returns whether a key is one of the names under which jobs save gradients.
 fn is_gradients(key: &Key) -> bool {
-    matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
+    matches!(key, Key::Name(name) if state_dict::GRADIENTS.contains(&name.as_ref()))
 }
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {

@@ -17,7 +17,7 @@ use crate::catalog::path::tensors;
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, checked_len_bytes,
-    model,
+    state_dict,
 };
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
@@ -133,7 +133,7 @@ impl<'a> LayoutResolver<'a> {
                 continue;
             }
             let paths = &self.paths[id.0 as usize];
-            let is_own = paths.iter().any(|path| model::is_random_state(path.fqn().as_str()));
+            let is_own = paths.iter().any(|path| state_dict::is_random_state(path.fqn().as_str()));
             if paths.is_empty() || is_own {
                 check_equal_shapes(entry)?;
             } else {
@@ -165,7 +165,7 @@ impl<'a> LayoutResolver<'a> {
     /// Gives the parameters of the model the placements of the declared plan. Returns `None` if no plan is declared.
     fn plan(&self, order: ParameterOrder) -> Result<Option<(PlannedModel, HashMap<TensorId, Fqn>)>> {
         let Some(plan) = &self.layout.plan else { return Ok(None) };
-        let model = model::parameters(&self.catalog.state);
+        let model = state_dict::parameters(&self.catalog.state);
         let parameter = |(fqn, id): &(Fqn, TensorId)| {
             let entry = self.catalog.tensor(*id);
             let is_trained = self.trained.is_empty() || self.trained.contains(id);
@@ -317,7 +317,7 @@ impl<'a> LayoutResolver<'a> {
             let has_other_shape = parameter.is_some() && follows.is_none();
             tensor_names.names.extend(self.owners.rule_names(&path, owner.as_ref(), has_other_shape));
             for own in parameter.iter().flat_map(|parameter| &self.paths[parameter.0 as usize]) {
-                let names = model::rule_names(own, &self.owners.model_root);
+                let names = state_dict::rule_names(own, &self.owners.model_root);
                 if has_other_shape {
                     tensor_names.other_shaped_parameter.get_or_insert_default().extend(names);
                 } else {

@@ -9,13 +9,14 @@ use std::path::Path;
 use super::document::FILE_NAME;
 use crate::error::Result;
 use crate::format::Format;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::json::is_layout_document;
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::DetectedFiles;
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, TensorStorage};
 use crate::format::torch::entry::RankReader;
+use crate::format::traits::Read;
 
 /// The row for rank files with flat parameters in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {

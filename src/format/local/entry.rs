@@ -7,13 +7,14 @@ use super::{FILE_NAME, LocalTarget, matches_listing, rank_of, read, refuse_decla
 use crate::catalog::{Path, Reservation, TensorEntry};
 use crate::error::Result;
 use crate::format::Format;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::json::is_layout_document;
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WriteShards};
 use crate::format::safetensors::entry::read_parts;
+use crate::format::traits::{Read, ShardedTarget, WriteShards};
 
 /// The row for the format `local` in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {

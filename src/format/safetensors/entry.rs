@@ -8,14 +8,15 @@ use super::sharding::ShardName;
 use super::{FileDivision, INDEX_NAME, SelectedTensors, look_at, ranks, read, reserve, starts_with_header};
 use crate::catalog::Reservation;
 use crate::error::Result;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::index::{ShardIndex, is_index_of, main_index};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::{ReadFindings, without_ranks};
-use crate::format::registry::{FormatEntry, Read, TensorStorage, WholeTarget, WriteWhole};
 use crate::format::series::group;
 use crate::format::shortfall::Shortfall;
+use crate::format::traits::{Read, WholeTarget, WriteWhole};
 use crate::format::{Format, ReadOptions, local, sets};
 use crate::storage::{FileId, Files, IoMode, lookup};
 

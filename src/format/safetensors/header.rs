@@ -14,7 +14,7 @@ use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value as Json};
 
-use crate::catalog::{Dtype, checked_len_bytes, model};
+use crate::catalog::{Dtype, checked_len_bytes, state_dict};
 use crate::error::{Error, Result};
 use crate::format::MAX_RANDOM_STATE_BYTES;
 use crate::json_text;
@@ -45,7 +45,7 @@ pub fn look_at(files: &Files, file: FileId) {
     let Ok(header) = read_header(files, file) else { return };
     for (name, stored) in header.tensors {
         let len = checked_len_bytes(&stored.shape, stored.dtype).filter(|len| *len <= MAX_RANDOM_STATE_BYTES);
-        if let Some(len) = len.filter(|_| model::is_random_state(&name)) {
+        if let Some(len) = len.filter(|_| state_dict::is_random_state(&name)) {
             let _ = files.read(file, stored.offset, len);
         }
     }

@@ -25,7 +25,7 @@ use serde_json::json;
 
 use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, untold_shapes};
 use super::index::ShardIndex;
-use super::placing::Placing;
+use super::output_placing::Placing;
 use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};

@@ -6,17 +6,18 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use super::{DTensorStyle, RankTarget, is_archive, is_no_model, look_at, read, reserve, reserve_ranks};
-use crate::catalog::{Catalog, Reservation, TensorId, model};
+use crate::catalog::{Catalog, Reservation, TensorId, state_dict};
 use crate::error::Result;
 use crate::format::detect::not_that_format;
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::index::{ShardIndex, is_index_of, main_index};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
-use crate::format::registry::{FormatEntry, Read, ShardedTarget, TensorStorage, WholeTarget, WriteShards, WriteWhole};
 use crate::format::series::{GroupedFiles, group};
 use crate::format::shortfall::Shortfall;
+use crate::format::traits::{Read, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
 use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
 use crate::storage::{FileId, Files, IoMode};
 
@@ -147,7 +148,7 @@ impl Read for Reader {
 
 /// Returns the first difference between an index and the torch files that it names.
 fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
-    let named = model::all_tensors(&catalog.state);
+    let named = state_dict::all_tensors(&catalog.state);
     let file_of = |id: TensorId| {
         let chunks = &catalog.tensor(id).chunks;
         chunks.iter().find_map(|chunk| chunk.location.file()).map(|file| files.path(file))
@@ -227,7 +228,7 @@ impl WriteWhole for Writer {
     fn reserve(&self, target: WholeTarget<'_>) -> Result<Reservation> {
         let WholeTarget { source, tensors, destination, .. } = target;
         distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
-        reserve(source, &model::flat_state(tensors), file_name(destination, "pytorch_model.bin"))
+        reserve(source, &state_dict::flat_state(tensors), file_name(destination, "pytorch_model.bin"))
     }
 
     fn reserve_state(&self, source: &Catalog, destination: Option<&Path>) -> Result<Option<Reservation>> {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::reader;
 use super::tensor::TensorNode;
-use crate::catalog::{FileLocation, model};
+use crate::catalog::{FileLocation, state_dict};
 use crate::format::{MAX_RANDOM_STATE_BYTES, archive};
 use crate::storage::{FileId, Files};
 use torch_pickle::pickle::Unknown;
@@ -51,10 +51,10 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
 /// recorded. Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
-    for (fqn, id) in model::all_tensors(&contents.value) {
+    for (fqn, id) in state_dict::all_tensors(&contents.value) {
         let TensorNode::Plain(view) = &contents.tensors[id.0 as usize] else { continue };
         if let FileLocation::Record { record, .. } = contents.record_location(view)
-            && model::is_random_state(fqn.as_str())
+            && state_dict::is_random_state(fqn.as_str())
             && record.len <= MAX_RANDOM_STATE_BYTES
         {
             let _ = archive::data_offset(files, file, record).and_then(|data| files.read(file, data, record.len));

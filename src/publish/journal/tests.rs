@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
-use super::super::recovery::CompletedWork;
+use super::super::completed_work::CompletedWork;
 use super::*;
 use crate::catalog::{ChecksumSpan, Dtype, OutputFile};
 use crate::exec::CastLosses;

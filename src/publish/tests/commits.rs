@@ -134,8 +134,8 @@ fn leftover_of_a_published_run_is_removed() {
         let (first, second) = two_seals(&env);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
         let output = partial_folder::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
-        plan_xattr::write(fs::File::open(output.path()).unwrap(), env.fingerprint);
-        let has_mark = plan_xattr::is(output.path(), env.fingerprint);
+        published_xattr::write(fs::File::open(output.path()).unwrap(), env.fingerprint);
+        let has_mark = published_xattr::is(output.path(), env.fingerprint);
         fs::rename(output.path(), env.out()).unwrap();
         drop((first, second));
         let begun = env.begin_as(&Claim { part: Part { index: 1, of: 2 }, ..env.claim.clone() });

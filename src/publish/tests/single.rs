@@ -213,7 +213,7 @@ fn resume_continues_or_starts_fresh_or_is_done() {
     publish(&second);
     drop(second);
     assert_eq!(env.names(), ["out"]);
-    if !plan_xattr::is(&env.out(), env.fingerprint) {
+    if !published_xattr::is(&env.out(), env.fingerprint) {
         return; // The file system has no attributes.
     }
     assert!(matches!(env.begin_as(&env.claim), Ok(Beginning::Done)));

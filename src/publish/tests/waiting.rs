@@ -242,7 +242,7 @@ fn late_part_after_publication_is_done() {
     let mut env = TestEnv::new(DestinationKind::Folder);
     env.claim.parts_wait = false;
     publish_alone(&env.part(1, 2).unwrap());
-    if !plan_xattr::is(&env.out(), env.fingerprint) {
+    if !published_xattr::is(&env.out(), env.fingerprint) {
         return; // The file system has no attributes.
     }
     for overwrite in [false, true] {

@@ -26,7 +26,7 @@ fn dtypes(rules: &[&str]) -> (BTreeMap<String, Dtype>, Selected) {
     let source = typed();
     let rules = rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
     let selected = select(&source, &NameOptions { dtypes: rules, ..renaming(&["^extra=more"]) }).unwrap();
-    let all = model::all_tensors(&selected.catalog.state).into_iter();
+    let all = state_dict::all_tensors(&selected.catalog.state).into_iter();
     (all.map(|(fqn, id)| (fqn.to_string(), selected.catalog.tensor(id).dtype)).collect(), selected)
 }
 

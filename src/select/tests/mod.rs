@@ -4,7 +4,7 @@ mod dtypes;
 mod properties;
 
 use super::*;
-use crate::catalog::{Dict, DictKind, Dtype, Fqn, RankValue, Value, model, path};
+use crate::catalog::{Dict, DictKind, Dtype, Fqn, RankValue, Value, path, state_dict};
 use crate::layout::{Dims, Rank};
 use crate::storage::FileId;
 
@@ -88,7 +88,7 @@ fn error(state: &Value, options: &NameOptions) -> (String, String) {
 }
 
 fn tensor_names(state: &Value) -> Vec<String> {
-    model::all_tensors(state).iter().map(|(fqn, _)| fqn.to_string()).collect()
+    state_dict::all_tensors(state).iter().map(|(fqn, _)| fqn.to_string()).collect()
 }
 
 /// Returns a state dict with a model and an optimizer, as FSDP2 jobs save it.

@@ -63,11 +63,11 @@ proptest! {
         }
         let there = select(&catalog(source.clone()), &renaming(&forth)).unwrap().catalog;
         let found: BTreeMap<u32, String> =
-            model::all_tensors(&there.state).into_iter().map(|(fqn, id)| (id.0, fqn.to_string())).collect();
+            state_dict::all_tensors(&there.state).into_iter().map(|(fqn, id)| (id.0, fqn.to_string())).collect();
         prop_assert_eq!(found.into_values().collect::<Vec<_>>(), expected);
         let again = select(&catalog(there.state), &renaming(&back)).unwrap().catalog;
         let by_id = |state: &Value| {
-            let all = model::all_tensors(state).into_iter();
+            let all = state_dict::all_tensors(state).into_iter();
             all.map(|(fqn, id)| (id.0, fqn.to_string())).collect::<BTreeMap<u32, String>>()
         };
         prop_assert_eq!(by_id(&again.state), by_id(&source));

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use dtshard::catalog::model;
+use dtshard::catalog::state_dict;
 use dtshard::error::{Error, FormatError, Result};
 use dtshard::exec::{Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::{Checkpoint, ReadOptions, resolve, torch};
@@ -23,7 +23,7 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     copy::dry_run(input, &reservation, &Stop::default())?;
     let options = Options { threads: 1, write_block_bytes: 1 << 20, sync: false };
     let mut found = BTreeMap::new();
-    for (fqn, id) in model::all_tensors(&catalog.state) {
+    for (fqn, id) in state_dict::all_tensors(&catalog.state) {
         let entry = catalog.tensor(id);
         let digest = compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default())?;
         found.insert(fqn.to_string(), digest);

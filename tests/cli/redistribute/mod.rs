@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dtshard::catalog::{Catalog, Dtype, Fqn, OutputFile, TensorEntry, TensorId, model};
+use dtshard::catalog::{Catalog, Dtype, Fqn, OutputFile, TensorEntry, TensorId, state_dict};
 use dtshard::exec::{Input, PreparedTile, Scratch};
 use dtshard::format::torch::{DTensorStyle, RankLayout, RankTarget, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, resolve};
@@ -52,7 +52,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
         let id = catalog.push_tensor(TensorEntry::new(name.as_str().into(), dtype, shape));
         tensors.push((name.as_str().into(), id));
     }
-    catalog.state = model::flat_state(&tensors);
+    catalog.state = state_dict::flat_state(&tensors);
     let by_name: HashMap<&str, &Case> = cases.iter().map(|(name, case)| (name.as_str(), case)).collect();
     let target = RankTarget {
         mesh: &mesh_of(mesh),

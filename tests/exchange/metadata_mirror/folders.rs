@@ -152,9 +152,9 @@ fn random_state_is_compared_without_a_transfer() {
         let mut compared = 0;
         for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
             let checkpoint = mirror.open(&ReadOptions { io: Some(io), ..ReadOptions::default() })?;
-            for (fqn, id) in model::all_tensors(&checkpoint.catalog.state) {
+            for (fqn, id) in state_dict::all_tensors(&checkpoint.catalog.state) {
                 let entry = checkpoint.catalog.tensor(id);
-                if model::is_random_state(fqn.as_str()) {
+                if state_dict::is_random_state(fqn.as_str()) {
                     replica_difference(input(&checkpoint), entry, &options(), &Silent, &Stop::default())?;
                     compared += 1;
                 }
@@ -173,7 +173,7 @@ fn replicas_on_several_ranks_are_compared_like_on_one() {
         let source = fixture(source);
         let options = options();
         let whole = Checkpoint::open(&source, &ReadOptions::default()).unwrap();
-        let ids: Vec<_> = model::all_tensors(&whole.catalog.state).into_iter().map(|(_, id)| id).collect();
+        let ids: Vec<_> = state_dict::all_tensors(&whole.catalog.state).into_iter().map(|(_, id)| id).collect();
         let expected: Vec<_> = (ids.iter())
             .filter_map(|id| {
                 let entry = whole.catalog.tensor(*id);

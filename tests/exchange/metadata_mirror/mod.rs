@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use crate::common::{fixture, succeed};
-use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
+use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, state_dict};
 use dtshard::comm::{Communicator, Local};
 use dtshard::error::{Error, Result};
 use dtshard::exchange::{
@@ -23,9 +23,9 @@ use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safe
 use dtshard::launch::Part;
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
 use dtshard::metadata_mirror::{MetadataMirror, create};
-use dtshard::publish::log::{AtEnd, Log};
-use dtshard::publish::recovery::CompletedWork;
+use dtshard::publish::completed_work::CompletedWork;
 use dtshard::publish::seal::seal;
+use dtshard::publish::work_log::{AtEnd, Log};
 use dtshard::storage::{AnchoredPath, IoMode};
 use tempfile::TempDir;
 
@@ -201,7 +201,7 @@ fn input(checkpoint: &Checkpoint) -> Input<'_> {
 }
 
 fn in_safetensors(catalog: &Catalog) -> Reservation {
-    let tensors = model::all_tensors(&catalog.state);
+    let tensors = state_dict::all_tensors(&catalog.state);
     let dtypes: Vec<Dtype> = catalog.tensors.iter().map(|entry| entry.dtype).collect();
     let selected = safetensors::SelectedTensors { source: catalog, dtypes: &dtypes };
     safetensors::reserve(selected, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()

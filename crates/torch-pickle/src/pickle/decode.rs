@@ -4,8 +4,8 @@
 //! path. The caller recognises tensors: it sees every call, object and persistent id before they are decoded.
 //!
 //! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
-//! and drop it. [`Limits::max_visits`] bounds the work of one decode, however many nodes the graph shares. A graph
-//! with a cycle is not a tree and is refused.
+//! and drop it. [`Limits::max_visits`](super::Limits) bounds the work of one decode, however many nodes the graph
+//! shares. A graph with a cycle is not a tree and is refused.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py`; CPython `Lib/pickle.py`, `save_bytes` and the
 //! `__reduce_ex__` of the built-in types.

@@ -1,7 +1,7 @@
 //! The stack machine: it runs the opcodes of a pickle and creates nodes in the arena. It imports and calls nothing.
 //!
 //! GLOBAL makes a node for a name, and REDUCE a node for a call. BUILD stores the state of an object in the node of the
-//! object. [`super::decode`] and the formats give these nodes a meaning.
+//! object. [`super::decode()`] and the formats give these nodes a meaning.
 //!
 //! Invariants: no mark is above the top of the stack, and nothing is popped through a mark. The argument tuple of a
 //! call is a tuple node. The depth of nesting is not limited here, because neither this module nor the arena recurses.

@@ -2,7 +2,7 @@
 //!
 //! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. This module
 //! turns a pickle into a graph of nodes, in which a call is also a node. No name of a pickle is imported or called;
-//! [`decode`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
+//! [`decode()`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
 //!
 //! ```text
 //! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
@@ -84,7 +84,7 @@ pub struct Limits {
     pub max_depth: usize,
     /// The maximum number of nodes in memory while a pickle is read. A node takes 16 to 64 bytes.
     pub max_nodes: u32,
-    /// The maximum work of one [`decode`]: a visited node counts as one, and eight copied bytes count as one. The limit
+    /// The maximum work of one [`decode()`]: a visited node counts as one, and eight copied bytes count as one. The limit
     /// is needed because a small graph of shared nodes can be an exponentially large tree ("billion laughs").
     pub max_visits: u64,
 }

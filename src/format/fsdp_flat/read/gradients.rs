@@ -17,7 +17,7 @@ use super::optimizer::{ParameterSlot, RankUnflattener, parameter_slots};
 use super::survey::{flat_module, visit_dicts};
 use super::unflatten::{UnitShard, flat_parameters};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::GRADIENTS;
+use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};
 use crate::error::Result;

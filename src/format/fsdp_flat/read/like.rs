@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::wrappers::clean_name;
-use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, model};
+use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, state_dict};
 use crate::error::Result;
 use crate::format::fsdp_flat::order::{self, ElementOrder};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
@@ -119,7 +119,7 @@ fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
         .collect();
     let mut first: HashMap<TensorId, Fqn> = HashMap::new();
     let mut found = IndexMap::new();
-    for (name, id) in model::model(&catalog.state).tensors {
+    for (name, id) in state_dict::model(&catalog.state).tensors {
         let name = Fqn::from(clean_name(name.as_str()));
         let entry = catalog.tensor(id);
         let order = known.get(&name).cloned().unwrap_or_else(|| ElementOrder::from_entry(entry, format));

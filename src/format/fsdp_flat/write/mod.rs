@@ -26,8 +26,8 @@ use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::is_beside_model;
 use crate::catalog::path::key_text;
+use crate::catalog::state_dict::is_beside_model;
 use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };

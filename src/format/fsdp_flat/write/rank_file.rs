@@ -38,8 +38,8 @@ struct FlatRankPickle {
 
 /// A contiguous part of a storage: elements of a source tensor, or known bytes.
 enum StoragePart {
-    /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`], in the order in which FSDP flattens the
-    /// tensor.
+    /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`](super::plan::PlannedStorage::tensors), in
+    /// the order in which FSDP flattens the tensor.
     Tensor {
         index: usize,
         param: Option<ParameterIndex>,

@@ -1,6 +1,6 @@
 //! Recovers the flat layout from rank files, with shapes from another checkpoint of the model.
 //!
-//! Files with [views](views) contain units, order, lengths and padding. Files without views contain only the units and
+//! Files with [views] contain units, order, lengths and padding. Files without views contain only the units and
 //! the total length of each; [the order of registration](registered) gives the remaining information. Parameters are
 //! never sorted by name: if the order is unknown, recovery is an error. Unit of lengths: elements.
 

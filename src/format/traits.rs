@@ -1,16 +1,12 @@
-//! The row type of the table of formats, and the traits that readers and writers implement.
-//!
-//! Each format has a folder in [`crate::format`] and one line in [the table](super::Format::ALL). Detection, `--from`,
-//! `--to`, their help texts and the table in the README are derived from the rows.
+//! The traits that the reader and the writers of a format implement, and the values that these exchange with callers.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FilePath, PathBuf};
 
-use super::known_files::KnownFile;
 use super::listing::{DetectedFiles, FileStart, FolderListing};
 use super::local::LocalLayout;
+use super::output_placing::Placing;
 use super::parts::LoadedFolder;
-use super::placing::Placing;
 use super::rank_names::RankNamePattern;
 use super::reading::ReadFindings;
 use super::shortfall::Shortfall;
@@ -21,63 +17,6 @@ use crate::error::Result;
 use crate::layout::DeviceMesh;
 use crate::layout::shards::HeldTile;
 use crate::storage::{FileId, Files, IoMode};
-
-/// A row of the table of formats: the name and the properties of one format, its reader and its writers.
-pub struct FormatEntry {
-    /// The name for `--from` and `--to`.
-    pub name: &'static str,
-    /// The description of the format in the README.
-    pub about: &'static str,
-    /// The names of the files in a written checkpoint, as shown in the README.
-    pub files: &'static str,
-    /// Suffixes of DST that select the format if `--to` is not given.
-    pub suffixes: &'static [&'static str],
-    /// The suffix of the files that an index of this format names: `safetensors` for `model.safetensors.index.json`.
-    /// `None` if the format has no index.
-    pub index_suffix: Option<&'static str>,
-    /// Suffixes of files that contain metadata but no tensor data.
-    pub metadata_suffixes: &'static [&'static str],
-    /// Suffixes of data files. The locations of the tensors and objects in a data file are recorded in other files.
-    pub data_suffixes: &'static [&'static str],
-    /// The kinds of files in a folder of this format, which `--overwrite` may replace.
-    pub known_files: &'static [KnownFile],
-    /// A function that recognises a file that is a complete checkpoint, by its first bytes and its length. `None` if no
-    /// single file is a checkpoint.
-    pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
-    /// The way in which the format stores tensors that ranks share.
-    pub tensors: TensorStorage,
-    /// True if the format can store values that are not tensors.
-    pub holds_objects: bool,
-    /// True if there is one file per rank, and a folder may have several series of such files.
-    pub has_rank_files: bool,
-    /// True if tensors keep the order and the strides that they have in the state dict of a module.
-    pub keeps_order: bool,
-    /// True if the order of tensors is the order in which modules registered them.
-    pub is_in_module_order: bool,
-    /// True if each rank file contains the names of all tensors of the rank, so that the writer needs memory for all
-    /// these names before it writes.
-    pub names_tensors_by_rank: bool,
-    /// The reader.
-    pub read: &'static dyn Read,
-    /// The writer of tensors that are sharded over the ranks of a mesh; `None` if the format cannot store them.
-    pub write_shards: Option<&'static dyn WriteShards>,
-    /// The writer of whole tensors; `None` if the format cannot store them.
-    pub write_whole: Option<&'static dyn WriteWhole>,
-}
-
-/// The way in which a format stores tensors that ranks share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TensorStorage {
-    /// Every tensor is stored in full, and the format has no mesh.
-    Whole,
-    /// The format stores boxes of tensors, each box once. The mesh decides which rank writes which box, and is not
-    /// recorded.
-    Boxes,
-    /// The format stores the shard of each rank, with the mesh and the placements.
-    Ranks,
-    /// The format stores the shard of each rank of FSDP1's flat parameters.
-    Flat,
-}
 
 /// The reader of a format.
 pub trait Read: Sync {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::engine::Run;
+use super::super::run::Run;
 use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 

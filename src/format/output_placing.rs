@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use crate::catalog::{Catalog, Fqn, TensorId, model};
+use crate::catalog::{Catalog, Fqn, TensorId, state_dict};
 use crate::storage::Files;
 
 /// The file name of each tensor in a folder, by the name of the tensor.
@@ -18,7 +18,7 @@ impl Placing {
             let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.location.file());
             places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
         };
-        let named = model::all_tensors(&catalog.state).into_iter();
+        let named = state_dict::all_tensors(&catalog.state).into_iter();
         let placing: BTreeMap<Fqn, PathBuf> = named.filter_map(|(fqn, id)| Some((fqn, file_of(id)?))).collect();
         let distinct: BTreeSet<&PathBuf> = placing.values().collect();
         (distinct.len() > 1).then_some(Self(placing))

@@ -5,8 +5,8 @@
 //! only a warning.
 
 use super::bucket::LEAST_BYTES;
-use super::engine::Run;
 use super::prepared::Prepared;
+use super::run::Run;
 use super::source_options::input;
 use crate::convert::options::{Backend, ConvertOptions, ExchangeOptions};
 use crate::exchange::ReductionMethod;

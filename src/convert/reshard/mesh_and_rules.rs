@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::sharded::{mesh_of_rows, rows};
+use super::sharded_tensor_mesh::{mesh_of_rows, rows};
 use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::convert::options::ReshardOptions;

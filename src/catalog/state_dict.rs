@@ -1,4 +1,5 @@
-//! Finds the tensors of the model in a state dict, and the parameter of each gradient.
+//! Finds the parts of a state dict: the model, the gradients and their parameters, the state of random number generators.
+//! [`Value`] is the state dict itself.
 //!
 //! Invariant: the nesting of the state dict decides, not the dots in names.
 

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use rustix::fs::{Access, access};
 
-use super::engine::Run;
 use super::prepared::{Prepared, check_destination};
+use super::run::Run;
 use super::space::no_space;
 use super::write::{about, claim, plan};
 use crate::convert::options::ConvertOptions;

@@ -8,7 +8,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::bucket::Bucket;
+use super::super::bucket::Bucket;
 use super::process_table::ProcessTable;
 #[cfg(feature = "mpi")]
 use crate::comm::mpi::Mpi;

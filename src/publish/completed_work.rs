@@ -1,4 +1,4 @@
-//! Recovery: combines the journals of all processes, and checks their records against the files.
+//! The completed work of an output: combines the journals of all processes, and checks their records against the files.
 //!
 //! Killed processes, or processes on nodes that crashed, wrote some of the journals. A truncated journal is valid up to
 //! its last complete record. If recorded work cannot be validated, it is repeated.
@@ -19,7 +19,7 @@ use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::digest::{Digest, for_each_block};
 use crate::exec::{CastLosses, ChecksumPart, Extents, FinishedRange, Reporter, Stop, add_cast_losses};
-use crate::storage::{AnchoredPath, uncached};
+use crate::storage::{AnchoredPath, fresh_lookup};
 
 /// The maximum length of a journal line. A longer line counts as damaged, because its checksum parts would not fit in
 /// memory.
@@ -76,7 +76,7 @@ impl CompletedWork {
         let mut records: Vec<(Arc<str>, JournalRecord)> = Vec::new();
         for path in journals(folder)? {
             let name: Arc<str> = path.file_name().to_string_lossy().into();
-            let mut reader = BufReader::new(uncached::open(&path).map_err(Error::io("open", &path))?);
+            let mut reader = BufReader::new(fresh_lookup::open(&path).map_err(Error::io("open", &path))?);
             let mut line = Vec::new();
             loop {
                 line.clear();

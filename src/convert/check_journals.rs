@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 
-use super::engine::Run;
 use super::prepared::Prepared;
+use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, StorageError};
 use crate::exchange::partial_replicas;
@@ -16,8 +16,8 @@ use crate::exec::Extents;
 use crate::exec::sidecar_files::{SidecarFile, is_copied};
 use crate::progress::Task;
 use crate::publish::Staging;
+use crate::publish::completed_work::{ChangedRange, CompletedWork, RecordedRange, changed};
 use crate::publish::journal::doubt;
-use crate::publish::recovery::{ChangedRange, CompletedWork, RecordedRange, changed};
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 

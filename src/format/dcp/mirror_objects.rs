@@ -1,5 +1,5 @@
-//! The locations of the objects of a DCP directory: the parts of data files that are read as metadata. Tensor items
-//! are located later, when their data is needed.
+//! The locations of the objects of a DCP directory, for the metadata mirror: it copies these parts of data files, because
+//! they are read as metadata. Tensor items are located later, when their data is needed.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredItem};
 use super::read::metadata_files;
 use crate::error::Result;
 use crate::format::json::read_document;
-use crate::format::registry::{Object, Objects};
 use crate::format::torch::reader;
+use crate::format::traits::{Object, Objects};
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::bucket::Bucket;
-use super::memory::{Bottleneck, Workers, work_options};
 use super::options::{ExchangeOptions, SourceOptions};
+use super::threads_and_blocks::{Bottleneck, Workers, work_options};
 use crate::error::Result;
 use crate::exec::{Options, Stop};
 use crate::launch::Launch;

@@ -2,7 +2,7 @@
 //!
 //! Two kinds of options must agree: options that determine the collective steps (which steps run, which replicas are
 //! compared, how long rounds are), and options that determine the result. The resulting plans are also
-//! [compared](super::peers::Peers::compare) later.
+//! [compared](super::Peers::compare) later.
 
 use std::collections::BTreeMap;
 

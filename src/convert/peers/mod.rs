@@ -5,22 +5,27 @@
 //! [copy](crate::exchange::source_copy) the files that only some of them see; after that copy, all of them see SRC. A
 //! process that fails informs the others, and no process waits for a process that has ended.
 
+mod process_table;
+mod same_options;
+mod transport;
+pub(super) mod waiting;
+pub(super) mod work_folder;
+
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use self::process_table::ProcessTable;
+use self::transport::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
+use self::waiting::{meet_within, slow_reporter, wait_notices, wait_printer};
+use self::work_folder::WorkFolder;
 use super::bucket::Bucket;
-use super::engine::Run;
-use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
-use super::option_consistency;
-use super::process_table::ProcessTable;
+use super::run::Run;
 use super::source_options::input;
 use super::space::no_space;
-use super::transport::{Link, LinkRequest, Meeting, Transport, arithmetic, check_mpi};
-use super::waiting::{meet_within, slow_reporter, wait_notices, wait_printer};
-use super::work_folder::WorkFolder;
+use super::threads_and_blocks::room_before_layout;
 use crate::catalog::{Reservation, TensorEntry, TensorId};
 use crate::comm::{Communicator, Traffic};
 use crate::convert::options::{Backend, ConvertOptions, SourceVisibility};
@@ -140,8 +145,7 @@ impl Peers {
         if args.exchange.fast_reduce {
             deciding.insert(String::from("options::fast_reduce"), String::new());
         }
-        let agreed =
-            option_consistency::agree(&link, args).and_then(|()| option_consistency::compare(&link, &deciding));
+        let agreed = same_options::agree(&link, args).and_then(|()| same_options::compare(&link, &deciding));
         let nodes = agreed.and_then(|()| Topology::gather_nodes(&link)).map_err(|error| process_table.name(error))?;
         // The headers of DST are not laid out yet. They can only make rounds shorter.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
@@ -346,7 +350,7 @@ impl Peers {
     }
 
     /// Returns the first difference of each tensor whose replicas differ, like
-    /// [`checks::differing`](super::checks::differing), for replicas in files of several processes, which no process
+    /// [`checks::differing`](crate::convert::checks::differing), for replicas in files of several processes, which no process
     /// sees together. Collective.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 use crate::catalog::path::{self, LeafAction, rank_key};
 use crate::catalog::{
     self, Catalog, Chunk, ChunkTable, Dict, FileLocation, Key, RankValue, TensorEntry, TensorId, Value, list_ranks,
-    model,
+    state_dict,
 };
 use crate::convert::options::OnConflict;
 use crate::error::Result;
@@ -113,7 +113,7 @@ pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFi
     let mut own_values: HashSet<Rank> = HashSet::new();
     path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
         let Value::Other(holdings) = leaf else { return LeafAction::Keep };
-        let choice = choice.or_else(|| model::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
+        let choice = choice.or_else(|| state_dict::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
         match choice {
             None => {
                 refused.get_or_insert_with(|| catalog::conflict_error(path, holdings));

@@ -1,0 +1,70 @@
+//! The last step of planning, which all conversions share: checks of the layout of the destination, and the length of
+//! exchange rounds.
+
+use rayon::prelude::*;
+
+use super::estimate::room_for_rounds;
+use super::options::{ConvertOptions, OnConflict};
+use super::prepared::Prepared;
+use super::run::Run;
+use super::source_options::refuse_without_tensors;
+use crate::catalog::{Reservation, TensorId};
+use crate::error::{Error, Result};
+
+/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the length of rounds.
+///
+/// # Errors
+/// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
+pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+    prepared.source.drop_selection();
+    let checked = check_len(&prepared.reservation)
+        .and_then(|()| check_tensors(prepared, args))
+        .and_then(|()| check_coverage(prepared));
+    let chosen = checked.and_then(|()| choose_round_length(prepared, args, run));
+    chosen.map_err(|error| prepared.failed(error))
+}
+
+/// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
+/// DST. Collective if there are peers.
+fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+    if !prepared.source.is_exchanged() {
+        return Ok(());
+    }
+    let room = room_for_rounds(prepared, &run.options, args.source.max_memory);
+    prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.agree_on_bucket(room, run.progress))
+}
+
+/// Checks that the total length of DST is below 2^62 bytes. A source may declare any size, and every rank may get a
+/// copy of it. After this check, sums of file lengths cannot overflow.
+fn check_len(reservation: &Reservation) -> Result<()> {
+    let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
+    if total < 1 << 62 {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("the files of DST would have {total} bytes in total: no file system can store 2^62 bytes"),
+        "SRC may contain expanded (stride-0) tensors; make them contiguous before saving",
+    ))
+}
+
+/// Checks for every source tensor that its chunks cover each element exactly once, so that a gap is an error before any
+/// byte is copied.
+fn check_coverage(prepared: &Prepared) -> Result<()> {
+    /// Number of tensors that one task checks.
+    const TENSORS: usize = 1 << 10;
+    let mut sources: Vec<TensorId> = prepared.reservation.tensors.iter().map(|tensor| tensor.source).collect();
+    sources.sort_unstable();
+    sources.dedup();
+    let catalog = &prepared.source.checkpoint.catalog;
+    let check = |id: &TensorId| catalog.tensor(*id).tilings().err();
+    sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
+}
+
+/// Checks that the result has at least one tensor. With `--on-conflict drop`, a result without tensors is accepted,
+/// because the option may leave out all of them.
+fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
+    if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
+        return Ok(());
+    }
+    refuse_without_tensors(&args.src, &prepared.source.checkpoint, &args.source, &args.select)
+}
