@@ -58,10 +58,10 @@ pub(super) struct Candidate {
 pub(super) enum RuleOrigin {
     /// The user gave the rule. It must match a parameter.
     User,
-    /// The rule is one of the attention and MLP rows of a built-in plan. At least one of these rows must match a
+    /// The rule is one of the attention and MLP rules of a built-in plan. At least one of these rules must match a
     /// parameter.
     Layers,
-    /// The rule is another row of a built-in plan: an embedding, a norm or the head. It need not match a parameter.
+    /// The rule is another rule of a built-in plan: for an embedding, a norm or the head. It need not match a parameter.
     OutsideLayers,
 }
 
