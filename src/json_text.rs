@@ -1,34 +1,60 @@
 //! Describes the errors of serde_json in the words of JSON, because users do not know the types of Rust.
 //!
-//! Each description is a noun phrase for a message of the form `expected ..., found ...`.
+//! Each description has two noun phrases, for a message of the form `expected ..., found ...`.
 
-/// Returns what serde_json found in the text, without the position: `the number -1 instead of text in quotes`.
+use std::path::Path;
+
+use crate::error::Error;
+
+/// The expected and the found content of a JSON text.
+#[derive(Debug, PartialEq, Eq)]
+pub struct JsonMismatch {
+    /// The expected content: `text in quotes`.
+    pub expected: String,
+    /// The found content: `the number -1`.
+    pub found: String,
+}
+
+/// Describes an error of serde_json, without its line and column. `document` describes the whole text. It is the expected
+/// content if serde_json does not name a type or a key that it expects.
 #[must_use]
-pub fn found(error: &serde_json::Error) -> String {
+pub fn mismatch(error: &serde_json::Error, document: &str) -> JsonMismatch {
     let text = error.to_string();
     let position = format!(" at line {} column {}", error.line(), error.column());
-    reworded(text.strip_suffix(&position).unwrap_or(&text))
+    let text = text.strip_suffix(&position).unwrap_or(&text);
+    let (expected, found) = wrong_type(text).unwrap_or_else(|| (document.to_owned(), wrong_text(text)));
+    JsonMismatch { expected, found }
 }
 
-/// Returns what serde_json found in the text, followed by the line and the column.
-#[must_use]
-pub fn found_at(error: &serde_json::Error) -> String {
-    format!("{} (line {}, column {})", found(error), error.line(), error.column())
+/// Returns the error of a file: `PATH: line 1, column 3: expected ..., found ...`.
+pub fn malformed(path: &Path, error: &serde_json::Error, document: &str) -> Error {
+    let JsonMismatch { expected, found } = mismatch(error, document);
+    Error::malformed(path, format!("line {}, column {}", error.line(), error.column()), expected, found)
 }
 
-fn reworded(text: &str) -> String {
+/// Returns the error of a part of a file, such as a key: `PATH: KEY: expected ..., found ... (line 1, column 3)`.
+pub fn malformed_part(path: &Path, part: impl Into<String>, error: &serde_json::Error, document: &str) -> Error {
+    let JsonMismatch { expected, found } = mismatch(error, document);
+    Error::malformed(path, part, expected, format!("{found} (line {}, column {})", error.line(), error.column()))
+}
+
+/// Returns the expected and the found content, if a value has the wrong type or a key is missing.
+fn wrong_type(text: &str) -> Option<(String, String)> {
     let mismatch = text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "));
     if let Some((value, expected)) = mismatch.and_then(|rest| rest.rsplit_once(", expected ")) {
-        return format!("{} instead of {}", value_in_json(value), type_in_json(expected));
+        return Some((type_in_json(expected), value_in_json(value)));
     }
     let length = text.strip_prefix("invalid length ").and_then(|rest| rest.split_once(", expected "));
     if let Some((number, expected)) = length {
         let values = if number == "1" { "value" } else { "values" };
-        return format!("{number} {values} instead of {}", type_in_json(expected));
+        return Some((type_in_json(expected), format!("a list of {number} {values}")));
     }
-    if let Some(key) = text.strip_prefix("missing field ") {
-        return format!("no key {key}");
-    }
+    let key = text.strip_prefix("missing field ")?;
+    Some((format!("the key {key}"), String::from("an object without this key")))
+}
+
+/// Returns the found content if the text is not JSON, or has a key that is not allowed.
+fn wrong_text(text: &str) -> String {
     if let Some(key) = text.strip_prefix("duplicate field ") {
         return format!("the key {key} twice");
     }
@@ -37,7 +63,7 @@ fn reworded(text: &str) -> String {
         return format!("the unknown key {key}; the known keys are {keys}");
     }
     let words = match text {
-        "EOF while parsing a value" => "the end of the text instead of a value",
+        "EOF while parsing a value" => "the end of the text",
         "EOF while parsing a list" => "the end of the text inside a list",
         "EOF while parsing an object" => "the end of the text inside an object",
         "EOF while parsing a string" => "the end of the text inside a string",
@@ -83,7 +109,7 @@ fn type_in_json(expected: &str) -> String {
     }
     let words = match expected {
         "u32" => "a whole number from 0 to 4294967295",
-        "u64" | "usize" => "a whole number of at least 0",
+        "u64" | "usize" => "a whole number from 0 to 2^64 - 1",
         "i64" => "a whole number",
         "f64" => "a number",
         "a boolean" => "true or false",
@@ -116,20 +142,22 @@ mod tests {
     }
 
     #[test]
-    fn error_has_no_word_of_serde() {
+    fn description_has_no_word_of_serde() {
         let cases = [
-            ("{\"size\": -1}", "the number -1 instead of a whole number of at least 0"),
-            ("{\"size\": \"a\"}", "the text \"a\" instead of a whole number of at least 0"),
-            ("{\"size\": true}", "true instead of a whole number of at least 0"),
-            ("{\"pair\": [1]}", "1 value instead of a list of 2 values"),
-            ("{}", "no key `size`"),
-            ("{\"sizes\": 1}", "the unknown key `sizes`; the known keys are `size` and `pair`"),
-            ("7", "the number 7 instead of an object"),
-            ("{\"size\": x}", "text that is not a JSON value"),
+            ("{\"size\": -1}", "a whole number from 0 to 2^64 - 1", "the number -1"),
+            ("{\"size\": \"a\"}", "a whole number from 0 to 2^64 - 1", "the text \"a\""),
+            ("{\"size\": true}", "a whole number from 0 to 2^64 - 1", "true"),
+            ("{\"pair\": [1]}", "a list of 2 values", "a list of 1 value"),
+            ("{}", "the key `size`", "an object without this key"),
+            ("{\"sizes\": 1}", "a sample", "the unknown key `sizes`; the known keys are `size` and `pair`"),
+            ("7", "an object", "the number 7"),
+            ("{\"size\": x}", "a sample", "text that is not a JSON value"),
         ];
-        for (text, expected) in cases {
-            assert_eq!(found(&error_of(text)), expected, "{text}");
+        for (text, expected, found) in cases {
+            let mismatch = mismatch(&error_of(text), "a sample");
+            assert_eq!((mismatch.expected.as_str(), mismatch.found.as_str()), (expected, found), "{text}");
         }
-        assert_eq!(found_at(&error_of("")), "the end of the text instead of a value (line 1, column 0)");
+        let error = malformed_part(Path::new("a.json"), "size", &error_of(""), "a sample");
+        assert_eq!(error.to_string(), "a.json: size: expected a sample, found the end of the text (line 1, column 0)");
     }
 }

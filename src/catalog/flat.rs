@@ -125,8 +125,8 @@ impl FlatLayout {
     pub fn check(&self) -> Result<(), Wrong> {
         let (world_size, group) = (self.world_size, self.shard_group_size);
         if world_size == 0 || group == 0 || !world_size.is_multiple_of(group) {
-            let expected = "a divisor of world_size, both at least 1";
-            return Err(Wrong::new("shard_group_size", expected, format!("{group} of {world_size}")));
+            let expected = "a divisor of world_size";
+            return Err(Wrong::new("shard_group_size", expected, format!("shard_group_size {group} and world_size {world_size}")));
         }
         let mut names: HashSet<&Fqn> = HashSet::new();
         let mut modules: HashSet<&str> = HashSet::new();
@@ -141,12 +141,12 @@ impl FlatLayout {
                 unit.check_param(param)?;
             }
             if self.use_orig_params && unit.align_numel().is_none() {
-                let expected = "a dtype or an align_numel, with use_orig_params";
+                let expected = "a dtype or an align_numel, because use_orig_params is true";
                 return Err(Wrong::new(unit.describe(), expected, "neither"));
             }
             if self.checked_flat(unit).is_none() {
-                let expected = "an align_numel of at least 1 and a total below 2^64";
-                return Err(Wrong::new(unit.describe(), expected, "none"));
+                let expected = "an align_numel of at least 1, and fewer than 2^64 elements";
+                return Err(Wrong::new(unit.describe(), expected, "other values"));
             }
         }
         self.check_shared(&names)
@@ -157,8 +157,8 @@ impl FlatLayout {
         for unit in &self.units {
             for SharedName { fqn, with } in &unit.shared {
                 if !names.contains(with) {
-                    let expected = "a parameter of a unit in shared_with";
-                    return Err(Wrong::new(unit.describe(), expected, format!("`{fqn}` with `{with}`")));
+                    let expected = "the name of a parameter in shared_with";
+                    return Err(Wrong::new(unit.describe(), expected, format!("`{with}` for `{fqn}`")));
                 }
             }
         }
@@ -284,7 +284,7 @@ mod tests {
             format!("{at}: {expected}, {found}")
         };
         let cases: [(Change<'_>, &str); 8] = [
-            (&|l| l.shard_group_size = 3, "shard_group_size: a divisor of world_size, both at least 1, 3 of 4"),
+            (&|l| l.shard_group_size = 3, "shard_group_size: a divisor of world_size, shard_group_size 3 and world_size 4"),
             (&|l| l.units[1].module = "".into(), "the root unit: each module once, `` again"),
             (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names below its module, `blkw`"),
             (&|l| l.units[0].params[1].fqn = "emb.weight".into(), "the root unit: each name once, `emb.weight` again"),
@@ -298,9 +298,9 @@ mod tests {
             ),
             (
                 &|l| l.units[0].shared[0].with = "x".into(),
-                "the root unit: a parameter of a unit in shared_with, `head.weight` with `x`",
+                "the root unit: the name of a parameter in shared_with, `x` for `head.weight`",
             ),
-            (&|l| l.units[1].dtype = None, "unit blk: a dtype or an align_numel, with use_orig_params, neither"),
+            (&|l| l.units[1].dtype = None, "unit blk: a dtype or an align_numel, because use_orig_params is true, neither"),
         ];
         for (change, expected) in cases {
             assert_eq!(broken(change), expected);

@@ -214,7 +214,7 @@ pub fn conflict_error(path: &Path, rank_values: &[RankValue]) -> Error {
         between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
         detail: entries[..entries.len().min(FEW)].join("; ") + &more,
         hint: Some(String::from(
-            "set options::on_conflict: per-rank keeps every value, rank0 keeps that of the lowest rank, drop leaves the object out",
+            "set options::on_conflict: per-rank keeps every value, rank0 keeps the value of the lowest rank, drop leaves the object out",
         )),
     })
     .naming(&entries)

@@ -106,7 +106,7 @@ impl TensorEntry {
             }
             CoverError::Overlap { first, second, region } => {
                 let (first, second) = (self.holder_name(holders, *first), self.holder_name(holders, *second));
-                (CoverageKind::Overlap, region.to_string(), format!("both {first} and {second} hold it"))
+                (CoverageKind::Overlap, region.to_string(), format!("both {first} and {second} hold this part"))
             }
             CoverError::OutOfBounds { tile, region } => {
                 let holder = self.holder_name(holders, *tile);

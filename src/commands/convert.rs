@@ -16,7 +16,7 @@ pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer
     if args.exchange.rendezvous.is_some() {
         return Err(Error::usage(
             "--rendezvous was removed: processes meet in a folder beside DST, or by MPI",
-            "leave it out; to exchange tensors over a network, start the processes under MPI or srun",
+            "omit --rendezvous; to exchange tensors over a network, start the processes under MPI or srun",
         ));
     }
     let waits = launch.waits;

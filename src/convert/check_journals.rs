@@ -84,7 +84,7 @@ impl JournalSet<'_> {
                 let file = &files[*index as usize];
                 let (path, len) = (folder.join(&file.path), file.len);
                 warnings.push(format!(
-                    "{}: expected {len} bytes, found {found}; {} of it, which the journal records as done, are written again",
+                    "{}: expected {len} bytes, found {found}; {} that the journal records as finished are written again",
                     path.display(),
                     human_bytes(bytes)
                 ));

@@ -103,7 +103,7 @@ fn parse_reduce(text: &str) -> Result<ReduceRule> {
         Some(op) if dims.iter().all(|dim| !dim.is_empty()) => Ok(ReduceRule { dims, op }),
         _ => Err(Error::usage(
             format!("options::reduce {text}: expected names of mesh dims, and optionally a reduction op"),
-            "for example, options::reduce dp sums, and options::reduce dp,cp=avg averages; the ops are sum, avg, max, \
+            "use for example options::reduce dp for sums, or options::reduce dp,cp=avg for averages; the ops are sum, avg, max, \
              min and product",
         )),
     }

@@ -39,7 +39,7 @@ pub fn describe_destination(
             Some(format!("a run would continue the unfinished work on {}", destination.display()))
         }
         Ok(Preflight::Done) => {
-            Some(format!("{} is there already, from the same source and options", destination.display()))
+            Some(format!("{} exists already, made from the same SRC and options", destination.display()))
         }
         Ok(Preflight::Unsure(error)) | Err(error) => {
             let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();

@@ -23,7 +23,7 @@ pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<(
     };
     Err(Error::usage(
         format!("the destination {} {relation}", destination.display()),
-        format!("choose a destination beside {name}, which is never changed"),
+        format!("choose another destination: dtshard never changes {name}"),
     ))
 }
 

@@ -68,11 +68,8 @@ impl PlanOptions<'_> {
         let file = layout_file::read(path)?;
         if !file.has_only_plan() {
             return Err(Error::usage(
-                format!("{option} {name}: the file has no plan, or has more than a plan"),
-                format!(
-                    "use {} to read mesh, placements and rules of the file together with its plan and styles",
-                    self.layout_option
-                ),
+                format!("{option} {name}: expected a layout file that has only a plan and styles"),
+                format!("use {} {name} to read the mesh, placements and rules of the file, too", self.layout_option),
             ));
         }
         Ok(file)

@@ -59,7 +59,7 @@ pub fn notes(source: &Catalog, reservation: &Reservation) -> Vec<String> {
     reduced(source, reservation).into_iter().chain(divided(reservation)).collect()
 }
 
-/// Returns a note such as `3 tensors are reduced: 1 of P(avg) on dp and cp; 2 of P(sum) on dp`.
+/// Returns a note such as `3 tensors are reduced: 1 with P(avg) on dp and cp; 2 with P(sum) on dp`.
 fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
     let mut reduced: BTreeMap<String, usize> = BTreeMap::new();
     for tensor in &reservation.tensors {
@@ -72,7 +72,7 @@ fn reduced(source: &Catalog, reservation: &Reservation) -> Option<String> {
         *reduced.entry(summed(source.on_mesh(sharding))).or_default() += 1;
     }
     let total: usize = reduced.values().sum();
-    let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} of {ops}")).collect();
+    let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} with {ops}")).collect();
     (total > 0).then(|| {
         let are = if total == 1 { "is" } else { "are" };
         format!("{} {are} reduced: {}", count(total, "tensor"), list.join("; "))
@@ -90,9 +90,9 @@ fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns notes such as `3 tensors of P(sum) are computed from values, which are divided by 3 and rounded`. Divisions
-/// without rounding need no note: divisions of floats by powers of two are exact, and integers with a remainder are
-/// refused.
+/// Returns notes such as `3 tensors with P(sum) are computed from whole values, which are divided by 3 and rounded`.
+/// Divisions without rounding need no note: divisions of floats by powers of two are exact, and integers with a remainder
+/// are refused.
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();
@@ -104,7 +104,7 @@ fn divided(reservation: &Reservation) -> Vec<String> {
     }
     let note = |(divisor, number)| {
         format!(
-            "{} of P(sum) are computed from values, which are divided by {divisor} and rounded",
+            "{} with P(sum) are computed from whole values, which are divided by {divisor} and rounded",
             count(number, "tensor")
         )
     };

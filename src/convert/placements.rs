@@ -37,7 +37,7 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
             _ => {
                 if fallback.replace(parse_placements(text)?).is_some() {
                     return Err(Error::usage(
-                        format!("{option} {text}: a second list for all tensors"),
+                        format!("{option} {text}: expected one list for all tensors, found a second one"),
                         "use one list for all tensors, and PATTERN=LIST for the exceptions",
                     ));
                 }

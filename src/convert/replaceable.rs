@@ -69,7 +69,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
 fn no_checkpoint(destination: &Path) -> Error {
     Error::usage(
         format!("{} is not a checkpoint, so options::overwrite does not replace it", destination.display()),
-        "choose another destination, or move it away",
+        "choose another destination, or move DST to another place",
     )
 }
 

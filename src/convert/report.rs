@@ -205,7 +205,7 @@ impl<'a> ReportSource<'a> {
         let line = match outcome {
             Outcome::UpToDate => {
                 document["already"] = json!(true);
-                format!("{destination} is there already, from the same source and options")
+                format!("{destination} exists already, made from the same SRC and options")
             }
             Outcome::PartDone => format!(
                 "part {} of {} is done in {:.1} s; the last part publishes {destination}",
@@ -258,7 +258,7 @@ impl<'a> ReportSource<'a> {
         let (carried, bytes) = (&self.conversion.carried, self.conversion.len_bytes());
         let before = match stats.bytes_already_written {
             0 => String::new(),
-            before => format!(", {} of it before", human_bytes(before)),
+            before => format!(" ({} by an earlier run)", human_bytes(before)),
         };
         let rate = match bytes.saturating_sub(stats.bytes_already_written) {
             0 => None,

@@ -99,7 +99,7 @@ pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Che
     let checkpoint = checkpoints[0];
     Err(Error::usage(
         format!(
-            "{option} describes FSDP1 flat parameters, but {} is {}, which has none",
+            "{option} describes FSDP1 flat parameters, but {} is {}, which has no flat parameters",
             checkpoint.root.display(),
             checkpoint.format
         ),

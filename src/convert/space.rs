@@ -35,6 +35,6 @@ pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {
     let (needed, free) = (human_bytes(needed), human_bytes(free));
     Error::usage(
         format!("{needed} are needed on the file system of {}, but only {free} are free", folder.display()),
-        "free space there, or choose a destination on another file system",
+        "free space on that file system, or choose a destination on another one",
     )
 }

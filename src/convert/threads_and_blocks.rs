@@ -60,13 +60,13 @@ pub fn work_options(
         Some(0) => {
             return Err(Error::usage(
                 "options::threads 0: at least one thread is needed",
-                "leave it out to use one thread per core",
+                "omit options::threads to use one thread per core",
             ));
         }
         Some(threads) if threads > MAX_THREADS => {
             return Err(Error::usage(
                 format!("options::threads {threads}: at most {MAX_THREADS} threads are allowed"),
-                "leave it out to use one thread per core",
+                "omit options::threads to use one thread per core",
             ));
         }
         Some(threads) => threads,

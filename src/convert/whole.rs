@@ -46,7 +46,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     }
     Err(Error::usage(
         format!("options::tied drop: {to} cannot record the names that are dropped"),
-        "leave options::tied out, because a torch file always stores tied tensors once",
+        "omit options::tied; a torch file stores tied tensors once, and keeps all their names",
     ))
 }
 

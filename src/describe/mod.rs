@@ -138,7 +138,7 @@ fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
         [] => String::from("the checkpoint has no tensors"),
         nearest => format!("the nearest names are {}", nearest.join(", ")),
     };
-    Error::usage(format!("options::tensor {wanted}: no tensor has a name like that"), hint)
+    Error::usage(format!("options::tensor {wanted}: no tensor name matches"), hint)
 }
 
 fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) -> Result<BTreeMap<TensorId, String>> {

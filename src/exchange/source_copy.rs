@@ -129,7 +129,7 @@ impl SourceCopy {
                         let who = found.process.map_or_else(String::new, |process| format!(" ({process})"));
                         return Err(Error::usage(
                             format!("another run{who} copies files to {}", self.folder.display()),
-                            "wait for it, or stop it first",
+                            "wait until that run ends, or stop it",
                         ));
                     }
                     Some(found) if found.state != PeerState::Ended => None,

@@ -74,7 +74,7 @@ pub enum ReduceError {
 impl fmt::Display for ReduceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Undefined { dtype, op } => write!(f, "{op} of {dtype} is not defined"),
+            Self::Undefined { dtype, op } => write!(f, "the reduce op {op} is not defined for {dtype}"),
             Self::Overflow { dtype, op, value } => {
                 write!(f, "the {op} of its partial values is {value}, which does not fit {dtype}")
             }

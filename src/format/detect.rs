@@ -106,7 +106,7 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     if let [(format, _), _, ..] = saved {
         let saved: Vec<String> = saved.iter().map(|(_, path)| name_of(path)).collect();
         let own = format!("{} are separate {format} checkpoints", short_list(&saved, FEW));
-        return Error::unsupported(format!("{what}: {own}"), "give one of them").naming(&saved);
+        return Error::unsupported(format!("{what}: {own}"), "give one of these files as SRC").naming(&saved);
     }
     if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
         let snapshots = folder.join("snapshots");

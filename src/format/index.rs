@@ -69,7 +69,7 @@ impl ShardIndex {
         }
         let text = read_document(path, MAX_INDEX_BYTES)?;
         let document: IndexDocument = serde_json::from_slice(&text).map_err(|error| {
-            Error::malformed(path, "index", "a JSON object with weight_map", json_text::found_at(&error))
+            json_text::malformed_part(path, "index", &error, "a JSON object with weight_map")
         })?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
         let mut weight_map = document.weight_map;

@@ -1,5 +1,5 @@
-//! Helpers for reading JSON from untrusted files, for tasks that serde does not do: they require distinct keys, limit
-//! the length, and report errors with their position.
+//! Helpers for reading JSON from untrusted files, for tasks that serde does not do: they require distinct keys and limit
+//! the length.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -75,10 +75,4 @@ pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
         return Err(too_long());
     }
     Ok(text)
-}
-
-/// Returns the line and the column of an error in a JSON text.
-#[must_use]
-pub fn place(error: &serde_json::Error) -> String {
-    format!("line {}, column {}", error.line(), error.column())
 }

@@ -255,7 +255,7 @@ fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
         format!("{} contains several checkpoints: {}", folder.display(), short_list(&names, SHOWN)),
-        format!("give one of them: {likely}"),
+        format!("give one of these checkpoints as SRC, such as {likely}"),
     )
     .naming(&names)
 }

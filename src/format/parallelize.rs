@@ -48,7 +48,7 @@ impl PlanSide {
             (PlanError::UnnamedMesh { .. }, _) => format!("give one with {mesh}, such as {mesh} dp=4,tp=2"),
             (PlanError::NoSuchDim { name, dims, .. }, _) => nearest::name_hint(name, dims),
             (PlanError::DimTwice { .. }, _) => {
-                String::from("give tensor parallelism, FSDP and replication one mesh dim each")
+                String::from("use different mesh dims for tensor parallelism, FSDP and replication")
             }
             (PlanError::UnusedDim { name, .. }, Self::Target) => {
                 format!(
@@ -61,11 +61,12 @@ impl PlanSide {
                  replicate = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
-                "name it with options::tp DIM; for FSDP without tensor parallelism remove options::plan: \
+                "name a dim for tensor parallelism with options::tp DIM; for FSDP alone, remove options::plan and give \
                  options::mesh dp=4 options::fsdp dp",
             ),
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
-                "name it tp in options::src_mesh, or declare it in a layout file (options::src_layout): tp = \"DIM\"",
+                "give the dim for tensor parallelism the name tp in options::src_mesh, or name the dim in a layout file \
+                 (options::src_layout): tp = \"DIM\"",
             ),
             (PlanError::NoStyles { name }, _) => format!("give a plan with {plan} NAME, or remove {name} from {mesh}"),
             (PlanError::Unmatched { pattern, .. }, _) => {
@@ -206,8 +207,8 @@ impl PlannedModel {
             PlanSide::Target => "replicated",
         };
         let what = format!(
-            "{replicated} on {fsdp}, because no placement can express a shard on {fsdp} after {tp} took a part of each \
-             block"
+            "{replicated} on {fsdp}, because {tp} shards each block, and no placement can express a further shard on \
+             {fsdp}"
         );
         note(
             self.names(|placement| placement.uncut == Some(UncutReason::BlocksWithinFsdp)),

@@ -328,7 +328,7 @@ fn model_series(names: &[String]) -> String {
 
 /// The hint for missing rank files that are not needed, because the other ranks have every element.
 pub const ALLOW_MISSING_HINT: &str =
-    "continue without them with options::allow_missing: replicas on the other ranks cover every tensor";
+    "use options::allow_missing to continue without these files: replicas on the other ranks cover every tensor";
 
 /// The ranks of a series that have no file.
 struct MissingRanks {
@@ -410,7 +410,7 @@ impl Series {
             let ranks = sizes.entry(name.world_size).or_default();
             if let Some(other) = ranks.insert(name.rank, path.clone()) {
                 let found = format!("also {}", other.display());
-                return Err(Error::malformed(path, "file name", format!("the only file of rank {}", name.rank), found));
+                return Err(Error::malformed(path, "file name", format!("one file for rank {}", name.rank), found));
             }
         }
         let names: Vec<String> =
@@ -419,7 +419,7 @@ impl Series {
         match (sizes.next(), sizes.next()) {
             (Some(only), None) => Ok(only),
             _ => Err(Error::Catalog(CatalogError::Conflict {
-                fqn: format!("{}: series `{}`", folder.display(), self.name),
+                fqn: self.label(),
                 what: "the world size",
                 between: String::from("its files"),
                 detail: format!(
@@ -429,7 +429,8 @@ impl Series {
                 hint: Some(String::from(
                     "move the files of one world size into another folder, because options::series cannot distinguish them",
                 )),
-            })),
+            })
+            .within(folder)),
         }
     }
 
@@ -444,6 +445,11 @@ impl Series {
         Ok(NumberedSet::new(self.name, size, self.files))
     }
 
+    /// Returns the name of the series for messages. Rank files such as `rank_0.pt` have no name of a series.
+    fn label(&self) -> String {
+        if self.name.is_empty() { String::from("the rank files") } else { format!("series `{}`", self.name) }
+    }
+
     /// Returns the ranks below the world size that have no file.
     fn missing_ranks(
         &self,
@@ -454,7 +460,7 @@ impl Series {
     ) -> Result<Option<MissingRanks>> {
         let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
         let size = world_size.unwrap_or(highest.saturating_add(1));
-        let at = format!("series `{}`", self.name);
+        let at = self.label();
         // Files that are numbered from 1 to the highest number may be all files, or rank 0 may be missing.
         let is_numbered_from_one = match world_size {
             Some(size) => size == highest,

@@ -42,7 +42,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
             format!(
                 "{rank}={index} and {size}={of} in the environment: the rank must be below the number of processes"
             ),
-            format!("unset both; {ALONE}"),
+            format!("unset {rank} and {size}; {ALONE}"),
         )),
         (one, _) => {
             let (set, lacking) = if one.is_some() { (rank, size) } else { (size, rank) };

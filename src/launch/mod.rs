@@ -190,14 +190,14 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
     );
     if parts == 0 {
         return Err(Error::usage(
-            format!("{options}: at least one part is needed"),
+            format!("{options}: a run needs at least one part"),
             "set options::parts to the number of processes that share the work",
         ));
     }
-    if part.is_some_and(|index| index >= parts) {
+    if let Some(index) = part.filter(|index| *index >= parts) {
         return Err(Error::usage(
-            format!("{options}: the part does not exist"),
-            format!("parts are counted from 0, up to options::part {}", parts - 1),
+            format!("{options}: part {index} does not exist, because parts are counted from 0"),
+            format!("set options::part to a number from 0 to {}", parts - 1),
         ));
     }
     let from_options =
@@ -222,7 +222,13 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
             if assigned.part.of != parts || part.is_some_and(|index| index != assigned.part.index) =>
         {
             Err(Error::usage(
-                format!("{options}, but {} started this process: {}", assigned.launcher.name(), assigned.by),
+                format!(
+                    "{} started this process as part {} of {} ({}), but the command line has {options}",
+                    assigned.launcher.name(),
+                    assigned.part.index,
+                    assigned.part.of,
+                    assigned.by
+                ),
                 format!(
                     "omit {}; {ALONE}",
                     if part.is_some() { "options::part and options::parts" } else { "options::parts" }
@@ -264,7 +270,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     match rank_variables(env)? {
         Some(assigned) if assigned.part.of == parts => Ok(assigned),
         Some(assigned) => Err(Error::usage(
-            format!("options::parts {parts}, but the environment has {}", assigned.by),
+            format!("the command line has options::parts {parts}, but the environment has {}", assigned.by),
             "omit options::parts, or add options::part",
         )),
         None => Err(Error::usage(

@@ -101,7 +101,10 @@ pub enum LayoutError {
 
     /// The target needs partial values of an operation for which a complete value cannot be converted to partial
     /// values.
-    #[error("a value without Partial cannot be converted to P({op}), because its partial values are not defined")]
+    #[error(
+        "a value without Partial cannot be converted to P({op}), because many different partial values would give this \
+         value"
+    )]
     NoPartialValues { op: ReduceOp },
 
     /// The shard order of a dim does not fit its placements.
@@ -117,7 +120,7 @@ pub enum LayoutError {
     Pattern { text: String, problem: String },
 
     /// A list of placements does not fit the mesh.
-    #[error("placements `{placements}`: expected one for each dim of the mesh {mesh}")]
+    #[error("placements `{placements}`: expected one placement for each dim of the mesh {mesh}")]
     PlacementList { placements: String, mesh: String },
 
     /// A placement shards a tensor on a mesh dim outside the tensor's slice of the mesh.
@@ -152,7 +155,7 @@ impl LayoutError {
     pub fn hint(&self) -> &str {
         match self {
             Self::RuleMisfit { .. } => {
-                "give the tensor placements that fit its dimensions, in an earlier rule or in this one"
+                "change this rule, or add an earlier rule for this tensor, with placements that fit the tensor's dimensions"
             }
             Self::Pattern { .. } => {
                 "write a name with * within a component, ** across components or {a,b}; quote it for the shell"
@@ -161,6 +164,7 @@ impl LayoutError {
                 hint.as_deref().unwrap_or("docs/reference/layout-file.md describes layout files")
             }
             Self::Cut { hint, .. } => hint,
+            Self::MixedReduction { .. } => "use one reduce op for all mesh dims, or sum and avg",
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {
                 "list one rank for each cell of the mesh, each rank once, separated by commas: options::mesh_ranks 0,2,1,3"
             }

@@ -419,12 +419,12 @@ pub(super) fn check_destination(destination: &Destination, shape: DestinationKin
 fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
     let is = match shape {
         DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
-        DestinationKind::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
+        DestinationKind::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "ends with /, so it names",
         DestinationKind::File | DestinationKind::Folder => return Ok(()),
     };
     Err(Error::usage(
         format!("{} {is} a folder, but the output is one file", path.display()),
-        format!("name a file in it, such as {}", path.join("model.pt").display()),
+        format!("give a file in this folder as DST, such as {}", path.join("model.pt").display()),
     ))
 }
 
@@ -439,7 +439,7 @@ impl Destination {
         });
         Error::usage(
             format!("another run is writing {}{who}", self.path.display()),
-            format!("wait for it, or stop it first; it works in {}", self.partial().display()),
+            format!("wait until that run ends, or stop it; it works in {}", self.partial().display()),
         )
     }
 

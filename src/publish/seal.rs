@@ -106,7 +106,7 @@ impl ExpectedNames<'_> {
             let foreign = || {
                 Error::usage(
                     format!("{} is not part of the output; another program put it there", folder.join(name).display()),
-                    "move it away, then continue with options::resume",
+                    "move this file to another place, then continue with options::resume",
                 )
             };
             // A symbolic link, or a file of another user, is an error.

@@ -50,9 +50,9 @@ impl StorageError {
         match self {
             Self::Io { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                    Some("free space on the file system of that path, or choose another one")
+                    Some("free space on that file system, or choose a destination on another one")
                 }
-                io::ErrorKind::NotFound => Some("check the path; relative ones start at the current folder"),
+                io::ErrorKind::NotFound => Some("check the path; a relative path starts at the current folder"),
                 _ => None,
             },
             Self::Untrusted { hint, .. } => Some(hint),

@@ -196,7 +196,7 @@ fn check_common<'n>(
     }
     Err(Error::usage(
         "options::common: SRC and OTHER have no tensor name in common",
-        "see the names with `dtshard inspect`; change those of SRC with options::root, options::strip_prefix or \
+        "see the names with `dtshard inspect`; change the names of SRC with options::root, options::strip_prefix or \
          options::rename",
     ))
 }

@@ -43,12 +43,7 @@ impl DigestListing {
         regular_file(path)?;
         let text = std::fs::read(path).map_err(Error::io("read", path))?;
         let listing: Self = serde_json::from_slice(&text).map_err(|error| {
-            Error::malformed(
-                path,
-                "document",
-                "the output of `dtshard inspect --digest --json`",
-                json_text::found_at(&error),
-            )
+            json_text::malformed_part(path, "saved digests", &error, "the output of `dtshard inspect --digest --json`")
         })?;
         if listing.tensors.values().any(|listed| listed.digest.is_some()) || listing.tensors.is_empty() {
             return Ok(Some(listing));

@@ -128,7 +128,11 @@ fn several_candidates_are_refused_with_a_list() {
     for name in ["global_step_10", "global_step_9"] {
         copy_fixture("fsdp3/dcp", &root, name);
     }
-    let words = ["contains several checkpoints: global_step_9, global_step_10", "give one of them", "global_step_10"];
+    let words = [
+        "contains several checkpoints: global_step_9, global_step_10",
+        "give one of these checkpoints as SRC",
+        "global_step_10",
+    ];
     assert_refused(root.path(), &ReadOptions::default(), &words);
     expect(2, "inspect", &[root.path()], "");
     expect(2, "verify", &[root.path()], "");
@@ -319,7 +323,7 @@ fn model_beside_other_torch_files_is_read() {
     assert_refused(
         root.path(),
         &ReadOptions::default(),
-        &["optimizer.pt, scheduler.pt are separate torch checkpoints", "give one of them"],
+        &["optimizer.pt, scheduler.pt are separate torch checkpoints", "give one of these files as SRC"],
     );
 }
 
@@ -414,7 +418,10 @@ fn missing_ranks_are_an_error_unless_replicas_cover_them() {
     for rank in [0, 3] {
         fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
     }
-    let words = ["missing: ranks 0, 3", "--allow-missing: replicas on the other ranks cover every tensor"];
+    let words = [
+        "missing: ranks 0, 3",
+        "use --allow-missing to continue without these files: replicas on the other ranks cover every tensor",
+    ];
     assert_refused(&source, &model_only(), &words);
     assert_eq!(read_with(&source, &allow), whole);
     assert!(open(&source, &allow).catalog.warnings[0].contains("read without ranks 0, 3"));
@@ -537,7 +544,11 @@ fn missing_dcp_hf_shards_are_refused() {
         source.join("shard-00001-model-00001-of-00002.safetensors"),
     )
     .unwrap();
-    assert_refused(&source, &ReadOptions::default(), &["the number of files differs", "some names have 1, others 2"]);
+    assert_refused(
+        &source,
+        &ReadOptions::default(),
+        &["the number of files differs", "it is 1 in some names and 2 in others"],
+    );
 }
 
 #[test]

@@ -304,7 +304,7 @@ fn replicas_cover_a_missing_rank() {
         }
         let _ = fs::remove_file(copy.path().join("extra_state_world_size_4_rank_2.pt"));
         let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
-        assert!(outcome.stderr.contains("continue without them with --allow-missing"), "{outcome:?}");
+        assert!(outcome.stderr.contains("use --allow-missing to continue without these files"), "{outcome:?}");
         let whole = copy.at("whole.pt");
         succeed("unshard", &[&copy.path(), &whole], "--series all --allow-missing");
         assert_same(&read(&whole), &copy.expected(), name);

@@ -57,7 +57,10 @@ fn destination_in_the_source_is_refused_and_source_unchanged() {
             command.args(["--part", &part, "--parts", "2"]).args(more).env("DTSHARD_FAULT", "none").spawn().unwrap()
         }));
         outcomes.iter().for_each(|outcome| {
-            outcome.assert_refused(&["sub/out is inside the source", "hint: choose a destination beside the source"]);
+            outcome.assert_refused(&[
+                "sub/out is inside the source",
+                "hint: choose another destination: dtshard never changes the source",
+            ]);
         });
         assert_eq!([before(0), before(1)], untouched);
     }

@@ -301,7 +301,7 @@ fn output_file_of_another_length_is_written_again() {
                 if parts == 1 {
                     let warning = format!("{expected}{found}");
                     let ended = interrupted.job.run("--resume", Some("none"));
-                    ended.assert_mentions(&[&warning, "which the journal records as done, are written again"]);
+                    ended.assert_mentions(&[&warning, "that the journal records as finished are written again"]);
                 } else {
                     interrupted.job.run_parts(parts, "--resume", Some("none"));
                 }

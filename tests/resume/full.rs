@@ -57,7 +57,7 @@ fn too_small_file_system_is_refused_before_writing() {
         job.run(more, None).assert_refused(&[
             "are needed on the file system of",
             "free",
-            "hint: free space there, or choose",
+            "hint: free space on that file system, or choose",
         ]);
         assert!(!job.target().exists());
         // No work was recorded, so no files remain for a later run.
@@ -82,7 +82,7 @@ fn assert_resumes_after_full(kind: Kind) {
     let filler = fill(&dst_folder);
     for more in ["--resume", "--resume --threads 1", "--resume --parts 2 --part 1 --no-wait"] {
         let ended = job.run(more, Some("none"));
-        ended.assert_refused(&[".dtshard-partial/", "No space left on device", "hint: free space on the file system"]);
+        ended.assert_refused(&[".dtshard-partial/", "No space left on device", "hint: free space on that file system"]);
         assert!(!job.target().exists() && job.partial().exists(), "{more}");
         job.assert_source_unchanged(more);
     }

@@ -46,7 +46,7 @@ fn dry_run_warns_of_an_existing_destination() {
         let is_marked = rustix::fs::lgetxattr(job.target(), "user.dtshard.plan", &mut [0_u8; 64][..]).is_ok();
         if is_marked {
             let target = job.target();
-            let is_there = [target.to_str().unwrap(), "is there already, from the same source"];
+            let is_there = [target.to_str().unwrap(), "exists already, made from the same SRC"];
             assert_warns(&job, "--resume", &is_there);
             // A process that is killed just after it has published leaves the partial folder.
             job.clear();

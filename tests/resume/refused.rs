@@ -157,7 +157,7 @@ fn active_run_is_refused() {
     let mut first = start(&job, "--parts 2 --part 0");
     sleep(Duration::from_millis(200));
     let who = format!(", pid {}, part 0 of 2)", first.id());
-    let words = ["another run is writing ", &who, "wait for it, or stop it first"];
+    let words = ["another run is writing ", &who, "wait until that run ends, or stop it"];
     for resume in ["", "--resume", "--overwrite"] {
         assert_refused(&job, &format!("--parts 2 --part 0 {resume}"), &words);
         assert_refused(&job, &format!("--parts 3 --part 1 {resume}"), &words);
@@ -195,7 +195,7 @@ fn destination_without_a_plan_mark_is_refused() {
     assert_refused(&job, "--parts 2 --part 0 --no-wait", &words);
     job.run("--resume --overwrite", None).assert_succeeded();
     job.assert_done("again");
-    job.run("--resume", None).assert_succeeded().assert_mentions(&["is there already"]);
+    job.run("--resume", None).assert_succeeded().assert_mentions(&["exists already"]);
     // A destination whose mark records other options is refused as well.
     job.run("--overwrite --exclude layers.01.weight", None).assert_succeeded();
     let words =

@@ -208,10 +208,10 @@ fn resume_of_a_complete_destination_writes_nothing() {
     let job = Job::new(FOLDER);
     job.run("--resume", None).assert_succeeded();
     let document = job.run("--resume", None);
-    document.assert_succeeded().assert_mentions(&["is there already, from the same source and options"]);
+    document.assert_succeeded().assert_mentions(&["exists already, made from the same SRC and options"]);
     let document: Json = serde_json::from_str(&job.run("--resume --json", None).assert_succeeded().out).unwrap();
     assert_eq!(document["bytes_read"], json!(0));
-    job.run("--resume --overwrite", None).assert_succeeded().assert_mentions(&["is there already"]);
+    job.run("--resume --overwrite", None).assert_succeeded().assert_mentions(&["exists already"]);
     job.run("--resume --dtype bf16", None).assert_refused(&["results/out exists", "--overwrite"]);
     job.assert_done("refused");
     job.run("--resume --overwrite --dtype bf16", None).assert_succeeded();
@@ -242,7 +242,7 @@ fn resumed_bytes_exclude_work_of_this_run() {
         let early: crate::outcome::Outcome = early.wait_with_output().unwrap().into();
         early.assert_succeeded();
         let line = late.assert_succeeded().err.lines().find(|line| line.contains("wrote ")).unwrap().to_owned();
-        let before = line.split_once(" kB of it before").map(|(text, _)| text.rsplit_once(", ").unwrap().1);
+        let before = line.split_once(" kB by an earlier run").map(|(text, _)| text.rsplit_once('(').unwrap().1);
         assert_eq!(before.is_some(), is_resumed, "{line}");
         // The resumed bytes are those of one window, not half of all bytes.
         assert!(before.is_none_or(|much| much.parse::<f64>().unwrap() < 600.0), "{line}");

@@ -158,7 +158,7 @@ killed_task_ends_the_exchange_and_resume_completes_by() {
         [ "$ends" = -K ] || grep -qE 'error: (process 1 of 4 .*its process ended|part 1 of 4 stopped)' output
         kept out.ranks
         srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee output
-        grep 'of it before' output
+        grep 'by an earlier run' output
         same out.ranks "$work/large.ranks"
         rm -r out.ranks
     done
@@ -183,7 +183,7 @@ JOB
     ends "$job" COMPLETED
     same out.ranks "$work/large.ranks"
     grep 'stopped by TERM.*use --resume to continue' job.log
-    grep 'of it before' job.log
+    grep 'by an earlier run' job.log
 }
 
 # With --backend auto and one device for each task, like --gpus-per-task=1; then without a device for one task.

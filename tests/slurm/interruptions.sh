@@ -70,7 +70,7 @@ cancelled_job_resumes_with_other_tasks() {
     srun -n3 dtshard $command --resume
     same out.ranks "$work/large.ranks"
     srun -n2 dtshard $command --resume |& tee output
-    grep -q 'is there already' output
+    grep -q 'exists already' output
 }
 
 # Runs without -K, so the others detect it themselves; their finished work is kept.

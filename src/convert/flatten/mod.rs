@@ -112,7 +112,7 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
         Some(difference) => Err(Error::Catalog(CatalogError::Conflict {
             fqn: entry.fqn.to_string(),
             what: "the value",
-            between: format!("{} and {}, which have one place in a flat parameter", entry.fqn, kept_entry.fqn),
+            between: format!("{} and {}, which share one value in a flat parameter", entry.fqn, kept_entry.fqn),
             detail: difference.clone(),
             hint: Some(String::from(
                 "give a flat layout (options::flat_layout) that separates the tensors, set options::use_orig_params to keep the \

@@ -239,7 +239,10 @@ impl FlattenRequest {
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
             if let Some(pattern) = self.buffers.first() {
                 return Err(Error::usage(
-                    format!("options::buffers {}: the flat layout already lists the parameters", pattern.as_str()),
+                    format!(
+                        "options::buffers {} has no effect, because the flat layout already lists the parameters",
+                        pattern.as_str()
+                    ),
                     "omit options::buffers; every tensor that is not in the layout is a buffer",
                 ));
             }

@@ -119,14 +119,14 @@ impl Peers {
             };
             return Err(Error::usage(
                 format!("{option}: processes must run at the same time, but {who} may not do so"),
-                "start them with srun, torchrun or mpirun",
+                "start the processes with srun, torchrun or mpirun",
             ));
         }
         if is_per_rank && args.execute.verify {
             return Err(Error::usage(
                 "options::verify cannot be used with options::source per-rank: options::verify reads all of SRC again, but no \
                  process sees all of it",
-                "leave it out; options::check_crc checks the data of SRC against its stored checksums",
+                "omit options::verify; options::check_crc checks the data of SRC against its stored checksums",
             ));
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
@@ -504,13 +504,13 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
             "options::fast_reduce cannot be used with options::backend cpu or mpi, because it reduces with NCCL",
-            "leave one of them out, or use options::backend nccl",
+            "omit options::fast_reduce, or use options::backend nccl",
         ));
     }
     if args.execute.verify {
         return Err(Error::usage(
             "options::verify cannot be used with options::fast_reduce: NCCL's summation order changes the last bits",
-            "leave one of them out",
+            "omit options::verify or options::fast_reduce",
         ));
     }
     Ok(())

@@ -36,7 +36,9 @@ pub fn prepare(
     ];
     if let Some((option, Some(name))) = plan.into_iter().find(|(_, given)| given.is_some()) {
         return Err(Error::usage(
-            format!("{option} {name}: only FSDP1 shards a flat parameter, and always as a whole"),
+            format!(
+                "{option} {name} has no effect on flat parameters, because FSDP1 always shards the whole flat parameter"
+            ),
             "use options::to torch-ranks or options::to dcp to shard each tensor by itself",
         ));
     }

@@ -73,7 +73,7 @@ impl PlacementReport {
     pub fn check(&self, layout: &MeshLayout) -> Result<()> {
         if let Some((_, rule)) = (0..).zip(&layout.rules).find(|(index, _)| !self.used.contains(index)) {
             return Err(Error::usage(
-                format!("{}: no tensor has a name like that", rule.origin),
+                format!("{}: no tensor name matches", rule.origin),
                 nearest::pattern_hint(rule.pattern.as_str(), &self.names),
             ));
         }

@@ -55,7 +55,9 @@ pub fn reserve(
     let expected = default_format(args, source)?;
     if to != expected {
         return Err(Error::usage(
-            format!("options::all_ranks and options::unit write {expected} here, not {to}"),
+            format!(
+                "options::all_ranks and options::unit write the format {expected} for this SRC, and cannot write {to}"
+            ),
             "omit options::to; or omit options::all_ranks and options::unit to write one file of whole tensors",
         ));
     }
@@ -77,7 +79,9 @@ pub fn reserve(
         )),
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
-            let note = format!("every rank stores {} whole; {} stay flat", count(whole, "unit"), rest.units.len());
+            let flat = rest.units.len();
+            let stay = if flat == 1 { "stays" } else { "stay" };
+            let note = format!("every rank stores {} whole; {} {stay} flat", count(whole, "unit"), count(flat, "unit"));
             // The notes about tensors that are not parameters are dropped, because `--unit` asks for whole tensors.
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, to, run)? };
             Ok((reservation, vec![note]))
@@ -90,7 +94,7 @@ pub fn reserve(
 fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
-            format!("options::all_ranks: {} does not record the number of ranks", source.checkpoint.format),
+            format!("options::all_ranks needs the number of ranks, which {} does not record", source.checkpoint.format),
             "omit options::all_ranks to write one file, which every rank can load",
         ));
     };

@@ -119,7 +119,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         };
         let inserted = state.insert(&path, value);
         inserted
-            .map_err(|found| Error::malformed(folder, fqn.as_str(), "a path that no other name contradicts", found))?;
+            .map_err(|found| Error::malformed(folder, fqn.as_str(), "a path that fits the paths of other names", found))?;
     }
     catalog.state =
         state.finish().map_err(|found| Error::malformed(folder, "planner_data", "lists without large gaps", found))?;
@@ -164,7 +164,7 @@ impl MetadataFile<'_> {
                 region: region.to_string(),
                 detail: format!("a chunk reaches beyond shape {:?}", entry.shape.as_slice()),
                 hint: Some(format!(
-                    "{} does not describe its own tensors; save the checkpoint again",
+                    "save the checkpoint again: {} lists a chunk that is not inside its tensor",
                     self.path.display()
                 )),
             }));

@@ -13,12 +13,12 @@ use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
 /// The hint for missing shards, if the existing shards cover every tensor.
-const WITHOUT_THEM: &str = "a rank that had nothing to write has no file, and the existing shards have every \
-                            element of their tensors; to continue without the missing shards, use options::allow_missing";
+const WITHOUT_THEM: &str = "use options::allow_missing to continue without the missing shards: the existing shards have \
+                            every element of their tensors, and a rank that has nothing to save writes no shard";
 
 /// The hint for files of the consolidated checkpoint that have no shard on any rank.
-const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the saved state had none in them; to \
-                             continue without them, use options::allow_missing";
+const WITHOUT_FILES: &str = "copy the missing files into the folder, or use options::allow_missing to continue without \
+                             the tensors in them";
 
 /// Finds gaps in the shard and file numbers of the file names in a folder, and returns the missing files; `None` if
 /// there are no gaps.
@@ -42,12 +42,13 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
         && first != last
     {
         return Err(Error::Catalog(CatalogError::Conflict {
-            fqn: folder.display().to_string(),
+            fqn: String::from("shards"),
             what: "the number of files",
-            between: String::from("names of shards"),
-            detail: format!("some names have {first}, others {last}"),
-            hint: Some(String::from("the files belong to two saves: move the files of one save into another folder")),
-        }));
+            between: String::from("the names of shards"),
+            detail: format!("it is {first} in some names and {last} in others"),
+            hint: Some(String::from("move the files of one save into another folder, because the folder has files of two saves")),
+        })
+        .within(folder));
     }
     let total = totals.last_key_value().map_or(0, |(total, _)| *total);
     if let Some((highest, path)) = parts.last_key_value().filter(|(highest, _)| **highest > total) {
@@ -71,9 +72,9 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let (at, expected) = if of_ranks.is_some() {
         ("shards", format!("the files of shards 1 to {highest}"))
     } else if of_files.is_some() {
-        ("files", format!("a shard of each of {total} files"))
+        ("files", format!("files 1 to {total}, each from at least one rank"))
     } else {
-        ("shards", format!("{} files of each shard", parts.len()))
+        ("shards", format!("{} files from each rank", parts.len()))
     };
     let hint = if of_ranks.is_none() && of_files.is_some() {
         Some(WITHOUT_FILES.to_owned())

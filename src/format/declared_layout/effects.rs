@@ -42,9 +42,9 @@ impl DeclarationEffects {
         let Some((option, why)) = unused else { return Ok(()) };
         let shared = catalog.tensors.iter().filter(|entry| entry.is_shared()).count();
         let hint = match shared {
-            0 => String::from("remove it: it has no effect"),
+            0 => format!("remove {option}"),
             several => format!(
-                "remove it: {} of {} are DTensors or ShardedTensors, which record their own layout",
+                "remove {option}: {} of {} are DTensors or ShardedTensors, which record their own layout",
                 several,
                 count(catalog.tensors.len(), "tensor")
             ),

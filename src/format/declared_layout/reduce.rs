@@ -117,7 +117,8 @@ impl ReduceRules {
         if self.reduced == 0 {
             return Err(Error::usage(
                 format!("options::reduce has no effect, because no {kind}{scope} is replicated on these mesh dims"),
-                "remove it: DTensors record their own Partial placements, and sharded dims have nothing to reduce",
+                "remove options::reduce: DTensors record their own Partial placements, and on a mesh dim that shards a tensor there is nothing \
+                 to reduce",
             ));
         }
         let sharded = match self.sharded_on_reduced_dim {

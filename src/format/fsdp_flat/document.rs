@@ -109,8 +109,9 @@ pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
         table.entry("version").or_insert(json!(VERSION));
     }
     let document = FlatDocument::deserialize(document).map_err(|error| {
+        let json_text::JsonMismatch { expected, found } = json_text::mismatch(&error, "a flat layout");
         flat.error(
-            format!("expected a flat layout, found {}", json_text::found(&error)),
+            format!("expected {expected}, found {found}"),
             "docs/how-to/fsdp1.md describes the fields of a flat layout",
         )
     })?;
@@ -125,7 +126,7 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
     let document: FlatDocument =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, json::place(&error), "a flat layout", json_text::found(&error)),
+            _ => json_text::malformed(path, &error, "a flat layout"),
         })?;
     into_checked_layout(path, document)
 }
@@ -301,16 +302,16 @@ mod tests {
         let unit = |param: &str| whole(&format!("{{\"module\": \"a\", \"dtype\": \"f32\", \"params\": [{param}]}}"));
         let cases = [
             (String::new(), "line 1, column 0: expected a flat layout, found the end of the text"),
-            (String::from("[1]"), "line 1, column 3: expected a flat layout, found 1 value instead of"),
-            (String::from("{\"version\": 1}"), "found no key `world_size`"),
+            (String::from("[1]"), "line 1, column 3: expected a flat layout, found a list of 1 value"),
+            (String::from("{\"version\": 1}"), "expected the key `world_size`, found an object without"),
             (String::from("{\"version\": 2, \"world\": {}}"), "version 2 of the flat layout"),
             (
                 whole("").replace('1', "1, \"version\": 1"),
                 "column 24: expected a flat layout, found the key `version` twice",
             ),
             (whole("").replace("version", "Version"), "the unknown key `Version`"),
-            (whole("").replace(": 2", ": -2"), "found the number -2 instead of a whole number"),
-            (whole("").replace(": 2", ": 0"), "shard_group_size: expected a divisor of world_size, both at least 1"),
+            (whole("").replace(": 2", ": -2"), "expected a whole number from 0 to 4294967295, found the number -2"),
+            (whole("").replace(": 2", ": 0"), "shard_group_size: expected a divisor of world_size"),
             (
                 whole("{\"module\": \"\", \"params\": [], \"dtype\": \"x\"}"),
                 "the root unit: expected the dtype of a tensor, found `x`",
@@ -318,14 +319,14 @@ mod tests {
             (whole("{\"module\": \"\", \"params\": []}"), "a dtype or an align_numel"),
             (unit("{\"fqn\": \"a.w\"}"), "a.w: expected a shape or shared_with, found neither"),
             (unit("{\"fqn\": \"a.w\", \"shape\": [1], \"shared_with\": \"x\"}"), "found both"),
-            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "found the number 1.5 instead of a whole number"),
+            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "expected a whole number from 0 to 2^64 - 1, found the number 1.5"),
             (unit("{\"fqn\": \"a.w\", \"shape\": [18446744073709551615, 2]}"), "expected shapes that fit memory"),
             (unit("{\"fqn\": \"b\", \"shape\": [1]}"), "unit a: expected names below its module, found `b`"),
             (
                 unit(&format!("{{\"fqn\": \"a.w\", \"shape\": {:?}}}", [1; 65])),
                 "a.w: expected at most 64 dims, found 65",
             ),
-            ("[".repeat(100_000), "expected a flat layout"),
+            ("[".repeat(100_000), "expected a whole number from 0 to 2^64 - 1, found a list"),
         ];
         for (text, expected) in cases {
             let found = read_text(&text).unwrap_err().to_string();

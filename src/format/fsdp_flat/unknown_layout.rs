@@ -3,9 +3,8 @@
 use crate::error::Error;
 
 /// The hint of every error about an unknown flat layout.
-const HINT: &str = "give options::flat_layout FILE, which always works; or options::like CKPT: a torch file of the \
-                    same model has shapes and the order of parameters, other formats have only shapes, and values are not \
-                    used\n    docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model";
+const HINT: &str = "give options::flat_layout FILE, or options::like CKPT with a checkpoint of the same model: a \
+                    torch file has the shapes and the order of parameters, other formats have only the shapes\n    docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model";
 
 /// Returns the error for an unknown flat layout, with a hint about the options that provide one.
 #[must_use]

@@ -132,7 +132,7 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<LocalDocument> {
     let text: DocumentJson =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<VersionOnly>(text) {
             Ok(VersionOnly { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, json::place(&error), "a layout of rank files", json_text::found(&error)),
+            _ => json_text::malformed(path, &error, "a layout of rank files"),
         })?;
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
@@ -212,7 +212,11 @@ fn check_meshes(texts: Vec<MeshJson>, world_size: u32) -> Result<Vec<DeviceMesh>
         let shape: Dims = dims.iter().map(|(_, size)| *size).collect();
         let cells = numel(&shape).filter(|cells| *cells <= u64::from(world_size) && shape.len() <= MAX_DIMS);
         let Some(left) = cells.and_then(|cells| cells_left.checked_sub(cells)) else {
-            return fail(at, format!("no more cells than {world_size} ranks, and {MAX_CELLS} in all"), "more");
+            let expected = match cells {
+                None => format!("at most one cell for each rank (world_size is {world_size})"),
+                Some(_) => format!("at most {MAX_CELLS} cells in all meshes together"),
+            };
+            return fail(at, expected, "more cells");
         };
         cells_left = left;
         let cells = u32::try_from(cells.unwrap_or(0)).expect("as many as a world size");

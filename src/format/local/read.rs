@@ -30,7 +30,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     let ranks: BTreeMap<u32, PathBuf> =
         paths.iter().filter_map(|path| Some((rank_of(path)?.0, path.clone()))).collect();
     if let Some((rank, path)) = ranks.range(document.world_size..).next() {
-        let expected = format!("ranks below the world size of {FILE_NAME}, {}", document.world_size);
+        let expected = format!("a rank below {}, the world size in {FILE_NAME}", document.world_size);
         return Err(Error::malformed(path, "file name", expected, format!("rank {rank}")));
     }
     let missing = document.world_size.checked_sub(1).and_then(|last| Numbers::missing(0..=last, ranks.keys().copied()));
@@ -63,8 +63,8 @@ fn missing_document_error(folder: &Path) -> Error {
             "{}: the folder has rank files but no {FILE_NAME}, which describes how their tensors are sharded",
             folder.display()
         ),
-        "declare it with options::src_mesh and options::src_placements, or options::src_layout; or read the files as \
-         whole tensors with options::from safetensors",
+        "declare how tensors are sharded with options::src_mesh and options::src_placements, or with options::src_layout; \
+         or read the files as whole tensors with options::from safetensors",
     )
 }
 
@@ -129,8 +129,8 @@ impl<'a> Assembly<'a> {
             None => Ok(()),
             Some(name) => {
                 let expected =
-                    format!("no tensor of this name, because {FILE_NAME} gives rank {rank} no part of such a tensor");
-                Err(Error::malformed(path, &*name, expected, "the tensor"))
+                    format!("no tensor of this name, because {FILE_NAME} lists no such tensor for rank {rank}");
+                Err(Error::malformed(path, &*name, expected, "one"))
             }
         }
     }
@@ -148,7 +148,7 @@ impl<'a> Assembly<'a> {
 }
 
 fn misfit_error(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
-    Error::malformed(path, entry.fqn.as_str(), "placements that fit", format!("placements that do not fit: {error}"))
+    Error::malformed(path, entry.fqn.as_str(), "placements that fit the tensor", format!("other placements ({error})"))
 }
 
 fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMesh {

@@ -244,8 +244,8 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     let parsed = visitor.deserialize(&mut json).and_then(|header| json.end().map(|()| header));
     let RawHeader { metadata, mut tensors } = parsed.map_err(|error| match fault {
         Fault::Unfit(error) => *error,
-        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, json_text::found_at(&error)),
-        Fault::In(..) | Fault::None => malformed("header", "a JSON object", json_text::found_at(&error)),
+        Fault::In(name, expected) if error.is_data() => json_text::malformed_part(path, name, &error, expected),
+        Fault::In(..) | Fault::None => json_text::malformed_part(path, "header", &error, "a JSON object"),
     })?;
     let mut names = HashSet::with_capacity_and_hasher(tensors.len(), RandomState::default());
     if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(&**name)) {

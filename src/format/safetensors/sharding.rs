@@ -87,7 +87,7 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
         saved_offsets: Vec<u64>,
     }
     let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text).map_err(|error| {
-        Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", json_text::found_at(&error))
+        json_text::malformed_part(path, SHARDING_INFO, &error, "saved_offsets for each tensor")
     })?;
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }

@@ -186,7 +186,7 @@ fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<MeshAxis> {
 /// Returns the shape and the row-major content of a tensor of ranks.
 fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), DecodeError> {
     let Some(view) = plain_view(reader, node)? else {
-        return Err(DecodeError::malformed(format!("`{}` instead of mesh ranks", node.describe())));
+        return Err(DecodeError::malformed(format!("expected a tensor of mesh ranks, found `{}`", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();
     // The ranks of a mesh are distinct, so a tensor with more ranks than its storage has elements is invalid.

@@ -341,8 +341,8 @@ impl Merger<'_> {
                 Error::malformed(
                     &file.path,
                     entry.fqn.as_str(),
-                    "placements that fit",
-                    format!("placements that do not fit: {error}"),
+                    "placements that fit the tensor",
+                    format!("other placements ({error})"),
                 )
             })?;
             if tile.sizes() != local.sizes {

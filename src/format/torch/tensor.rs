@@ -118,7 +118,7 @@ fn read_shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, Dec
 
 fn read_placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeError> {
     let Some(object) = node.object() else {
-        return Err(DecodeError::malformed(format!("`{}` instead of a placement", node.describe())));
+        return Err(DecodeError::malformed(format!("expected a placement, found `{}`", node.describe())));
     };
     let number = |name: &str| {
         (object.state.and_then(|state| state.get(name)).and_then(Ref::as_u64))

@@ -81,13 +81,18 @@ pub fn argument(args: Items<'_>, index: usize) -> Result<Ref<'_>, DecodeError> {
 pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
     // The maximum number of sizes. Many tensors may share a long tuple, and the tuple would be copied for each of them.
     const MAX_DIMS: usize = 255;
-    (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
-        .ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a list of sizes (the {what})", node.describe())))
+    (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS)).ok_or_else(|| {
+        let found = if node.as_tuple().is_some() { "a tuple with other values" } else { &node.describe() };
+        DecodeError::malformed(format!("expected up to {MAX_DIMS} numbers of at least 0 as the {what}, found {found}"))
+    })
 }
 
 /// Returns a non-negative integer. `what` names the integer in messages.
 pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
-    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("`{}` instead of a size (the {what})", node.describe())))
+    node.as_u64().ok_or_else(|| {
+        let found = node.as_i64().map_or_else(|| format!("`{}`", node.describe()), |number| number.to_string());
+        DecodeError::malformed(format!("expected a number of at least 0 as the {what}, found {found}"))
+    })
 }
 
 /// Reads a dtype such as `torch.float32`.
@@ -96,7 +101,7 @@ pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
         Some(("torch", name)) => {
             Dtype::from_name(name).ok_or_else(|| reader.unsupported(format!("a tensor of dtype `torch.{name}`")))
         }
-        _ => Err(DecodeError::malformed(format!("`{}` instead of a dtype", node.describe()))),
+        _ => Err(DecodeError::malformed(format!("expected a dtype, found `{}`", node.describe()))),
     }
 }
 

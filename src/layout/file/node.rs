@@ -162,7 +162,8 @@ pub fn parse_json(text: &str) -> Result<FileNode, ParseFault> {
 }
 
 fn fault(first_line: usize, error: &serde_json::Error) -> ParseFault {
-    let problem = format!("expected JSON, found {}", json_text::found(error));
+    let json_text::JsonMismatch { expected, found } = json_text::mismatch(error, "JSON");
+    let problem = format!("expected {expected}, found {found}");
     ParseFault { line: first_line + error.line().saturating_sub(1), problem }
 }
 

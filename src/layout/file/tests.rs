@@ -187,7 +187,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             "\nplacements = \"S(0)\"",
-            "l.toml line 2: placements: placements `S(0)`: expected one for each dim of the mesh dp=2,tp=4",
+            "l.toml line 2: placements: placements `S(0)`: expected one placement for each dim of the mesh dp=2,tp=4",
         ),
         (
             "split = \"3+1\"",
@@ -218,7 +218,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             &rule("placements = \"S(0)\""),
-            "l.toml line 3: rules \"**.w1\": placements `S(0)`: expected one for each dim of the mesh dp=2,tp=4",
+            "l.toml line 3: rules \"**.w1\": placements `S(0)`: expected one placement for each dim of the mesh dp=2,tp=4",
         ),
         (
             &rule("placements = \"plain\"\nslice = \"dp\""),

@@ -9,7 +9,7 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
 
 use super::super::Pattern;
-use super::bind::{Candidate, Parameter, RuleOrigin};
+use super::candidate::{Candidate, Parameter, RuleOrigin};
 use super::{ParallelStyle, StyleRule};
 
 /// The plan of a model family.

@@ -31,6 +31,7 @@
 //! which PyTorch refuses, are defined here.
 
 mod bind;
+mod candidate;
 mod family;
 mod pairwise;
 mod roles;
@@ -45,7 +46,7 @@ use super::shards::SharedTensor;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 
-pub use bind::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
+pub use candidate::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
 pub use family::{Family, similar_families};
 pub use roles::{MeshRoles, RoleNames, UnboundPlan};
 pub use style::{ParallelStyle, ParameterRole, RuleStyle};
@@ -125,16 +126,16 @@ pub enum PlanError {
     #[error("{role} {name}: expected a dim of the mesh, found {}", dims.join(", "))]
     NoSuchDim { role: &'static str, name: String, dims: Vec<String> },
 
-    #[error("mesh dim {name}: expected one use, found {first} and {second}")]
+    #[error("{first} and {second} both use mesh dim {name}")]
     DimTwice { name: String, first: &'static str, second: &'static str },
 
-    #[error("mesh dim {name} of {mesh}: the plan does not use it")]
+    #[error("the plan does not use mesh dim {name} of {mesh}")]
     UnusedDim { name: String, mesh: String },
 
     #[error("{origin}: the mesh {mesh} has no dim for tensor parallelism")]
     NoTensorDim { origin: String, mesh: String },
 
-    #[error("mesh dim {name}: no plan or style shards modules over it")]
+    #[error("no plan or style shards modules over mesh dim {name}")]
     NoStyles { name: String },
 
     #[error("{origin}: no module or parameter matches this pattern")]

@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 
 use indexmap::IndexMap;
 
-use super::bind::{Candidate, StyledParameter, module_of};
+use super::candidate::{Candidate, StyledParameter, module_of};
 use super::{ParallelStyle, Parameter, ParameterOrder, PlanError, ShapeOrigin};
 
 const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];

@@ -109,7 +109,7 @@ fn unusable_destinations_are_refused() {
     assert_refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
     // A trailing slash requests a folder.
     let target = format!("{}/", env.path("out.safetensors").display());
-    assert_refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
+    assert_refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["ends with /, so it names a folder"]);
 }
 
 fn is_root() -> bool {

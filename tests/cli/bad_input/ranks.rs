@@ -237,9 +237,9 @@ fn undefined_reduction_is_an_error_of_unshard_only() {
     });
     dtshard(&[&"inspect", &source, &"--digest"])
         .assert_succeeded()
-        .assert_mentions(&["P(bor)", "bor of f32 is not defined"]);
+        .assert_mentions(&["P(bor)", "the reduce op bor is not defined for f32"]);
     dtshard(&[&"unshard", &source, &env.path("out.pt")])
-        .assert_refused(&["avg.f32: bor of f32 is not defined", "hint: "]);
+        .assert_refused(&["avg.f32: the reduce op bor is not defined for f32", "hint: "]);
     dtshard(&[&"verify", &source]).assert_succeeded();
 }
 

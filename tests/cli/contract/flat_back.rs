@@ -65,12 +65,12 @@ fn unit_option_writes_selected_units_whole() {
         let source = folder(&env, "flat4", name);
         for (unit, more) in [("layers.1", 4), ("layers.*", 3), (".", 4), ("layers.1.inner", 4)] {
             let made = env.make("unshard", &source, &format!("{name}-{unit}"), &format!("--unit {unit}"));
-            assert_contains(&made.run.stderr, &[&format!("whole; {more} stay flat")]);
+            assert_contains(&made.run.stderr, &[&format!("whole; {more} unit")]);
             assert_same(&made.tensors(), &below("model.", &read(&source)), unit);
             assert_eq!(inspect(&made.path, "--brief")["format"], "fsdp-flat");
         }
         let made = env.make("unshard", &source, &format!("{name}-every"), "--unit ** --unit .");
-        assert_contains(&made.run.stderr, &["every rank stores 5 units whole; 0 stay flat"]);
+        assert_contains(&made.run.stderr, &["every rank stores 5 units whole; 0 units stay flat"]);
         assert_eq!(inspect(&made.path, "--brief")["format"], "torch-ranks");
         let again = env.make("unshard", &made.path, &format!("{name}-again.pt"), "");
         assert!(!again.run.stderr.contains("warning"), "{}", again.run.stderr);

@@ -240,7 +240,7 @@ fn pattern_without_a_match_is_an_error_with_the_nearest_names() {
     let options = "--mesh dp=2 --placements S(0) --placements **.q_prj=R";
     env.refuse("reshard", source, "x", options);
     let outcome = expect(2, "inspect", &[&fixture(source)], "--tensor **.q_prj");
-    assert_contains(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
+    assert_contains(&outcome.stderr, &["no tensor name matches", "q_proj.weight"]);
     let outcome = expect(2, "verify", &[&fixture(source), &fixture(source)], "--include **.q_prj");
     assert_contains(&outcome.stderr, &["no tensor or object matches this pattern", "q_proj.weight"]);
 }

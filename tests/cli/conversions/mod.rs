@@ -143,7 +143,8 @@ fn partial_tensors_are_reduced() {
     {
         let target = folder.path().join(format!("{verb}{}", options.len()));
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
-        let note = "5 tensors are reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
+        let note =
+            "5 tensors are reduced: 1 with P(avg) on dp; 1 with P(max) on dp; 1 with P(min) on dp; 2 with P(sum) on dp";
         assert_eq!(outcome.stderr.contains(note), verb != "reshard" || !options.is_empty(), "{outcome:?}");
         assert_eq!(
             outcome.stderr.contains("reduced values are written, with R instead of Partial"),
@@ -165,7 +166,7 @@ fn division_of_partial_values_gives_a_note() {
     };
     assert!(
         stderr_of("dp=3,tp=2")
-            .contains("24 tensors of P(sum) are computed from values, which are divided by 3 and rounded")
+            .contains("24 tensors with P(sum) are computed from whole values, which are divided by 3 and rounded")
     );
     assert!(!stderr_of("dp=4,tp=2").contains("divided"));
 }

@@ -128,11 +128,11 @@ fn fast_reduce_with_contradicting_options_is_refused() {
     for outcome in env.run_together("consolidate out --fast-reduce --backend cpu") {
         outcome.assert_refused(&[
             "--fast-reduce cannot be used with --backend cpu or mpi",
-            "hint: leave one of them out, or use --backend nccl",
+            "hint: omit --fast-reduce, or use --backend nccl",
         ]);
     }
     for outcome in env.run_together("consolidate out --fast-reduce --verify") {
-        outcome.assert_refused(&["--verify cannot be used with --fast-reduce", "hint: leave one of them out"]);
+        outcome.assert_refused(&["--verify cannot be used with --fast-reduce", "hint: omit --verify or --fast-reduce"]);
     }
     let one = |rank: u32| format!("consolidate out {}", if rank == 1 { "--fast-reduce" } else { "" });
     for outcome in env.run_each(one) {

@@ -22,7 +22,7 @@ fn run_without_other_processes_is_refused() {
     run_one("--parts 1", &[]).assert_refused(&["this is the only process"]);
     run_one("--part 0 --parts 2 --no-wait", &[]).assert_refused(&[
         "processes must run at the same time, but with --no-wait they may not do so",
-        "hint: start them with srun, torchrun or mpirun",
+        "hint: start the processes with srun, torchrun or mpirun",
     ]);
     run_one("--parts 2", &[("SLURM_ARRAY_TASK_ID", "1")])
         .assert_refused(&["but the tasks of a Slurm array may not do so"]);
@@ -32,7 +32,7 @@ fn run_without_other_processes_is_refused() {
 fn verify_option_is_refused() {
     run_one("--part 0 --parts 2 --verify", &[]).assert_refused(&[
         "--verify cannot be used with --source per-rank: --verify reads all of SRC again",
-        "hint: leave it out",
+        "hint: omit --verify",
     ]);
 }
 
@@ -40,7 +40,7 @@ fn verify_option_is_refused() {
 fn rendezvous_option_names_its_replacement() {
     run_one("--part 0 --parts 2 --rendezvous tcp://node1:29500", &[]).assert_refused(&[
         "--rendezvous was removed: processes meet in a folder beside DST, or by MPI",
-        "hint: leave it out; to exchange tensors over a network, start the processes under MPI or srun",
+        "hint: omit --rendezvous; to exchange tensors over a network, start the processes under MPI or srun",
     ]);
 }
 

@@ -308,9 +308,7 @@ fn describe(error: &rawzip::Error) -> String {
         }
         rawzip::ErrorKind::Eof => String::from("data that ends too early"),
         rawzip::ErrorKind::InvalidEndOfCentralDirectory => String::from("an end record that does not fit the file"),
-        rawzip::ErrorKind::InvalidSignature { expected, actual } => {
-            format!("the signature 0x{actual:08x} instead of 0x{expected:08x}")
-        }
+        rawzip::ErrorKind::InvalidSignature { actual, .. } => format!("the wrong signature 0x{actual:08x}"),
         _ => error.to_string(),
     }
 }

@@ -168,7 +168,7 @@ impl<'v> SourceOptimizer<'v> {
                         plan.param(*other).fqn,
                         place(other)
                     ),
-                    "write with use_orig_params, or leave the optimizer out",
+                    "use options::use_orig_params, or leave the optimizer out",
                 ));
             }
             if let Some(group) = group(first) {

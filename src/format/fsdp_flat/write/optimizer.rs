@@ -104,7 +104,7 @@ impl SourceOptimizer<'_> {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
             self.unsupported_error(
                 format!("{own} and {other} are in one flat parameter, but {what}"),
-                "write with use_orig_params, or leave the optimizer out",
+                "use options::use_orig_params, or leave the optimizer out",
             )
         };
         if let Some(other) = params.iter().find(|at| !self.states.contains_key(at)) {

@@ -1,0 +1,85 @@
+//! The parameters of a model, and the style rules that may match them.
+
+use super::{ParallelStyle, ParameterRole, RuleStyle, StyleRule};
+
+/// A parameter or buffer of the model, with the properties by which a plan chooses its placement.
+#[derive(Clone, Debug)]
+pub struct Parameter<'a> {
+    pub name: String,
+    pub shape: &'a [u64],
+    pub shape_origin: ShapeOrigin,
+    pub kind: ParameterKind,
+}
+
+/// The tensor whose shape is known: the global tensor, or only a local shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShapeOrigin {
+    Global,
+    /// The known shape is the shape of one rank's local shard. It does not show how often the tensor was split.
+    LocalShard,
+}
+
+/// The kind of a tensor: parameter or buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParameterKind {
+    Parameter,
+    /// A buffer: it stays a plain tensor, unless a style matches it.
+    Buffer,
+}
+
+/// The order in which the caller lists the parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParameterOrder {
+    /// The parameters are in the order of registration, as in a state dict.
+    Registered,
+    Unknown,
+}
+
+/// A style rule of the user or of a built-in plan, with its origin.
+pub(super) struct Candidate {
+    pub rule: StyleRule,
+    pub origin: RuleOrigin,
+    pub note: Option<&'static str>,
+}
+
+/// The origin of a style rule: the user, or a part of a built-in plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RuleOrigin {
+    /// The user gave the rule. It must match a parameter.
+    User,
+    /// The rule is one of the attention and MLP rules of a built-in plan. At least one of these rules must match a
+    /// parameter.
+    Layers,
+    /// The rule is another rule of a built-in plan: for an embedding, a norm or the head. It need not match a parameter.
+    OutsideLayers,
+}
+
+impl Candidate {
+    pub fn matches_module(&self, module: &str) -> bool {
+        let pattern = &self.rule.pattern;
+        if module.is_empty() { pattern.as_str() == "." } else { pattern.matches(module) }
+    }
+
+    /// Returns whether the rule gives its style to this parameter.
+    pub fn matches(&self, parameter: &str) -> bool {
+        matches!(self.rule.style, RuleStyle::Single(_))
+            && (self.matches_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
+    }
+
+    /// Returns the role of a parameter that the rule matches.
+    pub fn role(&self, parameter: &str) -> ParameterRole {
+        if self.rule.pattern.matches(parameter) {
+            ParameterRole::by_itself(parameter)
+        } else {
+            ParameterRole::of_module(parameter)
+        }
+    }
+}
+
+/// A parameter that a rule matches: its index, its style, and a note for the user.
+pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
+
+/// Returns the name of the module that contains a parameter or a child module.
+pub(super) fn module_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(module, _)| module)
+}
