@@ -128,41 +128,50 @@
 
 // The way of a conversion through the modules. An arrow leads to the next module.
 //
-// program   main -> cli (parses the command line) -> commands::launch_of -> launch (the number of this process in its run)
-//           -> commands::convert (makes options of the arguments, opens, plans, executes, prints)
+// program   main -> cli (declares the arguments) -> cli::parse -> commands::launch_of -> launch (the number of this process in
+//           its run) -> commands::convert (makes options of the arguments, opens, plans, executes, prints)
 //           Most options stay text, such as meshes, placements and name patterns: the step that uses an option parses it.
 //
-// open      checkpoint -> convert::run (worker threads) -> convert::source::open -> format (detects and reads) -> catalog
-//           The catalog has the file, offset and length of every chunk. DCP is an exception: an item of a DCP file is
-//           located when exec::window prepares the window of its tensor (format::resolve).
+// open      checkpoint -> convert::run (an Engine: worker threads and buffer sizes for opening, planning and executing)
+//           -> convert::source::open -> format::find_checkpoint (the folder) -> format::detect (the format)
+//           -> the entry of the format reads -> catalog
+//           The catalog has the file, offset and length of every chunk. An item of a DCP file is an exception:
+//           format::resolve locates it when exec::window prepares the window of its tensor.
 //
 // plan      conversion -> convert::source::choose -> select (names and dtypes)
-//           -> convert::{reshard, unshard, flatten, consolidate} -> convert::differing_values (values that differ by rank)
-//           -> format (the writer asks for the tiles of each tensor, which layout computes, and lays out the files)
+//           -> convert::reshard (or unshard, flatten, consolidate), which drives the next steps in this order:
+//              convert::target_format -> convert::differing_values (values that differ between ranks)
+//              -> reshard::mesh_and_rules -> the format's writer, which lays out the files, and asks for the tiles of each
+//              tensor (reshard::placement_resolver -> layout::distinct_tiles)
 //           -> convert::complete_plan -> catalog::tiling (proves that chunks cover each source tensor exactly once)
-//           Planning makes a catalog::Reservation: each output file with its length, its header bytes and the offsets of
-//           its tensor data. Execution fills the reservation, and knows no format.
+//           The result is convert::prepared with a catalog::Reservation: each output file with its length, its header bytes
+//           and the offsets of its tensor data. Execution fills the reservation, and knows no format.
 //
-// execute   conversion -> convert::execute -> convert::write -> publish::acquire (claims the destination)
-//           -> exec::copy (for one window of tensors after another: plan, read, cast, write)
-//           -> publish::commit (renames the output to the destination)
-//           A run that writes all bytes itself completes the checksums while it copies (exec::checksums). If several runs or
-//           processes write, publish::seal completes the checksums that are left.
-//
-// resume    exec::fingerprint (identifies a plan) -> publish::partial_folder (compares it with plan.json of earlier work)
-//           -> publish::completed_work (reads the journals) -> convert::check_journals (invalidates wrong entries)
-//           -> exec::copy (writes the rest) -> publish::work_log -> publish::journal (records finished byte ranges)
+// execute   conversion -> convert::execute (checks whether the destination may be written) -> convert::write
+//           -> exec::fingerprint (identifies the plan)
+//           -> publish::acquire (claims the destination; finds or creates publish::partial_folder, whose plan.json it compares)
+//           -> convert::check_journals (validates publish::completed_work of earlier runs: nothing in a first run)
+//           -> exec::copy, for one window of tensors after another:
+//              exec::window (plan::intersect finds the chunks) -> exec::cut_blocks (write blocks)
+//              -> exec::gather, exec::runs (read) -> exec::cast -> exec::checksums -> exec::output (writes)
+//              -> publish::work_log -> publish::journal (records finished byte ranges)
+//           -> publish::commit (renames the folder `data` inside the partial folder to the destination)
+//           -> convert::report (text of the closing line)
+//           A run that writes all bytes itself completes the checksums while it copies. If several runs or processes write,
+//           publish::seal completes the checksums that are left. After an error or a signal, a run keeps its partial folder
+//           only with `--resume`, or if it is one of several processes.
 //
 // verify    verify -> format (opens, without convert::source::open) -> select -> verify::soundness -> verify::comparison
 //           Both compare through exec::compare. verify::findings collects the differences.
 //
 // Several processes. Each writes its own share (exec::division), and publish waits for the others. With `--source per-rank`,
 // `--backend nccl` or `--backend mpi`, convert::peers also connects the processes when they open the source. They exchange
-// tensor data: convert::peers -> exchange (rounds over comm or gpu) -> exec::copy::write, as for data from files.
+// tensor data: convert::peers -> exchange (drives rounds; exchange::shuffle or gpu::shuffle sends) -> exec::copy::write, as
+// for data from files.
 //
 // "Per-rank" has three meanings. Rank files: each rank of a job saved a file (format::{rank_names, series, torch, fsdp_flat}).
 // `--source per-rank`: each process sees only some files of the source. metadata_mirror gives all processes one catalog, and
-// without NCCL and MPI, exchange::source_copy first copies files to a folder that all processes see.
+// without NCCL and MPI, convert::execute first copies files to a folder that all processes see (exchange::source_copy).
 // `--on-conflict per-rank`: each rank keeps its own value (convert::differing_values).
 
 mod checkpoint; // facade: opens and reads checkpoints

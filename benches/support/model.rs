@@ -7,8 +7,8 @@
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
 use dtshard::catalog::{Chunk, Dtype, FileLocation, TensorEntry};
+use dtshard::layout::distinct_tiles::{HeldTile, SharedTensor};
 use dtshard::layout::rules::{Fallback, MeshLayout};
-use dtshard::layout::shards::{HeldTile, SharedTensor};
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
 use dtshard::storage::FileId;
 

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use super::{Catalog, Dtype, FileLocation, TensorEntry, TensorId};
 use crate::layout::Rank;
 use crate::layout::partial::Share;
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 
 /// The result of laying out a checkpoint: everything that the executor needs to write the files.
 #[derive(Debug, Default)]

@@ -8,8 +8,8 @@ use indexmap::IndexMap;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::error::{Error, Result};
+use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::partial::Share;
-use crate::layout::shards::{MeshPlacement, SharedTensor};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 

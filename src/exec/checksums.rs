@@ -25,7 +25,7 @@ use super::Stop;
 use super::cut_blocks::WriteBlock;
 use super::digest::{Digest, for_each_block};
 use super::output::Outputs;
-use super::work_log::ChecksumPart;
+use super::finished_ranges::ChecksumPart;
 use crate::catalog::{CRC_BYTES, ChecksumSpan, OutputFile, Reservation};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;

@@ -31,7 +31,7 @@ use super::output::Outputs;
 use super::row_groups::OutputRange;
 use super::source_crc::{CrcRecorder, SourceCrcs};
 use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare_window};
-use super::work_log::{CastLosses, ChecksumPart, FinishedRange, WorkLog};
+use super::finished_ranges::{CastLosses, ChecksumPart, FinishedRange, WorkLog};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{CRC_BYTES, Reservation};
 use crate::comm::Traffic;

@@ -13,7 +13,7 @@ use std::path::Path;
 
 use crc32fast::Hasher;
 
-use super::work_log::ChecksumPart;
+use super::finished_ranges::ChecksumPart;
 use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 

@@ -36,7 +36,7 @@ pub(crate) mod stopped;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod window;
-mod work_log;
+mod finished_ranges;
 
 pub use block_joiner::BLOCK_JOINER_BYTES;
 pub use extents::Extents;
@@ -44,7 +44,7 @@ pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
 pub use window::source_tensors;
-pub use work_log::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
+pub use finished_ranges::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 
 use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;

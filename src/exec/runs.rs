@@ -13,7 +13,7 @@ use super::BLOCK_BYTES;
 use super::block::SourceBlock;
 use super::digest::MIN_COMBINE_BYTES;
 use super::source_crc::CrcRecorder;
-use super::work_log::ChecksumPart;
+use super::finished_ranges::ChecksumPart;
 use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;
 use crate::plan::Piece;

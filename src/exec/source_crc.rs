@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
-use super::work_log::ChecksumPart;
+use super::finished_ranges::ChecksumPart;
 use crate::catalog::{ChecksummedRange, Fqn};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};

@@ -19,7 +19,7 @@ pub mod known_files;
 pub mod layout_file;
 mod listing;
 pub mod local;
-mod locate;
+mod find_checkpoint;
 mod metadata_ranges;
 mod output_placing;
 pub mod parallelize;
@@ -42,7 +42,7 @@ pub use declared_layout::DeclaredLayout;
 pub use entry::{FormatEntry, TensorStorage};
 pub use foreign::refuse_address;
 pub use listing::is_data_file;
-pub use locate::{Want, companions, may_lead_on};
+pub use find_checkpoint::{Want, companions, may_lead_on};
 pub use metadata_ranges::{MirrorOf, is_read, metadata_ranges, metadata_ranges_of_items, objects};
 pub use output_placing::Placing;
 pub use parts::{CheckpointPart, PartContent};
@@ -267,7 +267,7 @@ impl Checkpoint {
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
     /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let locate::CheckpointLocation { root, folders } = locate::find(path, options)?;
+        let find_checkpoint::CheckpointLocation { root, folders } = find_checkpoint::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
             None => filesystem::preferred_io(&root)?,
@@ -279,7 +279,7 @@ impl Checkpoint {
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }
-        locate::same_format(&root, &formats)?;
+        find_checkpoint::same_format(&root, &formats)?;
         let LoadedFolder { mut catalog, parts } = match loaded.len() {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),

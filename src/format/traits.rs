@@ -15,7 +15,7 @@ use super::{Format, ReadOptions};
 use crate::catalog::{Catalog, Dtype, Fqn, Path, Reservation, TensorEntry, TensorId, Value};
 use crate::error::Result;
 use crate::layout::DeviceMesh;
-use crate::layout::shards::HeldTile;
+use crate::layout::distinct_tiles::HeldTile;
 use crate::storage::{FileId, Files, IoMode};
 
 /// The reader of a format.

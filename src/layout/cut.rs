@@ -7,7 +7,7 @@
 use std::fmt;
 
 use super::rules::Rule;
-use super::shards::SharedTensor;
+use super::distinct_tiles::SharedTensor;
 use super::{DeviceMesh, LayoutError, Split};
 
 /// The origin of the split rule of a tensor: who chose it.

@@ -38,7 +38,7 @@ mod placement;
 mod region;
 pub mod rules;
 mod shard;
-pub mod shards;
+pub mod distinct_tiles;
 mod split;
 pub mod strided;
 mod tile;

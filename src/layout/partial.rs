@@ -24,7 +24,7 @@
 use std::collections::BTreeMap;
 
 use super::shard::MAX_INTERVALS;
-use super::shards::MeshPlacement;
+use super::distinct_tiles::MeshPlacement;
 use super::{
     AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };
@@ -238,7 +238,7 @@ impl Share {
 mod tests {
 
     use super::*;
-    use crate::layout::shards::SharedTensor;
+    use crate::layout::distinct_tiles::SharedTensor;
     use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {

@@ -6,7 +6,7 @@
 //! mesh dim. PyTorch has no counterpart: its jobs choose placements in code.
 
 use super::parallelize::ParallelizePlan;
-use super::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
+use super::distinct_tiles::{HeldTile, MeshPlacement, SharedTensor, shards};
 use super::strided::MeshChange;
 use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 

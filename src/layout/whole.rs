@@ -16,7 +16,7 @@
 
 use std::collections::HashMap;
 
-use super::shards::SharedTensor;
+use super::distinct_tiles::SharedTensor;
 use super::{DeviceMesh, Dims, LayoutError, Placement, Rank, Split, TensorDim, Tile};
 
 /// The local shape of a tensor on one rank.

@@ -29,7 +29,7 @@
 //! are atomic on a network file system.
 
 mod acquire;
-mod cleanup;
+mod abandon;
 mod commit;
 pub mod completed_work;
 mod destination;

@@ -21,9 +21,9 @@ use crate::format::local::LocalLayout;
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::torch::RankLayout;
 use crate::layout::cut::SplitChoice;
+use crate::layout::distinct_tiles::{HeldTile, SharedTensor};
 use crate::layout::parallelize::{ParameterOrder, ParameterPlacement};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice};
-use crate::layout::shards::{HeldTile, SharedTensor};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 

@@ -10,8 +10,8 @@ use std::collections::HashSet;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::layout::distinct_tiles::MeshPlacement;
 use crate::layout::parallelize::{Parameter, ParameterKind, ShapeOrigin};
-use crate::layout::shards::MeshPlacement;
 use crate::select::Wrappers;
 
 /// The tensors of a checkpoint, with the names and owning parameters that placement rules need.

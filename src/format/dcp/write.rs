@@ -17,7 +17,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
-use crate::layout::shards::HeldTile;
+use crate::layout::distinct_tiles::HeldTile;
 use crate::layout::{Rank, Region, Tile};
 
 /// The distinct tiles of one tensor in the target layout, each with the ranks that have it.

@@ -190,7 +190,7 @@ mod tests {
     use crate::format::local::LocalLayout;
     use crate::format::safetensors::{parse_header, read_header};
     use crate::format::torch::RankLayout;
-    use crate::layout::shards::{HeldTile, MeshPlacement, SharedTensor, shards};
+    use crate::layout::distinct_tiles::{HeldTile, MeshPlacement, SharedTensor, shards};
     use crate::layout::{DeviceMesh, Placement, TensorDim};
     use crate::storage::{Files, IoMode};
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::{CatalogError, Error};
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::whole::{PartError, RankPart, nearest_fit};
 use crate::layout::{DeviceMesh, Split, comma_list};
 

@@ -24,7 +24,7 @@ use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
-use crate::layout::shards::{MeshPlacement, SharedTensor};
+use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::whole::{PartError, RankPart, assemble};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;

@@ -31,7 +31,7 @@ use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value,
 use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, DistinctKeys};
 use crate::json_text;
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
 /// The name of the document next to the rank files.

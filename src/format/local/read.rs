@@ -11,7 +11,7 @@ use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, Partial
 use crate::error::{Error, FormatError, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::format::series::ALLOW_MISSING_HINT;
-use crate::layout::shards::MeshPlacement;
+use crate::layout::distinct_tiles::MeshPlacement;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};

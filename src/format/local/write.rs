@@ -23,7 +23,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::safetensors::{FORMAT_KEY, WrittenTensor, write_header};
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 

@@ -18,7 +18,7 @@ use crate::catalog::{
 };
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::partial::{PartialReduction, partial_index};
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// The hint for plain tensors that have the same name and different shapes on several ranks.

@@ -24,7 +24,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::archive::{Leaves, SharedBytes};
 use crate::layout::cut::SplitChoice;
-use crate::layout::shards::SharedTensor;
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{
     DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
 };

@@ -42,7 +42,7 @@ mod tests;
 
 use std::fmt;
 
-use super::shards::SharedTensor;
+use super::distinct_tiles::SharedTensor;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 

@@ -7,7 +7,7 @@
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
 
-use super::super::shards::SharedTensor;
+use super::super::distinct_tiles::SharedTensor;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
 use super::{
     Family, ParallelStyle, ParallelizePlan, Parameter, ParameterPlacement, ParameterRole, PlacementSource, PlanError,
