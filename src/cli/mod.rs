@@ -212,6 +212,11 @@ pub struct Reshard {
     /// [default: with --plan or --fsdp, dp_replicate or replicate]
     #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub replicate: Option<String>,
+    /// Name the mesh dimension of DistributedDataParallel (DDP), whose ranks hold copies
+    ///
+    /// DTensors are on the other mesh dimensions only. [default: with --plan, ddp]
+    #[arg(long, value_name = "DIM", hide_short_help = true)]
+    pub ddp: Option<String>,
     /// Choose how an uneven dimension is cut
     ///
     /// [default: as in SRC, else chunk]

@@ -149,6 +149,7 @@ impl cli::Reshard {
             tp: self.tp.clone(),
             fsdp: self.fsdp.clone(),
             replicate: self.replicate.clone(),
+            ddp: self.ddp.clone(),
             split: self.split.map(Into::into),
             like: self.like.clone(),
             fill_from: self.fill_from.clone(),

@@ -283,8 +283,10 @@ pub struct ReshardOptions {
     pub tp: Option<String>,
     /// Name of the mesh dimension along which FSDP shards dimension 0 of tensors.
     pub fsdp: Option<String>,
-    /// Name of the mesh dimension along which tensors are replicated.
+    /// Name of the mesh dimension along which tensors are replicated (HSDP).
     pub replicate: Option<String>,
+    /// Name of the mesh dimension of data parallelism without DTensors (DDP): its ranks hold copies of every tensor.
+    pub ddp: Option<String>,
     /// Rule that gives the shard sizes in the result if a dimension does not divide evenly.
     pub split: Option<Split>,
     /// Checkpoint whose layout the result gets.

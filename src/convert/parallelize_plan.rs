@@ -33,7 +33,7 @@ impl PlanOptions<'_> {
         };
         let said: Vec<&DeclaredPlan> = file.iter().chain(layout).map(|file| &file.plan).collect();
         let Self { plan, names, .. } = self;
-        let given = [&names.tp, &names.fsdp, &names.replicate];
+        let given = [&names.tp, &names.fsdp, &names.replicate, &names.ddp];
         if plan.is_none() && given.iter().all(|name| name.is_none()) && said.iter().all(|said| said.is_empty()) {
             return Ok(None);
         }
@@ -44,6 +44,7 @@ impl PlanOptions<'_> {
             tp: dim(names.tp, |said| &said.tp),
             fsdp: dim(names.fsdp, |said| &said.fsdp),
             replicate: dim(names.replicate, |said| &said.replicate),
+            ddp: dim(names.ddp, |said| &said.ddp),
             unused: names.unused,
         };
         let styles = said.iter().flat_map(|said| said.styles.iter().cloned()).collect();

@@ -52,13 +52,13 @@ impl PlanSide {
             }
             (PlanError::UnusedDim { name, .. }, Self::Target) => {
                 format!(
-                    "give its role with options::tp {name}, options::fsdp {name} or options::replicate {name}, or \
-                     remove the dim from options::mesh"
+                    "give its role with options::tp {name}, options::fsdp {name}, options::replicate {name} or \
+                     options::ddp {name}, or remove the dim from options::mesh"
                 )
             }
             (PlanError::UnusedDim { name, .. }, Self::Source) => format!(
-                "give its role in a layout file (options::src_layout): tp = \"{name}\", fsdp = \"{name}\" or \
-                 replicate = \"{name}\""
+                "give its role in a layout file (options::src_layout): tp = \"{name}\", fsdp = \"{name}\", \
+                 replicate = \"{name}\" or ddp = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
                 "name a dim for tensor parallelism with options::tp DIM; for FSDP alone, remove options::plan and give \

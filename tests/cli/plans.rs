@@ -214,14 +214,14 @@ fn styles_give_the_placements_of_pytorch() {
         let own = DeviceMesh::parse(&mesh).unwrap();
         for mesh in std::iter::once(own).chain(swapped) {
             let is_in_order = !is_sharded || mesh.names().unwrap()[0] != "tp";
-            // Without `fully_shard`, the other mesh dim is unused, and its ranks hold replicas.
+            // Without `fully_shard`, `parallelize_module` runs on the slice `tp`, as within DDP.
             let given =
-                RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
+                RoleNames { ddp: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
             let plan = ParallelizePlan { roles: MeshRoles::resolve(&mesh, &given).unwrap(), ..styles() };
             let laid = bind(&plan, &mesh, &truth);
             for (name, shape, bytes) in &tensors {
                 let (what, expected) = (format!("{name} on {mesh}"), &placing["tensors"][name]);
-                assert_styled(&laid[name], &mesh, expected, (is_sharded, is_in_order), &what);
+                assert_styled(&laid[name], &mesh, expected, is_in_order, &what);
                 for (rank, at) in mesh.coordinates() {
                     let whole = vec![Placement::Replicate; mesh.ndim()];
                     let placements = laid[name].shared.as_ref().map_or(&whole, |shared| &shared.placements);
@@ -238,25 +238,16 @@ fn styles_give_the_placements_of_pytorch() {
 }
 
 /// Asserts the class, the mesh dims and the placements of a parameter.
-fn assert_styled(
-    laid: &ParameterPlacement,
-    mesh: &DeviceMesh,
-    expected: &Json,
-    (is_sharded, is_in_order): (bool, bool),
-    what: &str,
-) {
+fn assert_styled(laid: &ParameterPlacement, mesh: &DeviceMesh, expected: &Json, is_in_order: bool, what: &str) {
     let Some(shared) = &laid.shared else {
         assert_eq!(expected["class"], "Tensor", "{what}");
         return;
     };
-    if expected["class"] == "Tensor" {
-        assert!(!is_sharded && shared.placements.iter().all(|placement| *placement == Placement::Replicate), "{what}");
-        return;
-    }
+    assert_ne!(expected["class"], "Tensor", "{what}");
     let names = mesh.names().unwrap();
     let dims = || (0..mesh.ndim()).filter(|dim| shared.slice.as_ref().is_none_or(|dims| dims.contains(&MeshDim(*dim))));
     let known = texts(&expected["mesh_dims"]);
-    if is_sharded && is_in_order {
+    if is_in_order {
         assert_eq!(dims().map(|dim| names[dim].clone()).collect::<Vec<_>>(), known, "{what}");
     }
     if is_in_order {

@@ -26,10 +26,21 @@ import generate
 import generate_plans
 
 
+# DDP over tensor parallelism: the fixtures have no such mesh, and families differ in tensor parallelism only.
+DDP_MESHES = ("ddp=2,tp=2", "tp=2,ddp=2")
+
+
+def is_sharded(mesh):
+    """Returns whether fully_shard follows parallelize_module."""
+    return "dp" in dict(generate_plans.dims(mesh))
+
+
 def families(mesh):
     """Returns the families with a built-in plan of dtshard."""
+    if mesh in DDP_MESHES:
+        return ["llama", "gpt2"]
     return [family for family in generate_plans.FAMILIES
-            if family != "styles" and (mesh, "dp" in mesh) in generate_plans.placings(family)]
+            if family != "styles" and (mesh, is_sharded(mesh)) in generate_plans.placings(family)]
 
 
 def rank_file(folder):
@@ -44,7 +55,7 @@ def save(folder, mesh):
         os.makedirs(f"{folder}/{family}/torch", exist_ok=True)
         if dist.get_rank() == 0:
             torch.save(generate_plans.build(family).state_dict(), f"{folder}/{family}/model.pt")
-        torch.save(generate_plans.place(family, mesh, "dp" in mesh).state_dict(), rank_file(f"{folder}/{family}/torch"))
+        torch.save(generate_plans.place(family, mesh, is_sharded(mesh)).state_dict(), rank_file(f"{folder}/{family}/torch"))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import generate_plans
 import plans
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plans.py")
-MESHES = sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})
+MESHES = [*plans.DDP_MESHES, *sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})]
 # names of plans that differ from the family
 PLANS = {"titan": "llama", "mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
 # PyTorch places it differently from its placements: dtshard keeps it whole on dp (docs/reference/parallelize.md).

@@ -116,12 +116,18 @@ fn without_mesh(like: &Checkpoint) -> Error {
 }
 
 fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
-    let ReshardOptions { plan, tp, fsdp, replicate, .. } = args;
+    let ReshardOptions { plan, tp, fsdp, replicate, ddp, .. } = args;
     PlanOptions {
         plan: plan.as_deref(),
         option: "options::plan",
         layout_option: "options::layout",
-        names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), unused: Vec::new() },
+        names: RoleNames {
+            tp: tp.clone(),
+            fsdp: fsdp.clone(),
+            replicate: replicate.clone(),
+            ddp: ddp.clone(),
+            unused: Vec::new(),
+        },
     }
 }
 

@@ -9,7 +9,7 @@
 //! placements = "S(0),R"            # for every tensor without a rule; R if it does not fit
 //! split = "chunk"                  # chunk, balanced or makani, for all tensors
 //! plan = "llama"                   # a built-in plan, tried after the styles below
-//! tp = "tp"                        # mesh dims of plan and styles; also fsdp, replicate
+//! tp = "tp"                        # mesh dims of plan and styles; also fsdp, replicate, ddp
 //!
 //! [styles]                         # styles of modules; tables nest, keys join with dots; the first match wins
 //! tok_embeddings = "rowwise-embedding"
@@ -80,14 +80,15 @@ pub struct DeclaredPlan {
     pub tp: Option<Positioned<String>>,
     pub fsdp: Option<Positioned<String>>,
     pub replicate: Option<Positioned<String>>,
+    pub ddp: Option<Positioned<String>>,
 }
 
 impl DeclaredPlan {
     /// Returns whether the file declares no plan: it names no built-in plan, no styles and no mesh dims for them.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        let Self { name, styles, tp, fsdp, replicate } = self;
-        styles.is_empty() && [name, tp, fsdp, replicate].iter().all(|value| value.is_none())
+        let Self { name, styles, tp, fsdp, replicate, ddp } = self;
+        styles.is_empty() && [name, tp, fsdp, replicate, ddp].iter().all(|value| value.is_none())
     }
 }
 
@@ -190,8 +191,8 @@ impl LayoutFile {
         if let Some(fallback) = &self.fallback {
             written::check(fallback.at(), &fallback.value.clone().into(), mesh)?;
         }
-        let DeclaredPlan { tp, fsdp, replicate, .. } = &self.plan;
-        for role in [tp, fsdp, replicate].into_iter().flatten() {
+        let DeclaredPlan { tp, fsdp, replicate, ddp, .. } = &self.plan;
+        for role in [tp, fsdp, replicate, ddp].into_iter().flatten() {
             written::dim(role.at(), &role.value, mesh)?;
         }
         let own = self.mesh.as_ref().map_or(mesh, |own| &own.value);

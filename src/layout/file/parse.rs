@@ -9,7 +9,7 @@ use super::{DeclaredPlan, LayoutFile, Positioned, did_you_mean};
 use crate::layout::parallelize::{RuleStyle, StyleRule};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Pattern, PlacementSpec, Rank, Split, parse_placements};
 
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "version",
     "mesh",
     "mesh_ranks",
@@ -19,6 +19,7 @@ const KEYS: [&str; 12] = [
     "tp",
     "fsdp",
     "replicate",
+    "ddp",
     "styles",
     "rules",
     "flat",
@@ -77,6 +78,7 @@ pub fn layout(name: &str, node: &FileNode) -> Result<LayoutFile, LayoutError> {
             tp: text_of("tp")?,
             fsdp: text_of("fsdp")?,
             replicate: text_of("replicate")?,
+            ddp: text_of("ddp")?,
         },
         flat,
     })

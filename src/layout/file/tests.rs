@@ -147,7 +147,7 @@ fn error_names_file_line_and_rule() {
         ("version = \"1\"", "l.toml line 1: version: expected 1, found text"),
         (
             "# c\nplacement = \"S(0)\"",
-            "l.toml line 2: unknown key `placement` (did you mean `placements`? use one of version, mesh, mesh_ranks, placements, split, plan, tp, fsdp, replicate, styles, rules, flat)",
+            "l.toml line 2: unknown key `placement` (did you mean `placements`? use one of version, mesh, mesh_ranks, placements, split, plan, tp, fsdp, replicate, ddp, styles, rules, flat)",
         ),
         (
             "mesh = 4",

@@ -2,7 +2,8 @@
 //!
 //! Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are evaluated from the left,
 //! so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a part of each of the n
-//! shards that tensor parallelism makes. HSDP replicates along one more mesh dim.
+//! shards that tensor parallelism makes. HSDP replicates along one more mesh dim. DDP has no DTensors of its own: a
+//! tensor is a DTensor on the other mesh dims only, and the ranks along the mesh dim of DDP hold copies of it.
 //!
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -42,6 +43,8 @@ pub struct MeshRoles {
     pub fsdp: Option<MeshDim>,
     /// The mesh dim of replicas (HSDP).
     pub replicate: Option<MeshDim>,
+    /// The mesh dim of data parallelism without DTensors (DDP).
+    pub ddp: Option<MeshDim>,
 }
 
 /// The names of mesh dims that the user gave for each role.
@@ -50,6 +53,7 @@ pub struct RoleNames {
     pub tp: Option<String>,
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
+    pub ddp: Option<String>,
     /// Mesh dims that the plan may leave without a role.
     pub unused: Vec<String>,
 }
@@ -57,6 +61,7 @@ pub struct RoleNames {
 const TP: [&str; 1] = ["tp"];
 const FSDP: [&str; 3] = ["fsdp", "dp_shard", "dp"];
 const REPLICATE: [&str; 2] = ["dp_replicate", "replicate"];
+const DDP: [&str; 1] = ["ddp"];
 
 const DIM0: TensorDim = TensorDim(0);
 
@@ -80,6 +85,7 @@ impl MeshRoles {
             ("options::tp", named("options::tp", &given.tp)?, &TP[..]),
             ("options::fsdp", named("options::fsdp", &given.fsdp)?, &FSDP),
             ("options::replicate", named("options::replicate", &given.replicate)?, &REPLICATE),
+            ("options::ddp", named("options::ddp", &given.ddp)?, &DDP),
         ];
         let is_unused = |dim: MeshDim| given.unused.contains(&names[dim.0]);
         for index in 0..uses.len() {
@@ -97,10 +103,10 @@ impl MeshRoles {
             };
             uses[index].1 = dim.or_else(free);
         }
-        let [tp, fsdp, replicate] = uses.map(|(_, dim, _)| dim);
-        let is_known = |dim| is_unused(MeshDim(dim)) || [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
+        let [tp, fsdp, replicate, ddp] = uses.map(|(_, dim, _)| dim);
+        let is_known = |dim| is_unused(MeshDim(dim)) || [tp, fsdp, replicate, ddp].contains(&Some(MeshDim(dim)));
         match (0..mesh.ndim()).find(|dim| !is_known(*dim)) {
-            None => Ok(Self { tp, fsdp, replicate }),
+            None => Ok(Self { tp, fsdp, replicate, ddp }),
             Some(dim) => Err(PlanError::UnusedDim { name: names[dim].clone(), mesh: text() }),
         }
     }
@@ -130,7 +136,9 @@ impl MeshRoles {
             placements[fsdp.0] = of_fsdp;
             uncut = uncut.or((of_fsdp == Placement::Replicate).then_some(UncutReason::BlocksWithinFsdp));
         }
-        ParameterPlacement { shared: Some(placements.into()), by: PlacementSource::Style(style), uncut, note: None }
+        let dims = (0..mesh.ndim()).map(MeshDim).filter(|dim| Some(*dim) != self.ddp).collect();
+        let shared = Some(on_slice(placements, dims));
+        ParameterPlacement { shared, by: PlacementSource::Style(style), uncut, note: None }
     }
 
     /// Returns the placements of a parameter without a style. They are the placements of `fully_shard`, on the mesh
@@ -142,11 +150,15 @@ impl MeshRoles {
         if let Some(fsdp) = self.fsdp.filter(|_| !shape.is_empty()) {
             placements[fsdp.0] = Placement::Shard(DIM0);
         }
-        let is_shared = !dims.is_empty();
-        let slice = (dims.len() < mesh.ndim()).then_some(dims);
-        let shared = is_shared.then(|| SharedTensor { slice, ..SharedTensor::from(placements) });
+        let shared = (!dims.is_empty()).then(|| on_slice(placements, dims));
         ParameterPlacement { shared, by: PlacementSource::NoStyle, uncut: None, note: None }
     }
+}
+
+/// Returns placements on some dims of a mesh: on a slice, unless these are all dims.
+fn on_slice(placements: Vec<Placement>, dims: Vec<MeshDim>) -> SharedTensor {
+    let slice = (dims.len() < placements.len()).then_some(dims);
+    SharedTensor { slice, ..SharedTensor::from(placements) }
 }
 
 /// Returns the placement of a parameter on the mesh dim of tensor parallelism. The second value is the reason if the

@@ -240,10 +240,23 @@ fn pairwise_does_not_compare_local_shards_of_fsdp() {
 }
 
 #[test]
+fn tensors_of_ddp_are_on_the_other_mesh_dims() {
+    let named: &[(&str, &[u64])] = &[("fc1.weight", &[8, 6]), ("norm.weight", &[6])];
+    let rules = [("fc1", "colwise")];
+    assert_eq!(bind("ddp=2,tp=2", &rules, named, ParameterOrder::Unknown).unwrap(), ["R,S(0) on 1", "plain"]);
+    assert_eq!(bind("tp=2,ddp=2", &rules, named, ParameterOrder::Unknown).unwrap(), ["S(0),R on 0", "plain"]);
+    let three = bind("ddp=2,dp=2,tp=2", &rules, named, ParameterOrder::Unknown).unwrap();
+    assert_eq!(three, ["R,_S(0,2),S(0) on 1 on 2", "R,S(0),R on 1"]);
+    let given = RoleNames { ddp: Some("dp".into()), ..RoleNames::default() };
+    let roles = MeshRoles::resolve(&mesh("dp=2,tp=2"), &given).unwrap();
+    assert_eq!((roles.tp, roles.fsdp, roles.ddp), (Some(MeshDim(1)), None, Some(MeshDim(0))));
+}
+
+#[test]
 fn mesh_roles_are_found_by_usual_or_given_names() {
     let of = |at: &str, tp: &str, fsdp: &str, replicate: &str| {
         let name = |name: &str| (!name.is_empty()).then(|| name.to_owned());
-        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), unused: Vec::new() };
+        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), ..RoleNames::default() };
         let roles = MeshRoles::resolve(&mesh(at), &given)?;
         Ok([roles.tp, roles.fsdp, roles.replicate].map(|dim| dim.map(|MeshDim(dim)| dim)))
     };

@@ -209,6 +209,27 @@ fn style_none_shards_a_module_by_fsdp_only() {
     assert!(!made.run.stderr.contains("no style of the plan"), "{}", made.run.stderr);
 }
 
+/// The mesh of each DTensor is the group of tensor parallelism of its rank, and norms are plain.
+#[test]
+fn plan_within_ddp_uses_the_slice_of_tensor_parallelism() {
+    let env = TestEnv::new();
+    let file =
+        env.write("ddp.toml", "plan = \"llama\"\nddp = \"data\"\n[styles]\n\"**.{norm,*_layernorm}\" = \"none\"\n");
+    let by_file = env.make("reshard", VERL, "by_file", &format!("--mesh data=2,tp=2 --layout {}", file.display()));
+    let styles = env.write("styles.toml", "[styles]\n\"**.{norm,*_layernorm}\" = \"none\"\n");
+    let options = format!("--mesh data=2,tp=2 --ddp data --plan llama --layout {}", styles.display());
+    let made = env.make("reshard", VERL, "made", &options);
+    succeed("verify", &[&fixture(VERL), &made.path], "");
+    let layout = succeed("inspect", &[&made.path], "--layout").stdout;
+    assert_eq!(layout, succeed("inspect", &[&by_file.path], "--layout").stdout);
+    let found = inspect(&made.path, "--brief");
+    assert_eq!(placements(&found, "model.model.layers.0.self_attn.q_proj.weight"), "R,S(0)");
+    assert_contains(&layout, &["slice = \"tp\""]);
+    assert!(found["tensors"]["model.model.norm.weight"]["placements"].is_null(), "{found}");
+    env.refuse("reshard", VERL, "out", "--mesh dp=2,tp=2 --ddp dp --fsdp dp --plan llama");
+    env.refuse("reshard", VERL, "out", "--mesh dp=2,tp=2 --ddp data --plan llama");
+}
+
 #[test]
 fn errors_in_a_plan_file_have_their_line() {
     let env = TestEnv::new();
