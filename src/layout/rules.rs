@@ -94,6 +94,8 @@ pub enum Fallback {
     Placements(Vec<PlacementSpec>),
     /// The placements that the tensor has in the source, on mesh dims of the same name.
     Source,
+    /// No placements: a rule must match every tensor that has at least one dim.
+    Missing,
 }
 
 impl Fallback {
@@ -188,6 +190,7 @@ impl MeshLayout {
                 let shared = source.map_or_else(|| self.replicated(), |source| self.source_placement(source));
                 FallbackPlacement { shared, misfit: false }
             }
+            Fallback::Missing => FallbackPlacement { shared: self.replicated(), misfit: false },
         }
     }
 

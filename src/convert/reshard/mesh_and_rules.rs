@@ -181,7 +181,7 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         None if source.like.is_some() => Fallback::Source,
         None if plan.is_some() => Fallback::Placements(vec![PlacementSpec::Replicate; mesh.ndim()]),
         None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
-        None => default_fallback(&mesh, catalog)?,
+        None => default_fallback(&mesh, catalog, !rules.is_empty())?,
     };
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
@@ -212,11 +212,11 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
 
 /// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
 /// its mesh has the same dimensions or the same dimension names, otherwise `S(0)` on a mesh of one dimension.
-/// Replicating every tensor is never a silent default.
+/// Replicating every tensor is never a silent default: in other cases, a rule must match every tensor.
 ///
 /// # Errors
-/// `Usage` if neither case applies.
-fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
+/// `Usage` if there are no rules either.
+fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
     let known = |entry: &&TensorEntry| entry.sharding.is_some();
@@ -234,6 +234,11 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
     if mesh.ndim() == 1 {
         return Ok(Fallback::Placements(parse_placements("S(0)")?));
     }
+    if has_rules { Ok(Fallback::Missing) } else { Err(without_placements(mesh, None)) }
+}
+
+/// Returns the error that a tensor has no placements on the target mesh. `fqn` is absent if no tensor has any.
+pub fn without_placements(mesh: &DeviceMesh, fqn: Option<&String>) -> Error {
     let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
     let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
         let mut list = several.clone();
@@ -241,11 +246,18 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         list.join(",")
     });
     let plan = if mesh.dim_by_name(TP).is_some() { "; or shard modules over tp: options::plan NAME" } else { "" };
-    Err(Error::usage(
-        format!("options::mesh {mesh}: the source has no placements for these mesh dims"),
+    let problem = match fqn {
+        None => format!("options::mesh {mesh}: the source has no placements for these mesh dims"),
+        Some(fqn) => format!(
+            "{fqn}: no rule matches this tensor, and the source has no placements for the mesh dims of options::mesh \
+             {mesh}"
+        ),
+    };
+    Error::usage(
+        problem,
         format!(
             "give placements for every tensor: options::placements '{sharded_first}' or options::placements \
              '{replicated_first}'{plan}"
         ),
-    ))
+    )
 }

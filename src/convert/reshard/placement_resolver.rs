@@ -12,6 +12,7 @@
 use super::attention_heads::AttentionHeads;
 use super::class::usual_class;
 use super::like::{LikeLayout, is_whole_anyway};
+use super::mesh_and_rules::without_placements;
 use super::placement_report::PlacementReport;
 use super::sharded_tensor_mesh::rows;
 use super::tensor_context::{ParameterEvidence, TensorContext, TensorContexts};
@@ -214,7 +215,10 @@ impl<'a> PlacementResolver<'a> {
         if choice.is_none() {
             choice = self.by_like(&subject)?;
         }
-        let choice = choice.unwrap_or_else(|| self.by_fallback(&subject));
+        let choice = match choice {
+            Some(choice) => choice,
+            None => self.by_fallback(&subject)?,
+        };
         if let Choice::Shared(ResolvedPlacements { shared, cut, .. }) = &choice {
             cut.check(path, &entry.shape, &self.layout.mesh, shared)?;
         }
@@ -302,28 +306,31 @@ impl<'a> PlacementResolver<'a> {
         Ok(Some(Choice::Shared(ResolvedPlacements { shared, by, cut })))
     }
 
-    fn by_fallback(&mut self, subject: &TensorContext<'_>) -> Choice<'a> {
+    fn by_fallback(&mut self, subject: &TensorContext<'_>) -> Result<Choice<'a>> {
         let as_it_is = matches!(self.layout.fallback, Fallback::Source);
         let is_plain = self.subjects.is_plain(subject.is_shared());
         if is_plain && as_it_is {
-            return Choice::Plain;
+            return Ok(Choice::Plain);
         }
         if is_plain && !self.subjects.is_trained(subject) {
             self.report.plain(subject);
-            return Choice::Plain;
+            return Ok(Choice::Plain);
         }
         let shape = &subject.entry.shape;
+        if matches!(self.layout.fallback, Fallback::Missing) && !shape.is_empty() {
+            return Err(without_placements(&self.layout.mesh, subject.names.first()));
+        }
         let fitted = self.layout.fallback_placement(shape.len(), self.subjects.source(subject));
         self.report.fallback(subject, fitted.misfit);
         if shape.is_empty() && subject.sharding().is_none() {
-            return Choice::Plain;
+            return Ok(Choice::Plain);
         }
         let (by, cut) = if as_it_is {
             (PlacementOrigin::Source, self.cut_as(SplitChoice::Source))
         } else {
             (PlacementOrigin::CommandLine, SplitChoice::AllTensors)
         };
-        Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut })
+        Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
     }
 
     /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.

@@ -17,7 +17,7 @@ pub fn notes(layout: &MeshLayout) -> Vec<String> {
     });
     let of_all = match fallback {
         Fallback::Placements(list) => Some((list.as_slice(), format!("placements {}", comma_list(list)))),
-        Fallback::Source => None,
+        Fallback::Source | Fallback::Missing => None,
     };
     let mut strays: IndexMap<UnknownSplitFactor, Vec<String>> = IndexMap::new();
     for (list, origin) in of_rules.chain(of_all) {

@@ -15,6 +15,7 @@ use dtshard::format::{ReadOptions, torch};
 use serde_json::Value as Json;
 
 use crate::common::env::TestEnv;
+use crate::common::succeed;
 use crate::common::{assert_same, below, expect, fixture, inspect, read};
 use crate::contract::assert_contains;
 
@@ -117,6 +118,21 @@ fn mesh_alone_that_would_replicate_everything_is_refused() {
     let made = env.make("reshard", "safetensors/sharded", "one", "--mesh any=2 --to torch-ranks");
     assert_eq!(inspect(&made.path, "--brief")["tensors"]["lm_head.weight"]["placements"], "S(0)");
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");
+}
+
+#[test]
+fn rules_for_every_tensor_need_no_default() {
+    let env = TestEnv::new();
+    let mesh = "--mesh a=2,b=2";
+    for (source, to) in [("fsdp4/dcp", "dcp"), ("safetensors/sharded", "torch-ranks"), ("fsdp4/ranks", "torch-ranks")] {
+        let made = env.make("reshard", source, source, &format!("{mesh} --placements **=R,R --to {to}"));
+        succeed("verify", &[&fixture(source), &made.path], "");
+    }
+    // A 0-d tensor needs no rule, and neither does a tensor that is not selected.
+    let options = format!("{mesh} --placements **.weight=S(0),R");
+    env.make("reshard", "safetensors/sharded", "weights", &format!("{options} --to torch-ranks"));
+    env.make("reshard", "fsdp4/ranks", "selected", &format!("{options} --include model.**.weight"));
+    env.refuse("reshard", "fsdp4/ranks", "out", &options);
 }
 
 #[test]
