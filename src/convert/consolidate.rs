@@ -1,5 +1,5 @@
-//! The `consolidate` verb: writes the model of a checkpoint as whole tensors, with the files that loaders need beside
-//! them.
+//! The `consolidate` verb: writes the model of a checkpoint as whole tensors, and the files that loaders need in
+//! addition, such as `config.json`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

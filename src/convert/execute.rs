@@ -53,7 +53,7 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     Ok(account.preview(&stats, foreseen))
 }
 
-/// Executes the plan, or only the part of this process.
+/// Executes the plan. If several processes divide the work, executes only the share of this process.
 ///
 /// # Errors
 /// Any error; the destination is then unchanged.
@@ -162,7 +162,7 @@ fn perform(
     Ok(account.report(&stats, outcome, run))
 }
 
-/// Prints notes and warnings before the work begins, and returns options that fit into the memory.
+/// Prints notes and warnings before the work begins, and returns options that fit into the memory limit.
 fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Options> {
     for note in notes(prepared) {
         run.progress.note(&note);

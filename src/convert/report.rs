@@ -57,9 +57,9 @@ pub enum Outcome {
     Published,
     /// Another process of the run published the destination.
     PublishedByOther,
-    /// This process has written its part. The process that finishes last publishes the destination.
+    /// This process has written its share of the output. The process that finishes last publishes the destination.
     PartDone,
-    /// The destination already existed and was made from the same source and options.
+    /// The destination already existed and was made from the source and with the options of this run.
     UpToDate,
 }
 

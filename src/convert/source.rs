@@ -38,8 +38,8 @@ impl Defaults {
     }
 }
 
-/// Path and format of SRC. They are stored here after `--fill-from` has put the values of SRC into another checkpoint,
-/// FILLER.
+/// Path and format of SRC. `--fill-from` puts the values of SRC into another checkpoint, FILLER, and keeps the path and
+/// format of SRC here.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
@@ -50,7 +50,8 @@ pub struct Filled {
 
 /// Opened source of a conversion, with the selected names and the connection to the other processes.
 pub struct ConversionSource {
-    /// The opened checkpoint SRC. With `--fill-from`, it is FILLER, with the files of both checkpoints.
+    /// The opened checkpoint SRC. With `--fill-from`, this is the checkpoint FILLER with values of SRC, and its list of
+    /// files has the files of both checkpoints.
     pub checkpoint: Checkpoint,
     /// Path and format of SRC; `None` without `--fill-from`.
     pub filled: Option<Filled>,
@@ -181,8 +182,8 @@ impl ConversionSource {
 
     /// Resolves every value that differs between ranks, as `--on-conflict` says.
     ///
-    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise they are compared just
-    /// before the copy.
+    /// With `--on-conflict`, this function compares the replicas of plain tensors; otherwise dtshard compares these
+    /// replicas just before the copy.
     ///
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
@@ -279,8 +280,8 @@ impl ConversionSource {
         checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
-    /// Frees the memory of the selection and the state dict, after the destination is laid out. They take half of the
-    /// memory for a checkpoint with very many tensors. Two threads free them in parallel.
+    /// Frees the memory of the selection and the state dict, after the destination is laid out. For a checkpoint with
+    /// very many tensors, the selection and the state dict take half of the memory. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
         let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
@@ -327,7 +328,8 @@ pub struct ReadRequest<'a> {
     pub raw_flat: bool,
 }
 
-/// Opens the source of a conversion, together with the other processes if each sees only its own files.
+/// Opens the source of a conversion, together with the other processes if each process sees only some files of the
+/// source.
 ///
 /// # Errors
 /// Errors from reading, and from connecting to the other processes.

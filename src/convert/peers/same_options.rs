@@ -1,8 +1,8 @@
 //! Check that all connected processes have the same options.
 //!
-//! Two kinds of options must agree: options that determine the collective steps (which steps run, which replicas are
-//! compared, how long rounds are), and options that determine the result. The resulting plans are also
-//! [compared](super::Peers::compare) later.
+//! Two kinds of options must be equal on all processes: options that determine the collective steps (which steps run,
+//! which replicas are compared, how long rounds are), and options that determine the result. The resulting plans are
+//! also [compared](super::Peers::compare) later.
 
 use std::collections::BTreeMap;
 

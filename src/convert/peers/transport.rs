@@ -29,8 +29,8 @@ pub enum Meeting {
 
 /// Method by which processes send tensor data to each other.
 pub enum Transport {
-    /// Processes send no tensor data. Each reads the data that it writes, from SRC or from a copy of the files that it
-    /// does not see.
+    /// Processes send no tensor data. Each process reads the data that it writes, from SRC or from a copy of the SRC
+    /// files that this process does not see.
     Copy,
     #[cfg(feature = "mpi")]
     Mpi,

@@ -77,7 +77,7 @@ impl<'a> LikeLayout<'a> {
     /// Checks that the `--like` checkpoint had every tensor that was looked up.
     ///
     /// # Errors
-    /// `Usage` if it lacks tensors.
+    /// `Usage` if the `--like` checkpoint lacks tensors.
     pub fn finish(self) -> Result<()> {
         let Some((path, in_model)) = self.missing.first() else { return Ok(()) };
         let names: Vec<String> = self.missing.iter().map(|(path, _)| path.to_string()).collect();

@@ -31,7 +31,7 @@ pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     DeviceMesh::parse(&mesh).ok()
 }
 
-/// Returns true if every rank has the rows that it gets when `torch.chunk` splits them over a group of this size.
+/// Returns true if every rank has the rows that it gets when `torch.chunk` splits all rows over `group_size` ranks.
 fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     let Some(rows) = entry.shape.first() else { return false };
     let has_own = entry.chunks.iter().all(|part| {
