@@ -2,8 +2,9 @@
 //!
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
 //! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
-//! that process and the reason into its own lease. Therefore the number of files to read grows with the number of
-//! processes, not with its square. Invariant: the first failure is kept, because later failures are its consequences.
+//! that process and the reason into its own lease. Therefore the number of files that all processes read together grows
+//! with the number of processes, not with the square of this number. Invariant: the first failure is kept, because
+//! later failures are consequences of the first failure.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -155,7 +156,7 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
     }
 }
 
-/// The lease of this process. It also watches the leases of the other processes.
+/// The lease of this process. This value also watches the leases of the other processes.
 #[derive(Debug)]
 pub struct Presence {
     folder: AnchoredPath,
@@ -226,8 +227,8 @@ impl Presence {
         self.first_failure.check(op)
     }
 
-    /// Returns why a process has ended, or `None` if it is present. Checks immediately, without waiting for the next
-    /// heartbeat. A process that has left the run counts as ended.
+    /// Returns why a process has ended, or `None` if the process is present. Checks immediately, without waiting for
+    /// the next heartbeat. A process that has left the run counts as ended.
     pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;

@@ -228,7 +228,7 @@ impl Staging {
     }
 
     /// Returns true if another process has published the output at the destination. That process normally removes the
-    /// partial folder. If it has died, this process removes the folder.
+    /// partial folder. If the publishing process has died, this process removes the folder.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || published_xattr::is(&self.destination.path, self.fingerprint);
