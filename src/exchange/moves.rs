@@ -190,7 +190,7 @@ impl Moves {
     }
 
     /// Adds the casts of the values, if the shuffle casts. `todo` contains the bytes that this rank writes; this rank
-    /// counts the lost values of their elements.
+    /// counts the values that casts lose in these bytes.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;

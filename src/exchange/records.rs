@@ -57,8 +57,8 @@ pub struct Records {
     folder: AnchoredPath,
     stop: Stop,
     reporter: WaitReporter,
-    /// A description of the current work of this process, for reports about waiting. It is valid until the next
-    /// operation.
+    /// A description of the current work of this process, for reports about waiting. The description is valid until the
+    /// next operation.
     doing: Mutex<&'static str>,
     /// The number of collective operations that this process has begun.
     number: Mutex<u64>,

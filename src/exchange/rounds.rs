@@ -44,10 +44,10 @@ pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
     topology: &'a Topology,
     bucket_bytes: u64,
-    /// The remaining units (parts) of the current tensor, which did not fit into one round. The last unit in the list
-    /// is planned next.
+    /// The remaining units (lists of element ranges) of the current tensor, if the tensor does not fit into one round.
+    /// The last unit in the list is planned next.
     pending_units: Vec<Unit<'a>>,
-    /// A plan that did not fit into the previous round, so that it is the first of the next round.
+    /// A plan that did not fit into the previous round, and that becomes the first plan of the next round.
     deferred: Option<SizedPlan<'a>>,
 }
 
@@ -176,8 +176,8 @@ fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     Some((half(first)?, half(second)?))
 }
 
-/// Returns the element index at which a range is split. It is near the middle. If rows are short, it is also at the
-/// start of a row, because parts of rows need more copies than whole rows.
+/// Returns the element index at which a range is split. The index is near the middle of the range. If rows are short,
+/// the index is also at the start of a row, because parts of rows need more copies than whole rows.
 fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
     let len = range.end - range.start;
     let even = range.start + len.div_ceil(2);

@@ -24,8 +24,8 @@ pub trait Shuffle: Send {
     /// A round that has begun but is not finished.
     type PendingRound;
 
-    /// The number of rounds that may be in progress at the same time. If it is greater than 1, the next round is sent
-    /// while the caller waits for the current round.
+    /// The number of rounds that may be in progress at the same time. If the number is greater than 1, the next round
+    /// is sent while the caller waits for the current round.
     const ROUNDS_IN_FLIGHT: usize;
 
     /// Returns the pool of host memory from which the stage buffer and the output buffer are taken.

@@ -39,8 +39,8 @@ pub struct TransferTarget {
     /// The rank that reduces the partial values and sends the result to the other ranks. `None` if each rank receives
     /// the source bytes, and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
-    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce it; its partial values are then sent
-    /// as messages.
+    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce the part; then the partial values of
+    /// the part are sent as messages.
     pub nccl_reduction: Option<ReductionKind>,
 }
 
@@ -51,8 +51,8 @@ impl Unit<'_> {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number from which the rank that reads or reduces a range is chosen. It differs for consecutive ranges,
-    /// so that they use different ranks.
+    /// Returns a number from which the rank that reads or reduces a range is chosen. Consecutive ranges have different
+    /// numbers, so that different ranks read or reduce these ranges.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
