@@ -1,7 +1,7 @@
 //! Communicator: connects the processes of one run, moves tensor bytes between them, and passes small messages.
 //!
 //! [`Communicator::exchange`] and [`Communicator::all_gather`] move tensor bytes from memory to memory. The
-//! implementation decides whether this is host memory or device memory. The two methods correspond to
+//! implementation decides whether tensor bytes are in host memory or in device memory. The two methods correspond to
 //! `all_to_all_single` with split sizes and to `all_gather` with different sizes in `torch.distributed`.
 //! [`Communicator::gather`] passes small messages (the work to do, success or failure), always from host memory.
 //!

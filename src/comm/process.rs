@@ -46,7 +46,7 @@ impl Process {
     }
 
     /// Returns whether the process is alive, as far as the process `here` can see. Returns `None` if `here` cannot see
-    /// it.
+    /// the process.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
