@@ -29,8 +29,8 @@ const LIMIT: Duration = Duration::from_mins(2);
 /// The shortest delay between two turns. Each delay is twice as long as the previous one, up to the longest delay.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. It is small, because the blocks of
-/// all ranks must run at the same time.
+/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. The number is small, because the
+/// blocks of all ranks must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
