@@ -1,16 +1,16 @@
-//! Computes the CRC-32s that output files contain. It combines the checksums of parts into checksums of complete spans,
-//! and writes the checksums into the files.
+//! Computes the CRC-32 checksums that output files contain, and writes the checksums into the files.
 //!
 //! A span is a byte range that has a checksum. A site is the position in the file at which a checksum is stored. Most
-//! spans are tensors within one write block, and their site follows them in the same block: these checksums are put
-//! into the block before it is written. If several write blocks share a span, each block logs the checksum of its part.
-//! A run that writes all data combines these parts when all data is written, then fills the blocks that have only
-//! header bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If
-//! several runs write a checkpoint, the process that seals the checkpoint combines the parts of all runs
-//! ([`write_combined`]).
+//! spans are tensors within one write block, and the site of such a span follows the tensor in this write block: the
+//! checksum is put into the write block before the block is written. If several write blocks share a span, each write
+//! block logs the checksum of its own bytes of the span (a part). A run that writes all data combines these parts when
+//! all data is written, then fills the blocks that have only header bytes (such as the directory of a torch file), and
+//! then writes the checksums that are still missing. If several runs write a checkpoint, the process that seals the
+//! checkpoint combines the parts of all runs ([`write_combined`]).
 //!
-//! All sizes and offsets are in bytes. Invariant: spans are in ascending order; their first sites are in ascending
-//! order, too, and so are their second sites (see [`ChecksumSpan`]).
+//! All sizes and offsets are in bytes. Invariant: spans are in ascending order. A span may have two sites (see
+//! [`ChecksumSpan`]): the first sites of all spans are in ascending order, and the second sites of all spans are in
+//! ascending order.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -35,9 +35,9 @@ pub struct Checksums<'a> {
     files: &'a [OutputFile],
     /// True if this run writes all data, so that it can compute all checksums.
     covers_all_data: bool,
-    /// The checksums of each file, in the order of its spans. They are set when all data is written.
+    /// The checksums of each file, in the order of its spans. The field is set when all data is written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// The sites of checksums that were unknown when their write block was written. They are written later.
+    /// The sites of checksums that were unknown when their write block was written. These checksums are written later.
     unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
@@ -54,7 +54,7 @@ pub struct DeferredChecksums {
     pub parts: Vec<ChecksumPart>,
     /// The offsets in the file of checksums that are not known yet, in ascending order. The write block must leave
     /// these bytes out. A process that others believe dead may still write the block after another process has sealed
-    /// the checkpoint, and it must not overwrite the sealed checksums.
+    /// the checkpoint, and that process must not overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 
@@ -172,7 +172,7 @@ impl<'a> Checksums<'a> {
         let _ = self.values.set(values);
     }
 
-    /// Writes the checksums that were not known when their block was written.
+    /// Writes the checksums that were not known when the write block with their site was written.
     ///
     /// # Errors
     /// `Io`.
@@ -186,7 +186,7 @@ impl<'a> Checksums<'a> {
 }
 
 /// Combines parts from journals, which must be in ascending order, into checksums of spans, and writes these checksums
-/// to their sites. The checksum of a span without parts was already written with its block.
+/// to their sites. The checksum of a span without parts was already written, in the write block that contains the span.
 ///
 /// # Errors
 /// `Io`; `Malformed` if the parts do not make up their span.

@@ -16,7 +16,7 @@
 //!   0x7fc0 at any length. This module always gives the results of long contiguous tensors, on every machine.
 //!
 //! The `half` crate is not used, because its results depend on the processor: with f16c, its cast from f64 to f16
-//! rounds twice, otherwise once. It also keeps the payload of bf16 NaNs.
+//! rounds twice, otherwise once. The crate also keeps the payload of bf16 NaNs.
 
 /// A source element, converted to the bits of an f32.
 #[derive(Clone, Copy)]

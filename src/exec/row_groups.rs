@@ -13,13 +13,13 @@
 //!   +---+---+---+        +---+     +---+     +---+
 //! ```
 //!
-//! Tiles of one tensor that hold the same rows form a **tile group**; a tile group is cut into **row groups**, each the
-//! same fraction of all of its tiles. One worker fills the write blocks of a row group, one after the other, from a
-//! block of the source that is read once ([`super::block`]).
+//! Tiles of one tensor that hold the same rows form a **tile group**; a tile group is cut into **row groups**. A row
+//! group contains the same range of rows from each tile of the tile group. One worker fills the write blocks of a row
+//! group, one after the other, from a block of the source that is read once ([`super::block`]).
 //!
-//! Equal tiles that are not such columns also form a tile group. They are called **copies**; replicas on several ranks
-//! are copies, for example. The write blocks of copies are cut at the same positions, and the data is gathered once and
-//! written to each file. All other tiles are written in file order.
+//! Tiles with equal elements that are not such columns also form a tile group. Such tiles are called **copies**;
+//! replicas on several ranks are copies, for example. The write blocks of copies are cut at the same positions, and the
+//! data is gathered once and written to each file. All other tiles are written in file order.
 
 use indexmap::IndexMap;
 
@@ -97,8 +97,8 @@ pub struct GroupCandidate<'a> {
     pub share: Option<&'a Share>,
     /// The number of source bytes that the tile reads.
     pub source_bytes: u64,
-    /// True if the tile reads short runs of source rows. It is false for a transposed view, whose rows are columns of
-    /// the source, so that a row group of such tiles would read the complete source.
+    /// True if the tile reads short runs of source rows. The field is false for a transposed view, whose rows are
+    /// columns of the source, so that a row group of such tiles would read the complete source.
     pub has_short_row_runs: bool,
     /// The position of the tile in the output. [`assign_groups`] sets its group.
     pub output_range: &'a mut OutputRange,
