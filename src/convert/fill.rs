@@ -144,8 +144,9 @@ fn is_list_of_parameters(path: &Path) -> bool {
         if **groups == *"param_groups" && **key == *"params")
 }
 
-/// Replaces tensor entries of `catalog` by entries of `from`, and returns the replaced entries. The file ids of `from`
-/// are shifted by `files`, because the files of `from` now follow the files of `catalog`.
+/// Replaces the entries of some tensors in `catalog` by entries of the catalog `from`, and returns the replaced
+/// entries. The file ids of `from` are shifted by `files`, because the files of `from` now follow the files of
+/// `catalog`.
 fn put(
     catalog: &mut Catalog,
     mut from: Catalog,

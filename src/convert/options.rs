@@ -372,8 +372,8 @@ pub struct FlatOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
-    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. A job with `SHARD_GRAD_OP` uses the same
-    /// files.
+    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. A job with `SHARD_GRAD_OP` loads the
+    /// files of `FULL_SHARD`.
     FullShard,
     /// Strategy `HYBRID_SHARD`: each group of ranks shards one copy of the model.
     HybridShard,
@@ -415,7 +415,7 @@ pub struct VerifyOptions {
     pub other: Option<PathBuf>,
     /// True if only names are compared that both checkpoints have.
     pub common: bool,
-    /// Options that select names of the source and set their dtypes.
+    /// Options that select names of the source, and set the dtypes of the selected tensors.
     pub select: SelectOptions,
     /// Checkpoint that provides the shapes of parameters, if the source has flat parameters.
     pub like: Option<PathBuf>,

@@ -1,8 +1,8 @@
 //! The rule for `--overwrite`: a destination is replaced only if it is a checkpoint and contains nothing else.
 //!
 //! Three kinds of files are replaceable: files in the [table](crate::format::known_files) of known files, unchanged
-//! sidecar files from an earlier run, and files that this run writes again with the same content. Links to folders are
-//! never followed.
+//! sidecar files from an earlier run, and files that are equal to the sidecar file which this run copies to their path.
+//! Links to folders are never followed.
 
 use std::fs;
 use std::io::ErrorKind;

@@ -67,12 +67,12 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// True if the processes have disconnected.
     pub has_parted: bool,
-    /// Hint about tensors that are left out by default. It names the option that includes them.
+    /// Hint about tensors that are left out by default. The hint names the option that includes these tensors.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint about the names that `defaults` leave out. It names the option that includes them. Returns `None` if
-/// the user selected names.
+/// Returns a hint about the names that `defaults` leave out. The hint names the option that includes the tensors with
+/// these names. Returns `None` if the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {

@@ -152,8 +152,8 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns about optimizer files that trainers saved separately. They are copied unchanged, and match only the ranks of
-/// SRC.
+/// Warns about optimizer files that trainers saved separately. These files are copied unchanged, and match only the
+/// ranks of SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {

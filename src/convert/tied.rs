@@ -65,8 +65,8 @@ fn find(state: &Value) -> Vec<Tie> {
     found
 }
 
-/// Returns the output layers that the checkpoint stores although the model class may tie them. Each comes with its
-/// embedding.
+/// Returns the output layers that the checkpoint stores although the model class may tie them. Each output layer is
+/// paired with its embedding.
 pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
     let stored = find(state).into_iter().filter(|tie| tie.is_stored);
     stored.map(|tie| (tie.output, tie.embedding)).collect()

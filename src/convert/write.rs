@@ -1,5 +1,5 @@
-//! Executes a planned conversion. It runs in one process or in several processes, and can continue the work of an
-//! earlier run.
+//! Executes a planned conversion. The work is done by one process or by several processes, which can continue the work
+//! of an earlier run.
 //!
 //! All processes with the same command compute the same plan, so each process knows its share of the output without
 //! communication. A process writes the byte ranges of its part that no journal records as done, and records them. The
@@ -47,7 +47,7 @@ pub enum WriteOutcome {
     Published(Stats, Publisher),
     /// This process has written its share of the output. The process that finishes last publishes the destination.
     Part(Stats),
-    /// The destination already existed and was made from the same plan, so nothing was written.
+    /// The destination already existed and was made from the plan of this run, so nothing was written.
     Already,
 }
 
@@ -120,8 +120,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the request of this process to work on a destination. It states whether this process may replace an existing
-/// checkpoint, and whether it may resume or discard earlier work.
+/// Returns the request of this process to work on a destination. The request states whether this process may replace an
+/// existing checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {

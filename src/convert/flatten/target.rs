@@ -48,8 +48,8 @@ pub struct FlattenRequest {
     /// The flat layout in the layout file of the target. If SRC has flat parameters, `--flat-layout` describes SRC, so
     /// it is not used here.
     layout: Option<FlatLayout>,
-    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. They come from the
-    /// layout file of the target.
+    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. This list comes
+    /// from the layout file of the target.
     numbered: Option<Vec<Vec<Fqn>>>,
     /// Patterns of module names; each module that matches becomes a unit.
     pub wrap: Vec<Pattern>,

@@ -333,7 +333,7 @@ impl Peers {
     /// Checks that all processes have computed the same plan. Collective.
     ///
     /// # Errors
-    /// `Comm` with the first process whose plan differs.
+    /// `Comm` with the first process whose plan differs from the plan of process 0.
     pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
         let all = self.link.gather(own.as_bytes())?;
@@ -349,9 +349,9 @@ impl Peers {
         }))
     }
 
-    /// Returns the first difference of each tensor whose replicas differ, like
-    /// [`checks::differing`](crate::convert::checks::differing), but for replicas whose files no single process sees.
-    /// Collective.
+    /// Returns the first difference of each tensor whose replicas differ. Use
+    /// [`checks::differing`](crate::convert::checks::differing) if every process sees all files; this function also
+    /// compares replicas in files that no single process sees. Collective.
     ///
     /// # Errors
     /// The errors of [`differing_replicas`].

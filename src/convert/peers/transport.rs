@@ -20,7 +20,7 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// Connection that the processes opened first. It carries the control messages.
+/// Connection that the processes opened first. This connection carries the control messages.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
@@ -248,8 +248,8 @@ impl Communicator for Link {
     }
 }
 
-/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU reduces and casts. Reports which of the
-/// two is used.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU reduces and casts. Reports whether the GPU
+/// or the CPU is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {

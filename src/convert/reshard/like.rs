@@ -1,6 +1,6 @@
 //! `--like` names another checkpoint whose layout the result gets. Each tensor gets the placements of the tensor with
 //! the same name in that checkpoint. Optimizer state that is not in that checkpoint gets the placements of its
-//! parameter if both have the same shape.
+//! parameter if state and parameter have the same shape.
 
 use std::path::Path as FilePath;
 
