@@ -33,10 +33,10 @@ use crate::storage::lookup;
 /// Decision whether a process may work in a partial folder. The decision depends on the leases in the folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// The process may join the run by acquiring this generation of the lease.
+    /// The process may join the run by acquiring the lease with the number `generation`.
     Join { generation: u32 },
-    /// An earlier run ended in this folder. The process may continue the work of that run by acquiring this generation
-    /// of the lease, but only with `--resume`.
+    /// An earlier run ended in this folder. The process may continue the work of that run by acquiring the lease with
+    /// the number `generation`, but only with `--resume`.
     Resume { generation: u32 },
     /// The process must not work: another live process works on the same part, or has divided the work into another
     /// number of parts.
@@ -382,8 +382,8 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Rejects `--restart` for parts that the user started one by one, without a launcher. Such a part cannot know
-    /// whether another part of the same run created the existing output.
+    /// Rejects `--restart` for parts that the user started one by one, without a launcher. The process of such a part
+    /// cannot know whether the existing output is from this run (created by another part) or from an earlier run.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
         if !self.claim.restart || self.claim.can_restart() {
             return Ok(());

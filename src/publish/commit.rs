@@ -29,9 +29,9 @@ use crate::storage::AnchoredPath;
 
 type Check = dyn Fn(&Path) -> Result<()> + Send + Sync;
 
-/// A check that rejects a destination which must not be replaced. It runs right before the destination is moved aside,
-/// because any user may have put a file there during the run. The caller provides the check, because this module does
-/// not know checkpoint formats.
+/// A check that rejects a destination which must not be replaced. The check runs right before the destination is moved
+/// aside, because any user may have put a file there during the run. The caller provides the check, because this module
+/// does not know checkpoint formats.
 #[derive(Clone)]
 pub struct ReplaceCheck(Arc<Check>);
 
@@ -47,7 +47,7 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal the output. It is valid as long as this value exists.
+/// The right to seal the output. The right is valid as long as this value exists.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,

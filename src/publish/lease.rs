@@ -41,7 +41,7 @@ pub(super) enum LeaseRole {
     Restart,
 }
 
-/// The name of a lease, for example `part-2-of-4.0` or `seal.0`. The file has the same name with the extension
+/// The name of a lease, for example `part-2-of-4.0` or `seal.0`. The lease file has this name with the extension
 /// `.lease`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LeaseName {
@@ -499,8 +499,8 @@ impl WorkLease {
         }
     }
 
-    /// Returns true if a lease belongs to a process that started later and divides the same output into another number
-    /// of parts.
+    /// Returns true if a lease belongs to a process that started later and divides this output into another number of
+    /// parts.
     pub fn is_of_conflicting_run(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }

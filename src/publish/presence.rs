@@ -1,4 +1,5 @@
-//! Presence shows which processes of a run are alive. It uses leases in a folder that all processes see.
+//! Presence shows which processes of a run are alive. Processes show that they are alive by leases in a folder that all
+//! processes see.
 //!
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
 //! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
@@ -69,7 +70,8 @@ impl Observer {
         Self { folder: folder.clone(), of, watch: LeaseWatch::new(Pace { stuck_after: stuck_after(), ..pace() }) }
     }
 
-    /// Returns the generation of the latest lease of each part.
+    /// Returns, for each part, the generation of its latest lease: the number that increases each time another process
+    /// acquires the lease.
     ///
     /// # Errors
     /// `Io` if the folder cannot be listed.
@@ -214,7 +216,7 @@ impl Presence {
         self.generation
     }
 
-    /// Starts watching the processes whose leases have these generations.
+    /// Starts watching the other processes of the session. `generations` has the generation of each process's lease.
     pub fn watch(&self, generations: Vec<u32>) {
         lock(&self.members).generations = generations;
     }

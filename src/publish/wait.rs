@@ -1,9 +1,9 @@
 //! Waiting for the other parts, and for the process that publishes.
 //!
-//! A process that has finished its part reads the leases of the others repeatedly. It stops when the checkpoint is
-//! published, when all parts are finished and no process seals, or when some parts will not finish. Every wait is
-//! bounded. A process waits at most five minutes for a part to start. If the process of a part is dead, other processes
-//! wait two more seconds, because it may be restarted.
+//! A process that has finished its part reads the leases of the others repeatedly. The process stops waiting when the
+//! checkpoint is published, when all parts are finished and no process seals, or when some parts will not finish. Every
+//! wait is bounded. A process waits at most five minutes for a part to start. If the process of a part is dead, other
+//! processes wait two more seconds, because it may be restarted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
