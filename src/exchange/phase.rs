@@ -117,7 +117,8 @@ impl TransferPhase {
     }
 }
 
-/// Builder of a phase. It gets the lengths of all messages at the start; the copies are added message by message.
+/// Builder of a phase. The builder gets the lengths of all messages at the start; the copies are added message by
+/// message.
 pub struct PhaseSchedule {
     /// The phase of this rank, with the messages that are already scheduled.
     pub phase: TransferPhase,

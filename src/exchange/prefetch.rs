@@ -29,7 +29,7 @@ pub struct PlannedUnit<'a> {
 }
 
 impl<'a> PlannedUnit<'a> {
-    /// Makes the transfer plan of a unit.
+    /// Makes the transfer plan of a unit (elements of a tensor that are exchanged in one round).
     ///
     /// # Errors
     /// Returns the errors of [`TransferPlan::build`].

@@ -32,7 +32,7 @@ pub struct TransferTarget {
     pub needed: Arc<NeededTile>,
     /// The range of the part's elements in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The length in bytes of the part's values. Each partial value of the part has the same length.
+    /// The length in bytes of the part's values. Each partial value of the part has this length.
     pub part_bytes: u64,
     /// The ranks that need this part of the tile.
     pub ranks: Ranks,
@@ -45,7 +45,7 @@ pub struct TransferTarget {
 }
 
 impl Unit<'_> {
-    /// Returns true if the unit has all elements of the tensor, in one range.
+    /// Returns true if this unit is the whole tensor, as one range of elements.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
@@ -91,7 +91,7 @@ impl TransferTarget {
 pub struct SourceRange {
     /// The rank that reads the range, and the index of the chunk.
     pub reader: Reader,
-    /// The index of the range in the unit's list of ranges. The ranges of one chunk may have gaps between them.
+    /// The index of the element range in [`Unit::ranges`]. The ranges of one chunk may have gaps between them.
     pub range: usize,
 }
 
@@ -100,7 +100,7 @@ pub struct SourceRange {
 pub struct Transfer {
     /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that receive the bytes. They are some or all receivers of the target.
+    /// The ranks that receive the bytes. These ranks are some or all receivers of the target.
     pub receivers: Ranks,
     /// The index of the target in the list of the plan.
     pub target: usize,
