@@ -40,9 +40,9 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. This is an all-gather with
-    /// different lengths, in place. All ranks pass the same list, which has one range for each rank. The ranges may be
-    /// in any order and do not overlap. An empty range is skipped.
+    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. The operation is an
+    /// all-gather with different lengths, in place. All ranks pass the same list, which has one range for each rank.
+    /// The ranges may be in any order and do not overlap. An empty range is skipped.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].

@@ -15,7 +15,8 @@ use super::node::{this_boot, this_host};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide it.
+    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide the
+    /// value.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
