@@ -88,7 +88,7 @@ impl Gpu {
         Ok(self)
     }
 
-    /// Returns the kernels that reduce and cast. They are compiled at the first call.
+    /// Returns the kernels that reduce and cast. The kernels are compiled at the first call.
     ///
     /// # Errors
     /// Returns the reason why the kernels are not available.

@@ -18,7 +18,7 @@
 //! round is queued in two parts. The first part ends with the download of the partial values. The second part is queued
 //! when the next round begins, or when the caller waits for this round. If only some ranks have kernels, all ranks
 //! queue the second phase at that later time, because NCCL may block a rank that queues an operation until its peers
-//! queue the operation too.
+//! also queue the operation.
 
 use std::mem;
 use std::sync::Arc;

@@ -34,8 +34,9 @@ impl AbortReason {
         words
     }
 
-    /// The time for which this rank waits until the failure notes contain the failure that NCCL has already reported.
-    /// If the cause is another rank, the time is longer, because that rank must first record its reason.
+    /// The time for which this rank waits until the failure notes (which state the rank that has ended, and why)
+    /// contain the failure that NCCL has already reported. If the cause is another rank, the time is longer, because
+    /// that rank must first record its reason.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -121,7 +122,7 @@ impl NcclState {
     }
 }
 
-/// A thread that checks NCCL and the failure notes, as long as this value exists.
+/// A thread that checks NCCL, and checks whether the failure notes report an ended rank, as long as this value exists.
 pub(super) struct NcclWatch {
     /// A sender that sends nothing. The thread stops when the sender is dropped, which sets this field to `None`.
     going: Option<Sender<()>>,
