@@ -84,8 +84,8 @@ impl Cast {
         }
     }
 
-    /// Selects the loop for the target dtype. Each pair of dtypes has its own compiled loop, in which only the values
-    /// are unknown.
+    /// Selects the loop for the target dtype. Each pair of dtypes has its own compiled loop, so that the loop contains
+    /// no choice between dtypes.
     #[inline]
     fn load_with<const N: usize>(
         self,

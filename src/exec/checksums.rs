@@ -35,9 +35,11 @@ pub struct Checksums<'a> {
     files: &'a [OutputFile],
     /// True if this run writes all data, so that it can compute all checksums.
     covers_all_data: bool,
-    /// The checksums of each file, in the order of its spans. The field is set when all data is written.
+    /// For each file, its checksums, in the order of the byte ranges that they cover. The field is set when all data is
+    /// written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// The sites of checksums that were unknown when their write block was written. These checksums are written later.
+    /// The positions of checksums that were unknown when the write block that contains the position was written. These
+    /// checksums are written later.
     unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
@@ -50,7 +52,8 @@ struct OpenChecksum {
 /// The checksum work that remains after all known checksums were put into a write block.
 #[derive(Default)]
 pub struct DeferredChecksums {
-    /// The checksums of the parts of spans that reach beyond the write block.
+    /// For each checksummed byte range that reaches beyond the write block, the checksum of its bytes in the write
+    /// block.
     pub parts: Vec<ChecksumPart>,
     /// The offsets in the file of checksums that are not known yet, in ascending order. The write block must leave
     /// these bytes out. A process that others believe dead may still write the block after another process has sealed
@@ -58,7 +61,8 @@ pub struct DeferredChecksums {
     pub sites: Vec<u64>,
 }
 
-/// The checksums of the parts of spans in one write block, in order.
+/// The checksums of bytes in one write block, in order. Each is the checksum of a checksummed byte range of the file (a
+/// span), or of some bytes of a span.
 #[derive(Default)]
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
@@ -75,7 +79,7 @@ impl BlockChecksums {
         &self.0
     }
 
-    /// Returns the checksum of a span, or `None` if the span reaches beyond the write block.
+    /// Returns the checksum of a span (a checksummed byte range), or `None` if the span reaches beyond the write block.
     fn of_span(&self, sum: &ChecksumSpan, block: &Range<u64>) -> Option<u32> {
         if sum.range.start < block.start || block.end < sum.range.end {
             return None;
@@ -106,13 +110,13 @@ impl<'a> Checksums<'a> {
         !self.files[file as usize].checksums.is_empty()
     }
 
-    /// Returns whether any segment of the write block is in a span.
+    /// Returns whether a checksum covers any segment of the write block.
     pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
     /// Puts all checksums that are known now into the bytes of a write block. All other bytes must be complete. `parts`
-    /// are the checksums of the parts of spans in this block.
+    /// are the checksums of those bytes of this block that a checksum covers.
     pub fn fill_sites(
         &self,
         file: u32,
@@ -156,7 +160,8 @@ impl<'a> Checksums<'a> {
         self.values.get().map(|values| values[file as usize][sum])
     }
 
-    /// Combines the parts into checksums of complete spans. All data must be written.
+    /// Combines the checksums of some bytes into checksums of complete spans (the byte ranges that have a checksum in
+    /// the file). All data must be written.
     pub fn combine_all(&self, mut parts: Vec<(u32, ChecksumPart)>) {
         parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
@@ -185,11 +190,12 @@ impl<'a> Checksums<'a> {
     }
 }
 
-/// Combines parts from journals, which must be in ascending order, into checksums of spans, and writes these checksums
-/// to their sites. The checksum of a span without parts was already written, in the write block that contains the span.
+/// Combines CRC-32 values of byte ranges (`parts`, from journals, in ascending order) into the checksums that the files
+/// contain, and writes these checksums. If the byte range of a checksum has no parts, the checksum was already written
+/// together with its write block.
 ///
 /// # Errors
-/// `Io`; `Malformed` if the parts do not make up their span.
+/// `Io`; `Malformed` if the parts do not cover the byte range of a checksum completely.
 pub fn write_combined(
     outputs: &Outputs,
     files: &[OutputFile],
@@ -265,7 +271,8 @@ pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Re
     found.into_iter().find_map(Result::transpose).transpose()
 }
 
-/// Returns whether the span at `offset` and all sites of its checksum are within the write block.
+/// Returns whether the checksummed byte range at `offset`, and all positions at which its checksum is stored, are
+/// within the write block.
 fn is_within_block(sums: &[ChecksumSpan], offset: u64, block: &Range<u64>) -> bool {
     let within = |range: Range<u64>| block.start <= range.start && range.end <= block.end;
     let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));

@@ -4,7 +4,7 @@
 //! located, and the tiles are cut into write blocks. Worker threads fill and write these blocks in parallel: one worker
 //! fills the blocks of a row group one after the other, and all other blocks are written in file order. So memory
 //! depends on the window and on the blocks in progress, not on the model. Header bytes after the last tensor data, and
-//! checksums of spans that several blocks share, are written last.
+//! checksums of byte ranges that several write blocks share, are written last.
 //!
 //! A process may have to write only some of the output: its own share, or the bytes that an earlier run did not finish.
 //! Tensors without such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source
@@ -58,7 +58,7 @@ pub struct Stats {
     pub nccl_reduced_bytes: u64,
     /// The numbers of bytes sent between processes that exchange source data.
     pub traffic: Traffic,
-    /// The totals over all processes. They are computed when all processes are done.
+    /// The totals over all processes. The totals are computed when all processes are done.
     pub global_totals: GlobalTotals,
     /// The number of casts and lost values, by source dtype and target dtype.
     pub casts: BTreeMap<DtypePair, CastCount>,
@@ -202,7 +202,7 @@ struct FileTiles<'a> {
     todo: &'a Extents,
     windows: Windows<'a>,
     pace: WindowPace,
-    /// The number of output bytes of the current window.
+    /// The number of output bytes of the current window (a group of tensors that are planned together).
     window_bytes: u64,
     /// The first window, which is planned before the first call of `next`.
     first: Option<Result<Option<PlannedBatch>>>,

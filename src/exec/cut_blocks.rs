@@ -82,7 +82,7 @@ impl WriteBlock {
     }
 }
 
-/// A cutter of write blocks. It cuts window by window, and remembers which header bytes are already in a block.
+/// A cutter of write blocks. The cutter cuts window by window, and remembers which header bytes are already in a block.
 #[derive(Debug)]
 pub struct BlockCutter<'a> {
     files: &'a [OutputFile],

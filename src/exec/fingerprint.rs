@@ -29,7 +29,7 @@ use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// The identity of the checkpoint that is being written. Its text form is 64 hex digits.
+/// The identity of the checkpoint that is being written. The text form of a fingerprint is 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub(crate) [u8; 32]);

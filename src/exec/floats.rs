@@ -1,5 +1,6 @@
 //! Converts floats as bit patterns: reads each format as an f32, and rounds an f32 to each format. [Casts](super::cast)
-//! and [reductions](super::reduce) use it; `src/gpu/kernels/floats.cuh` does the same on devices.
+//! and [reductions](super::reduce) use this module; `src/gpu/kernels/floats.cuh` converts floats on devices, with equal
+//! results.
 //!
 //! Each function converts single elements, which are little-endian. Each rounding is to nearest, ties to even, and
 //! subnormals are kept.

@@ -374,8 +374,8 @@ struct Accumulator<'a> {
 }
 
 impl Accumulator<'_> {
-    /// Runs the loop of one dtype and op. Each combination has its own compiled loop, in which only the values are
-    /// unknown.
+    /// Runs the loop of one dtype and op. Each combination has its own compiled loop, so that the loop contains no
+    /// choice between dtypes or ops.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {
         match self.op {

@@ -51,7 +51,7 @@ pub struct OutputRange {
     pub offset: u64,
     /// The length of the tile in bytes.
     pub len: u64,
-    /// The index of the tile among the planned tiles of the window.
+    /// The index of the tile in the list of planned tiles.
     pub tile_index: usize,
     /// The size of an element in bytes. A cut inside the tile is at a multiple of this size.
     pub itemsize: u64,
@@ -75,7 +75,8 @@ pub enum TileGroupKind {
     Rows {
         /// The number of source bytes that all tiles of the group read together.
         source_bytes: u64,
-        /// The number of rows. A row is the elements at one index of the leading dims in which the tiles are equal.
+        /// The number of rows. A row is the elements at one index of the leading dims, along which all tiles of the
+        /// group have equal ranges.
         rows: u64,
     },
     /// The tiles have the same elements.
@@ -169,8 +170,8 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
 }
 
 /// Cuts an output range into row groups of complete rows. A cut moves to the next file block boundary if the distance
-/// is a small part of the row group. The boundary differs from file to file, so a few rows are then read for two row
-/// groups. Short output ranges share a row group.
+/// is small compared with the row group. File block boundaries are at other rows in each file, so a few rows are then
+/// read for two row groups. Short output ranges share a row group.
 fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mut Vec<Boundary>) {
     let OutputRange { file, offset, len, group, .. } = *output_range;
     let Some(TileGroup { number, kind: TileGroupKind::Rows { source_bytes, rows } }) = group else { return };
