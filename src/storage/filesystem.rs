@@ -19,11 +19,12 @@ use crate::error::{Error, Result};
 /// The method for reading source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
-    /// Files are mapped, and bytes are copied from the mapping. This is best on local file systems.
+    /// Files are mapped, and bytes are copied from the mapping. This method is best on local file systems.
     Mmap,
-    /// Files are read by positional reads into buffers. This is best on network file systems.
+    /// Files are read by positional reads into buffers. This method is best on network file systems.
     Read,
-    /// Files are read by positional reads that bypass the page cache. This is best for sources that are read only once.
+    /// Files are read by positional reads that bypass the page cache. This method is best for sources that are read
+    /// only once.
     Direct,
 }
 
