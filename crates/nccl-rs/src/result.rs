@@ -144,7 +144,7 @@ impl Nccl {
         Ok(Version::from_code(code.try_into().unwrap_or_default()))
     }
 
-    /// Creates a unique id (`ncclGetUniqueId`). This opens a port of this process, to which the ranks of one
+    /// Creates a unique id (`ncclGetUniqueId`). The call opens a port of this process, to which the ranks of one
     /// communicator connect.
     pub fn unique_id(&self) -> Result<ncclUniqueId> {
         let mut id = ncclUniqueId { internal: [0; NCCL_UNIQUE_ID_BYTES] };

@@ -18,8 +18,9 @@ use crate::{DataType, Error, RedOp, Result};
 /// Sends and receives between the same two ranks are matched in the order in which each of the two ranks adds them. A
 /// rank that sends to itself must also receive from itself.
 ///
-/// The first lifetime is the lifetime of the call that created the group. It prevents swapping the group with the group
-/// of another communicator, which may have other ranks. The second lifetime is the lifetime of the buffers.
+/// The first lifetime is the lifetime of the call that created the group. This lifetime prevents swapping the group
+/// with the group of another communicator, which may have other ranks. The second lifetime is the lifetime of the
+/// buffers.
 #[derive(Debug)]
 pub struct GroupCall<'g, 'b> {
     place: RankPosition,
