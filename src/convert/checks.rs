@@ -68,7 +68,8 @@ impl Replicas {
     }
 }
 
-/// Returns, for each tensor whose replicas differ, the first difference. Collective if there are peers.
+/// Returns, for each tensor whose replicas differ, the first difference. Collective if this process is connected to
+/// other processes.
 ///
 /// # Errors
 /// Errors from reading: `Coverage`, `Malformed`, `Io`, `Stopped`.

@@ -26,7 +26,7 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
 }
 
 /// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
-/// DST. Collective if there are peers.
+/// DST. Collective if this process is connected to other processes.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());

@@ -92,7 +92,7 @@ fn refuse_parted(prepared: &Prepared) -> Result<()> {
 }
 
 /// Copies files of the source that only some processes see to a folder that all processes see. Checks first whether the
-/// run would be refused. Collective if there are peers.
+/// run would be refused. Collective if this process is connected to other processes.
 fn copy_source(
     prepared: &mut Prepared,
     args: &ConvertOptions,

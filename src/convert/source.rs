@@ -255,7 +255,7 @@ impl ConversionSource {
     }
 
     /// Describes the first difference between two tensors of SRC, which are compared after a cast to `dtype`. Returns
-    /// `None` if they are equal. Collective if there are peers.
+    /// `None` if they are equal. Collective if this process is connected to other processes.
     ///
     /// # Errors
     /// Errors from reading.

@@ -143,7 +143,7 @@ impl Meeting {
         Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
-    /// Returns the transport for processes that do not use NCCL, and reports the reason `why`.
+    /// Returns the transport for processes that do not use NCCL, and reports `why` they do not use it.
     fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
