@@ -95,7 +95,8 @@ impl JournalRecord {
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns true if all numbers in the record are possible for these output files and for `carried` sidecar files.
+    /// Returns true if the record is valid for these output files and for `carried` sidecar files: all file numbers
+    /// exist, and all byte ranges are within their files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
