@@ -106,7 +106,8 @@ pub struct Transfer {
     pub target: usize,
     /// The index of the partial value to which the bytes belong; 0 if there are no partial values.
     pub partial_index: usize,
-    /// The copy itself. Its source offsets count within the chunk, its target offsets within the partial value.
+    /// The strided copy. Source offsets count from the start of the source chunk, and target offsets from the start of
+    /// the partial value.
     pub piece: Piece,
 }
 
