@@ -131,8 +131,8 @@ pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
 /// Returns the first `len` bytes of a reused buffer, all of which the caller overwrites. The buffer grows to the
-/// largest `len` that was requested and no further, because the memory bound counts on it. `Vec::resize` alone does not
-/// guarantee that.
+/// largest `len` that was requested and no further, because the memory limit is computed from this size. `Vec::resize`
+/// alone may allocate more.
 pub(crate) fn sized_buffer(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.reserve_exact(len - buffer.len());

@@ -203,9 +203,9 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
     boundaries.push(Boundary { file, offset: (offset + len).next_multiple_of(grid), row_group: None });
 }
 
-/// Cuts consecutive copies at the same positions of their tensors in every file. The positions are file block
-/// boundaries of the first file, and usually of the other files as well. Only short copies share a write block, because
-/// the header bytes between tensors may differ in length from file to file.
+/// Cuts consecutive copies (tiles with equal elements in several files) at the same positions of their tensors in every
+/// file. The positions are file block boundaries of the first file, and usually of the other files as well. Only short
+/// copies share a write block, because the header bytes between tensors may differ in length from file to file.
 fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut Vec<Boundary>) {
     // The start of the write block that the next short output range may join.
     let mut begun = None;
