@@ -36,7 +36,7 @@ impl Buffer {
 
     /// Returns memory for `len` bytes of a file at `offset`. The caller overwrites all of these bytes. The buffer grows
     /// only to the largest `len` that was requested, plus alignment, because the memory limit relies on this.
-    /// `Vec::resize` alone does not guarantee it.
+    /// `Vec::resize` alone may allocate more.
     pub fn prepare(&mut self, offset: u64, len: usize) -> &mut [u8] {
         let alignment = to_usize(ALIGNMENT);
         let capacity = len + 2 * alignment;
