@@ -1,7 +1,7 @@
 //! Communicator: connects the processes of one run, moves tensor bytes between them, and passes small messages.
 //!
 //! [`Communicator::exchange`] and [`Communicator::all_gather`] move tensor bytes from memory to memory. The
-//! implementation decides whether this is host memory or device memory. The two methods correspond to
+//! implementation decides whether tensor bytes are in host memory or in device memory. The two methods correspond to
 //! `all_to_all_single` with split sizes and to `all_gather` with different sizes in `torch.distributed`.
 //! [`Communicator::gather`] passes small messages (the work to do, success or failure), always from host memory.
 //!
@@ -40,9 +40,9 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. This is an all-gather with
-    /// different lengths, in place. All ranks pass the same list, which has one range for each rank. The ranges may be
-    /// in any order and do not overlap. An empty range is skipped.
+    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. The operation is an
+    /// all-gather with different lengths, in place. All ranks pass the same list, which has one range for each rank.
+    /// The ranges may be in any order and do not overlap. An empty range is skipped.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// An error whose cause is another process of the run: it has ended, or it runs a different operation.
+/// An error whose cause is another process of the run: the other process has ended, or has called another operation
+/// than this process.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]

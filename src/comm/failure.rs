@@ -1,7 +1,7 @@
 //! The first failure of a run: which process failed, and why. Every later operation returns this failure.
 //!
-//! Invariant: the first failure is kept. Later failures are its consequences (ranks end because another rank ended) and
-//! would hide it.
+//! Invariant: the first failure is kept. Later failures are consequences of the first failure (ranks end because
+//! another rank ended) and would hide it.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -112,7 +112,7 @@ impl FirstFailure {
     /// Returns an error if a failure is recorded.
     ///
     /// # Errors
-    /// `Comm` naming the process that has ended, `Stopped` if a signal stopped it.
+    /// `Comm` naming the process that has ended, `Stopped` if a signal stopped this process.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.0.get().map_or(Ok(()), |gone| Err(gone.error(op)))
     }

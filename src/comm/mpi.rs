@@ -3,8 +3,8 @@
 //! Every operation begins with a header from each rank to each other rank. The header contains the operation, its
 //! number, and the number of bytes that follow. A rank sends the bytes only after it has received matching headers from
 //! all other ranks; all ranks then send their bytes, because they all have the same headers. A rank that ends sends a
-//! final message instead of a header. The other ranks receive it before they send any bytes of that operation.
-//! Therefore no transfer stays unfinished, and MPI can be finalised after an error as well.
+//! final message instead of a header. The other ranks receive the final message before they send any bytes of that
+//! operation. Therefore no transfer stays unfinished, and MPI can be finalised after an error as well.
 //!
 //! A rank that is killed sends no final message. Its launcher, mpirun or srun, then ends the other processes of the
 //! job.
@@ -129,7 +129,7 @@ struct Begun {
     /// For each rank, the number of bytes that it sends to this rank.
     lens: Vec<usize>,
     /// The error with which the check of the caller stopped this process while it waited. The other ranks complete the
-    /// operation, so this rank must complete it, too.
+    /// operation, so this rank completes the operation before it returns this error.
     stopped: Result<()>,
 }
 
@@ -340,7 +340,7 @@ impl Mpi {
         }
     }
 
-    /// Splits a memory into the disjoint `ranges`, and returns the parts in the order of the ranks.
+    /// Splits a memory into the disjoint `ranges`, and returns the slices in the order of the ranks.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -523,7 +523,7 @@ impl Word {
 
 /// A guard that finalises MPI when it is dropped, if MPI was initialised. It is dropped at the end of `main`, after all
 /// communicators are dropped and errors have been printed. After an error, it waits until the other processes have
-/// noticed the error, and aborts the job if one of them does not.
+/// noticed the error, and aborts the job if a process does not notice the error in time.
 #[must_use = "MPI is finalised when this is dropped"]
 #[derive(Debug, Default)]
 pub struct Finalize(());
@@ -547,7 +547,7 @@ impl Drop for Finalize {
     }
 }
 
-/// The delay between two polls. It is short at first, because most replies arrive soon.
+/// The delay between two polls. The delay is short at first, because most replies arrive soon.
 #[derive(Default)]
 struct Pause(u32);
 
@@ -595,7 +595,8 @@ fn mpi_rank(rank: u32) -> i32 {
     i32::try_from(rank).expect("MPI counts ranks with 32 bits")
 }
 
-/// Access to failures over MPI. [`Communicator::leave`] leaves the run, so the method of this trait has nothing to do.
+/// Access to failures over MPI. [`Communicator::leave`] leaves the run, so [`leave`](super::FailureNotes::leave) of
+/// this trait does nothing.
 impl super::FailureNotes for Mpi {
     fn check(&self) -> Result<()> {
         Communicator::check(self)

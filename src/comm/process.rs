@@ -15,7 +15,8 @@ use super::node::{this_boot, this_host};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide it.
+    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide the
+    /// value.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
@@ -46,7 +47,7 @@ impl Process {
     }
 
     /// Returns whether the process is alive, as far as the process `here` can see. Returns `None` if `here` cannot see
-    /// it.
+    /// the process.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;

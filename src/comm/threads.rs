@@ -2,8 +2,8 @@
 //! communicators with it.
 //!
 //! A message is copied twice: out of the sender's memory, and into the receiver's memory. Messages between the same two
-//! ranks keep their order. All sizes and offsets are in bytes. Invariant: if a rank waits for a message from a rank
-//! that has ended, it gets an error.
+//! ranks keep their order. All sizes and offsets are in bytes. Invariant: a rank that waits for a message from an ended
+//! rank gets an error.
 
 use std::collections::VecDeque;
 use std::ops::Range;

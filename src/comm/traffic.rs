@@ -1,5 +1,5 @@
-//! Traffic: the number of tensor bytes moved between ranks. It is counted during the transfers, so that tests can
-//! compare it with the plan.
+//! Traffic: the number of tensor bytes moved between ranks. The bytes are counted during the transfers, so that tests
+//! can compare the counts with the plan.
 //!
 //! All counters are in bytes and do not include headers and small messages. Invariant: when all ranks have completed
 //! the same operation, the bytes sent by all ranks together equal the bytes received by all ranks together.

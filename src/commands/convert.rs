@@ -1,4 +1,5 @@
-//! `reshard`, `unshard`, `flatten` and `consolidate`: convert SRC to DST. They differ by their target only.
+//! `reshard`, `unshard`, `flatten` and `consolidate`: convert SRC to DST. These verbs differ only in the layout and
+//! format of DST.
 
 use std::mem;
 

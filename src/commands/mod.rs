@@ -1,5 +1,5 @@
-//! Verbs. Each verb has a file; it turns its arguments into options of the library, makes one call, and prints the
-//! report.
+//! Verbs. Each verb has a file. The code in this file turns the arguments of the verb into options of the library,
+//! makes one call, and prints the report.
 
 mod arguments;
 mod bar;
@@ -58,7 +58,7 @@ pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
-/// Returns the place of this process among the processes of a run: its number, and the number of processes.
+/// Returns the number of this process among the processes of a run, and the number of these processes.
 ///
 /// # Errors
 /// `Usage` if the command line and the environment contradict each other.
@@ -70,7 +70,7 @@ pub fn launch_of(command: &Command) -> Result<Launch> {
     })
 }
 
-/// Runs a verb, or this process's part of it.
+/// Runs a verb. If several processes divide the work of the verb, runs only the share of this process.
 ///
 /// # Errors
 /// The errors of the verb.

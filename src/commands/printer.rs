@@ -1,8 +1,8 @@
 //! Output of the program: data on standard output, messages on standard error.
 //!
-//! All text passes through [`escape_invisible`], because the names in a checkpoint are untrusted: a name must not send escape
-//! codes to a terminal, and must not imitate another name or a message. JSON documents contain such characters as JSON
-//! escapes.
+//! All text passes through [`escape_invisible`], because the names in a checkpoint are untrusted. A name must not send
+//! escape codes to a terminal, and must not imitate another name or a message. JSON documents contain such characters
+//! as JSON escapes.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -26,8 +26,8 @@ use dtshard::{Error, Result};
 pub struct Printer {
     choice: TalkArgs,
     part: Part,
-    /// True if this process writes documents to standard output. Of processes that share a standard output, only one
-    /// does.
+    /// True if this process writes documents to standard output. If several processes share a standard output, only one
+    /// of them writes documents.
     documents: bool,
 }
 
@@ -37,8 +37,9 @@ impl Printer {
         Self { choice, part: Part::alone(), documents: true }
     }
 
-    /// Returns the printer for one of several processes. Their lines may appear on one terminal, so each line begins
-    /// with the part of the process. Only the first process prints messages that are equal in all processes.
+    /// Returns the printer for one of several processes. The lines of several processes may appear on one terminal, so
+    /// each line begins with the number of its process. Only the first process prints messages that are equal in all
+    /// processes.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;

@@ -1,8 +1,8 @@
 //! Progress of a run: a bar with rate and remaining time on a terminal, a line every ten seconds elsewhere.
 //!
-//! Unit of rate and remaining time: bytes that this run copies. Both leave out the time before the first bytes, the
-//! bytes of an earlier run, and the time in which files are allocated or synced. In such a phase, the display shows the
-//! name of the phase instead.
+//! Rate and remaining time are computed from the bytes that this run copies. They leave out the time before the first
+//! bytes, the bytes of an earlier run, and the time in which files are allocated or synced. In such a phase, the
+//! display shows the name of the phase instead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};

@@ -2,7 +2,8 @@
 //!
 //! `--bucket-size` sets the bucket size. Without that option, the bucket size is at most 64 MB, and at most the memory
 //! that `--max-memory` leaves after the headers of DST; the length of the headers is known after all processes have
-//! laid out DST. All processes must have equal rounds, so all use the bucket size of the process with the least memory.
+//! laid out DST. All processes must have rounds of equal length, so all processes use the bucket size of the process
+//! with the least memory.
 //!
 //! All sizes and offsets are in bytes. Invariant: a bucket size that the user chose never changes.
 
@@ -21,12 +22,12 @@ pub const LEAST_BYTES: u64 = 1_000_000;
 /// read buffer and one write buffer. The write buffer includes the partial values.
 const BUFFERS: u64 = 6;
 
-/// Bucket size of a run.
+/// Bucket size of a run: a size that the user chose, or an automatic size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bucket {
     /// The bucket size that the user chose, in bytes.
     Asked(u64),
-    /// The largest bucket size to use, in bytes. If memory is short, a smaller one is used.
+    /// The largest bucket size to use, in bytes. If memory is short, a smaller bucket size is used.
     AtMost(u64),
 }
 
@@ -37,8 +38,8 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size, or `None` if with these options processes do not exchange data. SRC need not be open
-    /// yet.
+    /// Returns the bucket size, or `None` if processes do not exchange data with these options. A caller can ask before
+    /// SRC is opened.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {

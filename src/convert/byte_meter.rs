@@ -49,12 +49,12 @@ pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// Time of the last check of the other processes, and the number of their bytes that was displayed then. `None` if
-    /// this process displays only its own bytes.
+    /// Time of the last check of the other processes, and the number of bytes of the other processes that was displayed
+    /// after that check. `None` if this process displays only its own bytes.
     others: Option<Mutex<(Instant, u64)>>,
 }
 
-/// Time between two checks of the other processes.
+/// Time between two checks of how many bytes the other processes have written.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {

@@ -1,8 +1,8 @@
 //! Validation of the journals: checks that the files contain the byte ranges that the journals record as written.
 //!
 //! An entry is valid if its file has the expected length and, with `--verify`, if the bytes in the file have the
-//! recorded digest. An invalid entry gets a warning and is [invalidated](crate::publish::journal), so its bytes are
-//! written again. All other entries stay valid.
+//! recorded digest. For an invalid entry, this process prints a warning and [invalidates](crate::publish::journal) the
+//! entry, so the bytes of the entry are written again. All other entries stay valid.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -24,7 +24,7 @@ use crate::quantity::human_bytes;
 /// Number of warnings that are printed one by one; the remaining warnings are only counted.
 const MOST_WARNINGS: usize = 8;
 
-/// Journals of an unfinished destination, with its conversion.
+/// Journals of an unfinished destination, with the conversion that writes this destination.
 #[derive(Clone, Copy)]
 pub struct JournalSet<'a> {
     pub conversion: &'a Prepared,
@@ -161,9 +161,9 @@ impl JournalSet<'_> {
         Ok(is_whole)
     }
 
-    /// Invalidates journal entries of reduced tensors whose replicas are only partly written. Each invalidation removes
-    /// a complete entry, which can make further replicas incomplete. So this is repeated until every replica is
-    /// complete or not written.
+    /// Invalidates journal entries of reduced tensors whose replicas are only partly written. Invalidating an entry can
+    /// make further replicas incomplete. Therefore the function repeats this step until each replica is either complete
+    /// or not written at all.
     ///
     /// # Errors
     /// `Io`.

@@ -1,7 +1,7 @@
 //! Checks that read the data of a source: stored checksums against the data, and replicas of a tensor against each
 //! other.
 //!
-//! Each check reports which tensor or file is wrong. Unit of progress: bytes.
+//! Each check reports which tensor or file is wrong. The progress display counts checked bytes.
 
 use rayon::prelude::*;
 
@@ -55,8 +55,8 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
 /// The replicas that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
-    /// Only replicas of plain tensors: several ranks store the complete tensor, but no metadata states that these are
-    /// replicas.
+    /// Only replicas of plain tensors: several ranks store the complete tensor, but no metadata states that the stored
+    /// tensors are replicas.
     Plain,
     /// All replicas: of plain tensors, DTensors and ShardedTensors.
     All,
@@ -68,7 +68,8 @@ impl Replicas {
     }
 }
 
-/// Returns, for each tensor whose replicas differ, the first difference. Collective if there are peers.
+/// Returns, for each tensor whose replicas differ, the first difference. Collective if this process is connected to
+/// other processes.
 ///
 /// # Errors
 /// Errors from reading: `Coverage`, `Malformed`, `Io`, `Stopped`.

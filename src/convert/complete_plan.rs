@@ -1,5 +1,5 @@
-//! The last step of planning, which all conversions share: checks of the layout of the destination, and the length of
-//! exchange rounds.
+//! The last step of planning, which all conversions share: checks of the layout of the destination, and the choice of
+//! the bucket size (the bytes that a process sends in one exchange round).
 
 use rayon::prelude::*;
 
@@ -11,7 +11,8 @@ use super::source_options::refuse_without_tensors;
 use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
 
-/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the length of rounds.
+/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the bucket size of
+/// exchange rounds.
 ///
 /// # Errors
 /// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
@@ -25,7 +26,7 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
 }
 
 /// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
-/// DST. Collective if there are peers.
+/// DST. Collective if this process is connected to other processes.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -34,8 +35,8 @@ fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run
     prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.agree_on_bucket(room, run.progress))
 }
 
-/// Checks that the total length of DST is below 2^62 bytes. A source may declare any size, and every rank may get a
-/// copy of it. After this check, sums of file lengths cannot overflow.
+/// Checks that the total length of DST is below 2^62 bytes. A tensor of the source may have any declared size, and
+/// every rank may get a copy of the tensor. After this check, sums of file lengths cannot overflow.
 fn check_len(reservation: &Reservation) -> Result<()> {
     let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
     if total < 1 << 62 {

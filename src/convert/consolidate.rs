@@ -1,5 +1,5 @@
-//! The `consolidate` verb: writes the model of a checkpoint as whole tensors, with the files that loaders need beside
-//! them.
+//! The `consolidate` verb: writes the model of a checkpoint as whole tensors, and the files that loaders need in
+//! addition, such as `config.json`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -153,7 +153,7 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
     })
 }
 
-/// Returns the files to copy beside the weights (configuration, tokenizer). They are taken from the folder of
+/// Returns the files to copy beside the weights (configuration, tokenizer). These files are taken from the folder of
 /// `--assets`; without that option, from the source's folder, from `huggingface` in it, and from its parent folders up
 /// to the folder that the user named.
 fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {

@@ -1,5 +1,5 @@
-//! Declared layout of plain tensors in SRC, parsed from the options `--src-mesh` to `--reduce`. The files of such
-//! tensors do not record how they are sharded.
+//! Declared layout of plain tensors in SRC, parsed from `--src-mesh`, `--src-placements`, `--reduce` and similar
+//! options. Files with plain tensors do not record how the tensors are sharded.
 
 use std::path::Path;
 

@@ -1,8 +1,8 @@
-//! Choice of values where ranks differ: `--on-conflict`.
+//! Chooses which value is written if ranks store different values (`--on-conflict`).
 //!
-//! The reader stores objects that differ between ranks as [`Value::Other`]. Plain tensors must be read to be compared;
-//! a tensor that differs becomes such a value, with one tensor per rank. Random number state is expected to differ
-//! between ranks, so every rank keeps its own state even if the option is not given.
+//! The reader stores objects that differ between ranks as [`Value::Other`]. Plain tensors must be read to be compared.
+//! A plain tensor that differs between ranks becomes a [`Value::Other`] with one tensor per rank. Random number state
+//! is expected to differ between ranks, so every rank keeps its own state, even without `--on-conflict`.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -42,7 +42,7 @@ pub struct ResolvedConflicts {
 }
 
 /// Replaces a plain tensor by one tensor per rank, in the source and in the selection `wanted`. If the tensor is inside
-/// a tuple or an object, whose items have no names, the ranks get different copies of the whole tuple or object.
+/// a tuple or an object, whose items have no names, each rank gets its own copy of the complete tuple or object.
 pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
     let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
@@ -106,7 +106,8 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 /// or drops the value.
 ///
 /// # Errors
-/// `Conflict` for the first value that differs if there is no choice for it.
+/// `Conflict` for the first value that differs between ranks, if `choice` is `None`. Random number state is never a
+/// conflict.
 pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut resolved = ResolvedConflicts::default();
     let mut refused = None;

@@ -1,4 +1,4 @@
-//! Estimates of the memory that a conversion uses: the memory left for exchange rounds, and the peak.
+//! Estimates of the memory that a conversion uses: the memory left for exchange rounds, and the largest memory use.
 //!
 //! All sizes are in bytes of anonymous memory. Headers and tables of DST are laid out in memory before data moves, so
 //! they reduce the memory for rounds and write blocks.
@@ -22,8 +22,8 @@ fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the memory in bytes that headers, pickles and tables of DST need beyond 16 MiB, which are always reserved
-/// for them.
+/// Returns the memory in bytes that headers, pickles and tables of DST need in addition to the 16 MiB that every memory
+/// limit reserves for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);

@@ -53,7 +53,7 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     Ok(account.preview(&stats, foreseen))
 }
 
-/// Executes the plan, or only the part of this process.
+/// Executes the plan. If several processes divide the work, executes only the share of this process.
 ///
 /// # Errors
 /// Any error; the destination is then unchanged.
@@ -92,7 +92,7 @@ fn refuse_parted(prepared: &Prepared) -> Result<()> {
 }
 
 /// Copies files of the source that only some processes see to a folder that all processes see. Checks first whether the
-/// run would be refused. Collective if there are peers.
+/// run would be refused. Collective if this process is connected to other processes.
 fn copy_source(
     prepared: &mut Prepared,
     args: &ConvertOptions,
@@ -162,7 +162,7 @@ fn perform(
     Ok(account.report(&stats, outcome, run))
 }
 
-/// Prints notes and warnings before the work begins, and returns options that fit into the memory.
+/// Prints notes and warnings before the work begins, and returns options that fit into the memory limit.
 fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Options> {
     for note in notes(prepared) {
         run.progress.note(&note);

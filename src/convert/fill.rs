@@ -1,8 +1,9 @@
 //! `--fill-from`: puts the values of SRC into another checkpoint, called FILLER.
 //!
-//! The result is FILLER with its state-dict tree, its series, its folders and its sidecar files; only values come from
-//! SRC. A tensor keeps its [`TensorId`] in FILLER's catalog, and its entry is replaced by the entry from SRC. So tied
-//! names stay tied, and later steps see one checkpoint. [`Names`] matches the tensors of both checkpoints.
+//! The result has the state tree, the series, the folders and the sidecar files of FILLER; only values come from SRC. A
+//! tensor that gets a value from SRC keeps its [`TensorId`] in FILLER's catalog, and its catalog entry becomes the
+//! entry of SRC. So tied names stay tied, and later steps see one checkpoint. [`Names`] matches the tensors of both
+//! checkpoints.
 //!
 //! Invariant: every selected value of SRC has a counterpart in FILLER with the same shape and dtype; otherwise the
 //! conversion fails.
@@ -61,7 +62,7 @@ pub fn with_others(
     Ok(source)
 }
 
-/// Opens the checkpoint at `path`, which is used in addition to SRC. It must have no missing files.
+/// Opens the checkpoint at `path`, which is used in addition to SRC. The checkpoint must have no missing files.
 fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     announce(&checkpoint, run.progress);
@@ -143,8 +144,9 @@ fn is_list_of_parameters(path: &Path) -> bool {
         if **groups == *"param_groups" && **key == *"params")
 }
 
-/// Replaces tensor entries of `catalog` by entries of `from`, and returns the replaced entries. The file ids of `from`
-/// are shifted by `files`, because its files now follow the files of `catalog`.
+/// Replaces the entries of some tensors in `catalog` by entries of the catalog `from`, and returns the replaced
+/// entries. The file ids of `from` are shifted by `files`, because the files of `from` now follow the files of
+/// `catalog`.
 fn put(
     catalog: &mut Catalog,
     mut from: Catalog,
@@ -216,7 +218,7 @@ impl Filling<'_> {
         }
     }
 
-    /// Replaces the objects of FILLER by the objects of SRC, and returns how many of them changed.
+    /// Replaces the objects of FILLER by the objects of SRC, and returns how many objects of FILLER changed.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
         let state = &self.source.selection.catalog.state;
         let roots = [state, &filled.state].map(crate::catalog::state_dict::model_root);
@@ -303,7 +305,8 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Checks that two tensors of SRC are equal. FILLER has one tied tensor for both of their names.
+    /// Checks that two tensors of SRC are equal. Both must give their value to one tensor of FILLER, which has both
+    /// names (tied tensors).
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
         let selected = self.source.selection.catalog.tensor(first.id);
@@ -341,7 +344,7 @@ impl Filling<'_> {
         })
     }
 
-    /// Returns the error for an object of SRC that cannot replace the object of FILLER.
+    /// Returns the error for an object of SRC that cannot replace the object of FILLER at the same path.
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
         let hint = "leave it out with options::exclude to keep the value of options::fill_from";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));

@@ -1,8 +1,9 @@
 //! Lookup of a checkpoint's tensors by the names that another checkpoint uses for them.
 //!
 //! Two checkpoints of one model often have different prefixes: `model.layers.0.w` in a training checkpoint is
-//! `layers.0.w` in a file with weights only, and a wrapper module may add its own prefix. So a model's tensor is looked
-//! up by its name inside the model, any tensor by its whole path, and both also without wrapper prefixes.
+//! `layers.0.w` in a file with weights only, and a wrapper module may add its own prefix. Therefore a tensor of the
+//! model is looked up by its name inside the model, and every tensor is looked up by its full path. Both lookups are
+//! also tried with names without wrapper prefixes.
 
 use std::collections::HashMap;
 

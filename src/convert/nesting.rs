@@ -9,7 +9,7 @@ use crate::storage::lookup;
 /// are read.
 ///
 /// # Errors
-/// `Usage` if they overlap.
+/// `Usage` if source and destination overlap.
 pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
     let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
     let relation = if target == source {

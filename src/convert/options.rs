@@ -28,7 +28,7 @@ pub struct SourceOptions {
     pub threads: Option<usize>,
     /// Limit in bytes of the anonymous memory, which excludes the page cache.
     pub max_memory: u64,
-    /// True if rank files may be missing, as long as other ranks store replicas of all their data.
+    /// True if rank files may be missing, as long as other ranks store replicas of all data of the missing files.
     pub allow_missing: bool,
     /// True if objects are left out whose Python class is not known to be plain data.
     pub drop_unknown: bool,
@@ -94,7 +94,7 @@ pub struct SelectOptions {
     pub add_prefix: Option<String>,
     /// Dotted path of nested dicts under which the complete result is stored.
     pub nest: Option<String>,
-    /// True if wrapper prefixes stay in names.
+    /// True if wrapper prefixes, such as `_orig_mod.`, stay in names.
     pub keep_names: bool,
     /// Casts of tensors, each as `DTYPE` for all tensors or as `PATTERN=DTYPE`.
     pub dtype: Vec<String>,
@@ -306,7 +306,7 @@ pub enum TensorClass {
     DTensor,
     /// Sharded tensors are ShardedTensors.
     ShardedTensor,
-    /// Sharded tensors are plain tensors; each one is the shard of its rank.
+    /// Sharded tensors are plain tensors: the tensor in a rank file is the shard of this rank.
     Local,
 }
 
@@ -317,7 +317,7 @@ pub struct UnshardOptions {
     pub all_ranks: bool,
     /// Names of modules whose parameters are whole tensors in the file of every rank.
     pub unit: Vec<String>,
-    /// True if gradients are written, too.
+    /// True if gradients are written in addition to all other tensors.
     pub with_grads: bool,
     /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
@@ -364,7 +364,7 @@ pub struct FlatOptions {
     pub buffers: Vec<String>,
     /// Path of a layout file that lists the flat parameters of each unit.
     pub layout: Option<PathBuf>,
-    /// Checkpoint of the same model that provides FSDP units or the order of parameters.
+    /// Checkpoint of the model in the source, which provides FSDP units or the order of parameters.
     pub like: Option<PathBuf>,
 }
 
@@ -372,7 +372,8 @@ pub struct FlatOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
-    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. Files of `SHARD_GRAD_OP` are identical.
+    /// Strategy `FULL_SHARD`: all ranks together shard one copy of the model. A job with `SHARD_GRAD_OP` loads the
+    /// files of `FULL_SHARD`.
     FullShard,
     /// Strategy `HYBRID_SHARD`: each group of ranks shards one copy of the model.
     HybridShard,
@@ -385,13 +386,13 @@ pub enum Strategy {
 pub struct ConsolidateOptions {
     /// True if every tensor is written, not only the model. Each tensor keeps its full dotted name.
     pub everything: bool,
-    /// The place from which configuration and tokenizer files are copied.
+    /// The folder from which configuration and tokenizer files are copied.
     pub assets: Assets,
     /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
 }
 
-/// The place from which files are copied that loaders need beside the weights.
+/// The folder from which dtshard copies the files that loaders need in addition to the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Assets {
     /// Search the source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user
@@ -409,11 +410,12 @@ pub enum Assets {
 pub struct VerifyOptions {
     /// The checkpoint to check.
     pub src: PathBuf,
-    /// The other side of the comparison: a checkpoint, or a saved listing with digests.
+    /// The checkpoint, or the saved listing with digests, with which `src` is compared. `None` if only `src` is
+    /// checked.
     pub other: Option<PathBuf>,
     /// True if only names are compared that both checkpoints have.
     pub common: bool,
-    /// Options that select names of the source and set their dtypes.
+    /// Options that select names of the source, and set the dtypes of the selected tensors.
     pub select: SelectOptions,
     /// Checkpoint that provides the shapes of parameters, if the source has flat parameters.
     pub like: Option<PathBuf>,

@@ -14,7 +14,7 @@ use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 
 /// Assigns to each rank of the target the partial values that it gets, for every tensor with a `Partial` placement in
-/// the target. All other tensors are reduced to values.
+/// the target. For all other tensors, partial values of the source are reduced.
 ///
 /// # Errors
 /// `Unsupported` if the source's placements cannot be converted to the target's.
@@ -34,7 +34,8 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
     Ok(())
 }
 
-/// Returns, for each chunk, which part of its partial values each target rank gets. Equal results are stored once.
+/// Returns, for each chunk of a target rank, the share of the source's partial values that this rank gets. Equal shares
+/// are stored once.
 fn shares(
     source: &Catalog,
     mesh: &DeviceMesh,
@@ -90,9 +91,9 @@ fn summed(MeshPlacement { mesh, shared }: MeshPlacement<'_>) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns notes such as `3 tensors with P(sum) are computed from whole values, which are divided by 3 and rounded`.
-/// Divisions without rounding need no note: divisions of floats by powers of two are exact, and integers with a remainder
-/// are refused.
+/// Returns notes such as `3 tensors with P(sum) are computed from whole values, which are divided by 3 and rounded`. A
+/// division without rounding needs no note: divisions of floats by powers of two are exact, and integers with a
+/// remainder are refused.
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &SharedTensor| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();

@@ -102,7 +102,7 @@ impl ReadBack<'_> {
     }
 
     /// Compares the bytes that are not tensor data: headers, pickles, zip directories, checksums and sidecar files. In
-    /// a resumed run, an earlier run has written some of them.
+    /// a resumed run, an earlier run may have written some of these bytes.
     fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;

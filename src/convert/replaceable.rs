@@ -1,8 +1,8 @@
 //! The rule for `--overwrite`: a destination is replaced only if it is a checkpoint and contains nothing else.
 //!
 //! Three kinds of files are replaceable: files in the [table](crate::format::known_files) of known files, unchanged
-//! sidecar files from an earlier run, and files that this run writes again with the same content. Links to folders are
-//! never followed.
+//! sidecar files from an earlier run, and files that are equal to the sidecar file which this run copies to their path.
+//! Links to folders are never followed.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -15,7 +15,7 @@ use crate::name_list::short_list;
 use crate::publish::DestinationKind;
 use crate::storage::{AnchoredPath, lookup};
 
-/// Largest number of foreign files that an error message names.
+/// Largest number of foreign files (files that `--overwrite` must not delete) that an error message names.
 const SHOWN: usize = 8;
 
 /// Size limit in bytes for comparing a file with a sidecar file of this run.
@@ -25,7 +25,8 @@ const MAX_COMPARED_BYTES: u64 = 64 << 20;
 /// replace.
 ///
 /// # Errors
-/// `Usage` if it is not a checkpoint or contains other files; `Io` if it cannot be examined.
+/// `Usage` if the destination is not a checkpoint or contains foreign files; `Io` if the destination cannot be
+/// examined.
 pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[SidecarFile]) -> Result<()> {
     let metadata = match fs::metadata(destination) {
         Ok(metadata) => metadata,
@@ -87,7 +88,7 @@ struct FoundFile<'a> {
 }
 
 impl FoundFile<'_> {
-    /// Examines all files and folders in `folder`, and records the foreign ones. `folder` is relative to the
+    /// Examines all files and folders in `folder`, and records which of them are foreign. `folder` is relative to the
     /// destination.
     fn walk(&mut self, folder: &Path) -> Result<()> {
         for name in list(&self.destination.join(folder))? {
@@ -107,8 +108,8 @@ impl FoundFile<'_> {
         Ok(())
     }
 
-    /// Examines a folder. Returns true if the whole folder is foreign. This is the case if it is not a known folder and
-    /// some of its files are not from an earlier run.
+    /// Examines a folder. Returns true if the folder is foreign: no format uses its name, and it is empty or has a file
+    /// that is not from an earlier run.
     fn enter(&mut self, folder: &Path) -> Result<bool> {
         if is_known_folder(folder) {
             self.walk(folder)?;

@@ -57,9 +57,9 @@ pub enum Outcome {
     Published,
     /// Another process of the run published the destination.
     PublishedByOther,
-    /// This process has written its part. The process that finishes last publishes the destination.
+    /// This process has written its share of the output. The process that finishes last publishes the destination.
     PartDone,
-    /// The destination already existed and was made from the same source and options.
+    /// The destination already existed and was made from the source and with the options of this run.
     UpToDate,
 }
 
@@ -81,8 +81,8 @@ pub struct Report {
     pub time: Duration,
     /// Warnings about values that casts lost: overflows and NaNs.
     pub warnings: Vec<String>,
-    /// Hint about values that are left out by default. It names the options that include them. `None` if no value was
-    /// left out.
+    /// Hint about values that are left out by default. The hint names the options that include these values. `None` if
+    /// no value was left out.
     pub hint: Option<String>,
     line: String,
     document: Json,
@@ -240,7 +240,7 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns a hint about the values that are left out. It names the options that include them.
+    /// Returns a hint about the values that are left out. The hint names the options that include these values.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());

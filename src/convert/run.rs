@@ -23,8 +23,9 @@ pub struct Setup {
     pub launch: Launch,
     /// Flag that another thread sets to stop the operation.
     pub stop: Stop,
-    /// Options that determine the result, as text: the option names that the user knows, with their values. They are
-    /// recorded beside an unfinished destination, so that a later run with different options can report the difference.
+    /// Options that determine the result, as text: the option names that the user knows, with their values. These
+    /// options are recorded beside an unfinished destination, so that a later run with different options can report the
+    /// difference.
     pub labels: BTreeMap<String, String>,
 }
 

@@ -38,8 +38,8 @@ impl Defaults {
     }
 }
 
-/// Path and format of SRC. They are stored here after `--fill-from` has put the values of SRC into another checkpoint,
-/// FILLER.
+/// Path and format of SRC. `--fill-from` puts the values of SRC into another checkpoint, FILLER, and keeps the path and
+/// format of SRC here.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
@@ -50,7 +50,8 @@ pub struct Filled {
 
 /// Opened source of a conversion, with the selected names and the connection to the other processes.
 pub struct ConversionSource {
-    /// The opened checkpoint SRC. With `--fill-from`, it is FILLER, with the files of both checkpoints.
+    /// The opened checkpoint SRC. With `--fill-from`, this is the checkpoint FILLER with values of SRC, and its list of
+    /// files has the files of both checkpoints.
     pub checkpoint: Checkpoint,
     /// Path and format of SRC; `None` without `--fill-from`.
     pub filled: Option<Filled>,
@@ -66,12 +67,12 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// True if the processes have disconnected.
     pub has_parted: bool,
-    /// Hint about tensors that are left out by default. It names the option that includes them.
+    /// Hint about tensors that are left out by default. The hint names the option that includes these tensors.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint about the names that `defaults` leave out. It names the option that includes them. Returns `None` if
-/// the user selected names.
+/// Returns a hint about the names that `defaults` leave out. The hint names the option that includes the tensors with
+/// these names. Returns `None` if the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -181,8 +182,8 @@ impl ConversionSource {
 
     /// Resolves every value that differs between ranks, as `--on-conflict` says.
     ///
-    /// Plain tensors are compared here only if `--on-conflict` decides about them; otherwise they are compared just
-    /// before the copy.
+    /// With `--on-conflict`, this function compares the replicas of plain tensors; otherwise dtshard compares these
+    /// replicas just before the copy.
     ///
     /// # Errors
     /// `Conflict` if ranks differ and no choice was made, and errors from reading.
@@ -254,7 +255,7 @@ impl ConversionSource {
     }
 
     /// Describes the first difference between two tensors of SRC, which are compared after a cast to `dtype`. Returns
-    /// `None` if they are equal. Collective if there are peers.
+    /// `None` if they are equal. Collective if this process is connected to other processes.
     ///
     /// # Errors
     /// Errors from reading.
@@ -279,8 +280,8 @@ impl ConversionSource {
         checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
-    /// Frees the memory of the selection and the state dict, after the destination is laid out. They take half of the
-    /// memory for a checkpoint with very many tensors. Two threads free them in parallel.
+    /// Frees the memory of the selection and the state dict, after the destination is laid out. For a checkpoint with
+    /// very many tensors, the selection and the state dict take half of the memory. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
         let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
@@ -327,7 +328,8 @@ pub struct ReadRequest<'a> {
     pub raw_flat: bool,
 }
 
-/// Opens the source of a conversion, together with the other processes if each sees only its own files.
+/// Opens the source of a conversion, together with the other processes if each process sees only some files of the
+/// source.
 ///
 /// # Errors
 /// Errors from reading, and from connecting to the other processes.

@@ -80,7 +80,7 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
     ))
 }
 
-/// Refuses options for flat parameters if no checkpoint has any, because the options would have no effect.
+/// Refuses options for flat parameters if no checkpoint has flat parameters, because the options would have no effect.
 ///
 /// # Errors
 /// `Usage`.

@@ -122,7 +122,7 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     (taken == dict.entries.len()).then_some(targets)
 }
 
-/// Returns the sidecar files to copy. `fsdp_config.json` is written with the new world size instead.
+/// Returns the sidecar files to copy. `fsdp_config.json` is not copied, but written with the new world size.
 pub fn carry_along(
     source: &ConversionSource,
     to: Format,
@@ -152,8 +152,8 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns about optimizer files that trainers saved separately. They are copied unchanged, and match only the ranks of
-/// SRC.
+/// Warns about optimizer files that trainers saved separately. These files are copied unchanged, and match only the
+/// ranks of SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {
@@ -175,7 +175,7 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
 /// even if they read a copy of the file.
 ///
 /// # Errors
-/// `Io` if it cannot be examined or is not a file.
+/// `Io` if the path cannot be examined or is not a file.
 pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<SidecarFile> {
     let file = SidecarFile::new(place, to)?;
     Ok(match checkpoint.original(&file.read_path) {

@@ -39,7 +39,7 @@ impl Bottleneck {
 /// Returns the threads and buffer sizes for a run. `rounds` is `None` if processes do not exchange bytes.
 ///
 /// # Errors
-/// `Usage` if the number of threads is invalid or the memory limit is too low for them.
+/// `Usage` if the number of threads is invalid, or if the memory limit is too low for this number of threads.
 pub fn work_options(
     args: &SourceOptions,
     sync: bool,
@@ -174,8 +174,8 @@ impl ReadTiming {
     }
 }
 
-/// Returns the bytes of memory that one worker needs in addition to its write block. For `Ahead`, this includes the
-/// buffers of the reader that reads the next round.
+/// Returns the bytes of memory that one worker needs in addition to its write block. For `Ahead`, the result includes
+/// the buffers of the reader that reads the next round.
 pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {

@@ -1,5 +1,5 @@
-//! Restores output layers that are tied to the embedding. A model with tied embeddings uses one tensor for both, so its
-//! checkpoint may lack the output layer.
+//! Restores output layers that are tied to the embedding. A model with tied embeddings uses one tensor for the
+//! embedding and the output layer, so a checkpoint of the model may lack the name of the output layer.
 //!
 //! `save_pretrained` of transformers and some trainers store only the embedding of such a model (`_tied_weights_keys`).
 //! A loader that asks for every key of the state dict, as DCP does, then misses the output layer.
@@ -65,8 +65,8 @@ fn find(state: &Value) -> Vec<Tie> {
     found
 }
 
-/// Returns the output layers that the checkpoint stores although the model class may tie them. Each comes with its
-/// embedding.
+/// Returns the output layers that the checkpoint stores although the model class may tie them. Each output layer is
+/// paired with its embedding.
 pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
     let stored = find(state).into_iter().filter(|tie| tie.is_stored);
     stored.map(|tie| (tie.output, tie.embedding)).collect()

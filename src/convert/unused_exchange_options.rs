@@ -46,7 +46,8 @@ fn short_rounds(bytes: u64) -> Option<String> {
     })
 }
 
-/// Returns a warning if NCCL reduced nothing although `--fast-reduce` was given. This is known only after the run.
+/// Returns a warning if NCCL reduced nothing although `--fast-reduce` was given. Whether NCCL has reduced a value is
+/// known only after the run.
 pub fn unused_after_run(conversion: &Prepared, args: &ConvertOptions, stats: &Stats) -> Option<String> {
     let is_by_nccl = conversion.source.reducing() == ReductionMethod::Nccl;
     // In a resumed run, the earlier run may have reduced all tensors that NCCL can reduce.

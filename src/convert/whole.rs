@@ -36,10 +36,10 @@ pub fn names_to_write(
     (tensors, aliases)
 }
 
-/// Checks that a format can record tied names, if these are not written as tensors.
+/// Checks that a format can record tied names, if tied names are not written as tensors.
 ///
 /// # Errors
-/// `Usage` if it cannot.
+/// `Usage` if the format cannot record tied names.
 pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
     if tied != Tied::Drop || to.entry().write_whole.is_some_and(WriteWhole::records_aliases) {
         return Ok(());
@@ -64,7 +64,7 @@ pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> Destinat
 }
 
 /// Returns, for each tensor, the file in which the checkpoint of `--like` stores it. Returns `None` unless that
-/// checkpoint and DST are folders of the same format.
+/// checkpoint and DST are both folders and have one format.
 ///
 /// # Errors
 /// Errors from reading the checkpoint.

@@ -1,9 +1,10 @@
-//! Executes a planned conversion. It runs in one process or in several processes, and can continue the work of an
-//! earlier run.
+//! Executes a planned conversion. The work is done by one process or by several processes, which can continue the work
+//! of an earlier run.
 //!
-//! All processes with the same command compute the same plan, so each knows its part without communication. A process
-//! writes the byte ranges of its part that no journal records as done, and records them. The process that finishes last
-//! finds everything recorded, then seals and publishes the destination; the other processes wait for that, or exit.
+//! All processes with the same command compute the same plan, so each process knows its share of the output without
+//! communication. A process writes the byte ranges of its part that no journal records as done, and records them. The
+//! process that finishes last finds everything recorded, then seals and publishes the destination; the other processes
+//! wait until DST is published, or exit.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -44,9 +45,9 @@ use crate::quantity::human_bytes;
 pub enum WriteOutcome {
     /// The destination is published, by this process or by another process.
     Published(Stats, Publisher),
-    /// This process has written its part. The process that finishes last publishes the destination.
+    /// This process has written its share of the output. The process that finishes last publishes the destination.
     Part(Stats),
-    /// The destination already existed and was made from the same plan, so nothing was written.
+    /// The destination already existed and was made from the plan of this run, so nothing was written.
     Already,
 }
 
@@ -57,7 +58,7 @@ pub enum Publisher {
     Other,
 }
 
-/// Writes `conversion` to `destination`, or only the part of this process.
+/// Writes `conversion` to `destination`. If several processes divide the work, writes only the share of this process.
 ///
 /// # Errors
 /// Any error; the destination is then unchanged.
@@ -119,8 +120,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the request of this process to work on a destination. It states whether this process may replace an existing
-/// checkpoint, and whether it may resume or discard earlier work.
+/// Returns the request of this process to work on a destination. The request states whether this process may replace an
+/// existing checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -188,7 +189,7 @@ impl DestinationWriter<'_> {
     }
 
     /// Writes the byte ranges of this part that are not written yet. Also returns the work that was recorded before,
-    /// because the journals of other processes may later show that it belongs to this run.
+    /// because the journals of other processes may later show that some recorded work belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -315,8 +316,8 @@ impl DestinationWriter<'_> {
         Ok(true)
     }
 
-    /// Continues although some processes did not start or did not report that they finished. Their work must be
-    /// recorded in the journals, which shows that they finished before they ended.
+    /// Continues although some processes did not start or did not report that they finished. The journals must record
+    /// all work of these processes: then the processes finished their work before they ended.
     ///
     /// # Errors
     /// An error with the missing parts if their work is not recorded.

@@ -47,7 +47,7 @@ impl<M: HostMemory> BufferPool<M> {
 
 /// A buffer that belongs to a pool. When it is dropped, its memory returns to the pool.
 pub struct PooledBuffer<M: HostMemory> {
-    /// The memory, which may be longer than the buffer. It is `None` only during `drop`.
+    /// The memory, which may be longer than the buffer. The field is `None` only during `drop`.
     memory: Option<M>,
     len: usize,
     pool: Arc<BufferPool<M>>,

@@ -1,7 +1,7 @@
 //! Casts in the shuffle. If a cast does not enlarge the values, a GPU casts them before it copies them to the host, so
 //! that fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are
 //! written. Units: elements for tiles, bytes for ranges. Invariant: an element whose value is lost in a cast is counted
-//! once: in the first replica of its tile, on the rank that writes the first byte of the element there.
+//! once: in the first replica of its tile, on the rank that writes the first byte of the element in this replica.
 
 use std::iter;
 use std::ops::Range;

@@ -37,7 +37,7 @@ impl FileOwners {
         Self { files: owned }
     }
 
-    /// Splits a range of a file into parts, each of which one rank writes. Returns each part with its rank.
+    /// Splits a byte range of a file into subranges that one rank writes. Returns each subrange with this rank.
     fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
         let ranges = &self.files[file as usize];
         let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);

@@ -6,8 +6,8 @@
 pub struct WireBytes {
     /// The number of sent bytes. Bytes that an all-gather sends to all ranks count once.
     pub sent: u64,
-    /// The number of sent bytes that are sent by an all-gather. In the sender, these bytes also need space in its
-    /// incoming buffer.
+    /// The number of those bytes in `sent` that an all-gather sends. All-gathered bytes also need space in the incoming
+    /// buffer of the sender.
     pub all_gathered: u64,
     /// The number of received bytes.
     pub received: u64,
@@ -44,7 +44,7 @@ pub struct Load {
     /// reduces.
     pub unpacked: u64,
     /// The number of bytes of this process's own partial values in NCCL reductions for which this process is the root.
-    /// They need space in the outgoing buffer.
+    /// These partial values need space in the outgoing buffer.
     pub own_partial_values: u64,
 }
 

@@ -1,15 +1,15 @@
-//! Exchange: conversions in which processes send each other source bytes, because only some processes can read them or
-//! should read them.
+//! Exchange: conversions in which processes send each other source bytes, because only some processes can read these
+//! bytes, or should read them.
 //!
 //! All processes derive the same rounds from the same catalogs. In each round, a process reads contiguous ranges of
 //! source chunks. The [shuffle](Shuffle) sends the bytes to the processes that need them, and reduces partial values.
 //! The results are ranges of target tiles, which are written as in other conversions ([`crate::exec::copy::write`]).
-//! Reading, shuffling and writing overlap: each has its own thread, and one round can wait between two threads. A
-//! shuffle with several steps may start the next round before the current round is finished
+//! Reading, shuffling and writing overlap: each has its own thread, and one finished round can wait for the next
+//! thread. A shuffle with several steps may start the next round before the current round is finished
 //! ([`Shuffle::ROUNDS_IN_FLIGHT`]).
 //!
-//! All sizes and offsets are in bytes. Invariant: bytes are recorded as done only after the process that read them has
-//! checked them.
+//! All sizes and offsets are in bytes. Invariant: bytes are recorded as done only after the process that read these
+//! bytes from SRC has checked them.
 
 mod buffers;
 mod casts;
@@ -92,7 +92,7 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// Returns true if values change during the shuffle, because it reduces partial values or casts.
+    /// Returns true if values change during the shuffle, because the shuffle reduces partial values or casts values.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {

@@ -36,8 +36,8 @@ use crate::exec::Extents;
 use crate::exec::cast::Cast;
 use crate::exec::reduce::Reducer;
 
-/// The alignment of source ranges in the stage, and of tiles in the unpacked buffer. It is the size of the largest
-/// element, and also the width of the widest memory access of a GPU.
+/// The alignment of source ranges in the stage buffer, and of tiles in the unpacked buffer. The alignment is the size
+/// of the largest element, and also the width of the widest memory access of a GPU.
 const ALIGNMENT: u64 = 16;
 
 /// A range of a source chunk that this process reads.
@@ -83,8 +83,9 @@ pub struct ArrivingTile {
 /// The way in which a process obtains the values of a part of a tile.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
-    /// The values are copied from the stage, and from the incoming buffer of the first phase. The list is empty if the
-    /// values arrive in the second phase.
+    /// The values are copied from the stage buffer (bytes that this process has read), and from the incoming buffer of
+    /// the first phase (bytes that other processes have sent). The list is empty if the values arrive in the second
+    /// phase.
     Copied(OriginCopies),
     /// The values are computed by reducing partial values. The partial values are first copied to `partial_range` of
     /// the unpacked buffer, one after the other.
@@ -120,7 +121,7 @@ impl ArrivingTile {
         Some(CopyDestination { range, copies, has_gaps })
     }
 
-    /// Returns the copies from the stage and from the incoming buffer of the first phase.
+    /// Returns the copies from the stage buffer and from the incoming buffer of the first phase.
     fn copies(&mut self) -> &mut OriginCopies {
         match &mut self.value_source {
             ValueSource::Copied(copies) | ValueSource::Reduced { copies, .. } => copies,
@@ -138,8 +139,8 @@ pub struct Moves {
     pub stage_len: usize,
     /// The first phase, which sends bytes of the stage buffer.
     pub first_phase: TransferPhase,
-    /// The NCCL reductions of all ranks, in the same order on each rank. They run at the same time as the first phase.
-    /// Their partial values follow the messages of the first phase in the outgoing buffer.
+    /// The NCCL reductions of all ranks, in the same order on each rank. NCCL reductions run at the same time as the
+    /// first phase. Their partial values follow the messages of the first phase in the outgoing buffer.
     pub nccl_reductions: Vec<NcclReduction>,
     /// The parts of target tiles that this process writes.
     pub arriving_tiles: Vec<ArrivingTile>,
@@ -190,7 +191,7 @@ impl Moves {
     }
 
     /// Adds the casts of the values, if the shuffle casts. `todo` contains the bytes that this rank writes; this rank
-    /// counts the lost values of their elements.
+    /// counts the values that casts lose in these bytes.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;
@@ -220,7 +221,8 @@ impl Moves {
         (longest(TransferPhase::outgoing_len).max(reductions_end), longest(TransferPhase::incoming_len))
     }
 
-    /// Returns the byte ranges that copies from the stage and from the first phase write, in ascending order.
+    /// Returns the byte ranges of the unpacked buffer that copies from the stage buffer and from the incoming buffer of
+    /// the first phase write, in ascending order.
     #[must_use]
     pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
         let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
@@ -281,8 +283,9 @@ impl Moves {
         arriving
     }
 
-    /// Reserves space in the stage for the source ranges that this rank reads. Returns, for each range, the offset in
-    /// the stage minus the offset in the chunk. This difference may be negative, so it is a wrapping number.
+    /// Reserves space in the stage buffer for the source ranges that this rank reads. Returns, for each range, the
+    /// offset in the stage buffer minus the offset in the chunk. This difference may be negative, so it is a wrapping
+    /// number.
     fn plan_reads(&mut self, plan: &TransferPlan<'_>, rank: u32) -> StageOffsets {
         let itemsize = plan.unit.demand.source.dtype.itemsize();
         let mut offsets = BTreeMap::new();

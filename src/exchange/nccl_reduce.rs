@@ -38,8 +38,8 @@ pub struct NcclReduction {
     pub root: u32,
     /// The byte range of the outgoing buffer that contains this rank's partial value.
     pub partial_range: Range<usize>,
-    /// The copies that pack this rank's partial value from the stage into `partial_range`. Their target offsets count
-    /// from the start of `partial_range`.
+    /// The copies that pack this rank's partial value from the stage buffer into `partial_range`. Their target offsets
+    /// count from the start of `partial_range`.
     pub packs: Vec<StridedCopy>,
     /// The byte range of the unpacked buffer into which the result is written; `None` if this rank is not the root.
     pub value_range: Option<Range<usize>>,

@@ -1,8 +1,8 @@
 //! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need are sent by an
-//! all-gather (as in `torch.distributed.all_gather_into_tensor`). They are packed once, and also sent only once if the
-//! network or the devices support this. All other bytes are sent by point-to-point messages. Sizes and offsets are in
-//! bytes; all offsets are inside the buffers. Invariant: all ranks process the same messages in the same order, so
-//! messages need no headers.
+//! all-gather (as in `torch.distributed.all_gather_into_tensor`). Such bytes are packed once, and also sent only once
+//! if the network or the devices support an all-gather in hardware. All other bytes are sent by point-to-point
+//! messages. Sizes and offsets are in bytes; all offsets are inside the buffers. Invariant: all ranks process the same
+//! messages in the same order, so messages need no headers.
 //!
 //! ```text
 //!     outgoing   | to rank 0 | to rank 1 | ..        exchange
@@ -89,10 +89,11 @@ pub struct TransferPhase {
     pub send_ranges: Vec<Range<usize>>,
     /// For each rank, the range of the incoming buffer that is received from that rank.
     pub receive_ranges: Vec<Range<usize>>,
-    /// The copies that pack this rank's part of the all-gather. Target offsets count from the start of that part.
+    /// The copies that pack the bytes that this rank sends by all-gather. Target offsets count from the start of these
+    /// bytes.
     pub all_gather_packs: Vec<StridedCopy>,
-    /// For each rank, the range of the incoming buffer that contains the rank's part of the all-gather. This rank's own
-    /// part is included. All ranks know the same lengths.
+    /// For each rank, the range of the incoming buffer that contains the bytes that the rank sends by all-gather. This
+    /// includes the bytes of this rank itself. All ranks know the lengths of all ranges.
     pub all_gather_ranges: Vec<Range<usize>>,
 }
 
@@ -103,7 +104,7 @@ impl TransferPhase {
         self.send_ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Returns the number of bytes that this process receives, plus its own part of the all-gather.
+    /// Returns the number of bytes that this process receives, plus the bytes that it sends by all-gather itself.
     #[must_use]
     pub fn incoming_len(&self) -> usize {
         self.all_gather_ranges.last().map_or(0, |range| range.end)
@@ -116,7 +117,8 @@ impl TransferPhase {
     }
 }
 
-/// Builder of a phase. It gets the lengths of all messages at the start; the copies are added message by message.
+/// Builder of a phase. The builder gets the lengths of all messages at the start; the copies are added message by
+/// message.
 pub struct PhaseSchedule {
     /// The phase of this rank, with the messages that are already scheduled.
     pub phase: TransferPhase,
@@ -188,7 +190,7 @@ impl PhaseSchedule {
     }
 }
 
-/// Increases `done` by `len`, and returns its value before that.
+/// Increases `done` by `len`, and returns the previous value of `done`.
 fn advance(done: &mut u64, len: u64) -> u64 {
     let at = *done;
     *done += len;

@@ -16,20 +16,20 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 
-/// The maximum number of tensors in a batch. A batch has several tensors for each thread, but few compared with a
-/// round. So the plans of a batch never need more memory than the plans of a round.
+/// The maximum number of tensors in a batch. A batch has several tensors for each thread, but fewer tensors than a
+/// round may have. So the plans of a batch never need more memory than the plans of a round.
 const MAX_TENSORS: usize = 1 << 10;
 
 /// A unit (elements of a tensor that are exchanged in one round) with its transfer plan.
 pub struct PlannedUnit<'a> {
     /// The unit for which the plan was made.
     pub unit: Unit<'a>,
-    /// The transfer plan; `None` if it would have too many copies.
+    /// The transfer plan; `None` if the plan would have too many copies.
     pub plan: Option<SizedPlan<'a>>,
 }
 
 impl<'a> PlannedUnit<'a> {
-    /// Makes the transfer plan of a unit.
+    /// Makes the transfer plan of a unit (elements of a tensor that are exchanged in one round).
     ///
     /// # Errors
     /// Returns the errors of [`TransferPlan::build`].

@@ -1,7 +1,7 @@
 //! Readers: decides which process reads each source range. If all processes see all files, each range is read once, by
 //! the process that needs most of its bytes, because these bytes need not be sent. If each process sees only its own
-//! files, a process reads the bytes that it needs from its own files, in any replica. The other processes get the bytes
-//! from another process, on their own node if possible.
+//! files, a process reads the bytes that it needs from any replica in its own files. A process without such a replica
+//! gets the bytes from another process, on its own node if possible.
 
 use smallvec::SmallVec;
 
@@ -38,7 +38,7 @@ impl FileVisibility {
 pub struct Topology {
     /// The files that each rank can read.
     pub visibility: FileVisibility,
-    /// The number of the node on which each rank runs.
+    /// For each rank, the number of the node on which it runs.
     pub nodes: Vec<u32>,
     /// The rule that selects the replica to read, if there are several.
     pub replica_choice: ReplicaChoice,

@@ -57,21 +57,23 @@ pub struct Records {
     folder: AnchoredPath,
     stop: Stop,
     reporter: WaitReporter,
-    /// A description of the current work of this process, for reports about waiting. It is valid until the next
-    /// operation.
+    /// A description of the current work of this process, for reports about waiting. The description is valid until the
+    /// next operation.
     doing: Mutex<&'static str>,
     /// The number of collective operations that this process has begun.
     number: Mutex<u64>,
 }
 
-/// The processes of a session, identified by the generations of their leases.
+/// The processes of a session. A process is identified by the generation of its lease: the number that increases each
+/// time another process acquires this lease.
 #[derive(Debug, Serialize, Deserialize)]
 struct Session {
     members: Vec<u32>,
 }
 
 impl Session {
-    /// Parses the session file of `of` processes. Process 0 wrote the file while it held its lease of this generation.
+    /// Parses the session file of `of` processes. Process 0 wrote the file while it held its lease with the number
+    /// `generation`.
     ///
     /// # Errors
     /// `Malformed` if the file does not have one generation for each process, or contains an impossible generation.
@@ -400,7 +402,7 @@ impl Meeting {
     }
 }
 
-/// Returns the name of the session of `of` processes in which the lease of process 0 has this generation.
+/// Returns the name of the session of `of` processes in which the lease of process 0 has the number `generation`.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }

@@ -1,7 +1,7 @@
 //! Compares replicas of tensors in sources that no process sees completely. One rank that sees the file of a chunk
-//! reads the chunk, and all ranks gather the hash of each chunk, which has 32 bytes. If two replicas differ, their
-//! readers send the hashes of their blocks, and then the first block that differs. The result is the same as if one
-//! process had read both replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives
+//! reads the chunk, and all ranks gather the 32-byte hash of each chunk. If two replicas differ, their readers send the
+//! hashes of their blocks, and then the first block that differs. The result is the result that one process would get
+//! if it could read both replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives
 //! in the same order, and get the same result.
 
 use indexmap::IndexMap;
@@ -20,8 +20,9 @@ const BLOCK_BYTES: u64 = 256 << 10;
 
 const HASH_BYTES: usize = blake3::OUT_LEN;
 
-/// Returns, for each tensor whose replicas differ, the first difference. The result is the same as that of
-/// [`replica_difference`](crate::exec::compare::replica_difference). Collective.
+/// Returns, for each tensor whose replicas differ, the first difference.
+/// [`replica_difference`](crate::exec::compare::replica_difference) would give this result in a process that sees all
+/// files. Collective.
 ///
 /// # Errors
 /// Returns the errors of reading, and `Comm` naming the rank that failed.
@@ -49,8 +50,8 @@ pub fn differing_replicas(
     Ok(found.into_iter().map(of_tensor).collect())
 }
 
-/// Returns the first chunk in which two tensors with the same tiles differ, and the first different element in it.
-/// Collective.
+/// Returns the first chunk in which two tensors with the same tiles differ, and the first element of this chunk that
+/// differs. Collective.
 ///
 /// # Errors
 /// Returns `Unsupported` if the tensors have different tiles, and the errors of [`differing_replicas`].
@@ -156,7 +157,8 @@ struct Replica<'a> {
     /// The index of the tensor to which the replica belongs.
     tensor_index: usize,
     entry: &'a TensorEntry,
-    /// The index of the first replica in the list; this replica is compared with it.
+    /// The index, in the list of replicas, of the first replica of the chunk. This replica is compared with that first
+    /// replica.
     first: usize,
     chunk: u32,
     reader: u32,

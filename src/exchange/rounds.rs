@@ -7,7 +7,7 @@
 //! work, however the tensor is sharded:
 //!
 //! ```text
-//!     Shard(0) to Shard(0)     each range has one reader and one writer; another range has another reader and writer
+//!     Shard(0) to Shard(0)     each range has one reader and one writer, which differ from range to range
 //!     Shard(0) to Shard(1)     each range has one reader, and all ranks write a part of it
 //!     Shard(1) to Shard(0)     all ranks read a part of each range, and one rank writes it
 //! ```
@@ -23,10 +23,10 @@ use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// The maximum memory for transfer plans, in bytes. It covers the plans of tensors that are planned in advance, and of
-/// the rounds that are being built, read, sent and written. Each strided copy is stored several times: as a transfer,
-/// in the maps that choose its reader, as a move, and as a planned tile with its output range. A transfer plan also
-/// contains the check of the source chunks, and a plan of each tile with its targets.
+/// The maximum memory for transfer plans, in bytes. The limit covers the plans of tensors that are planned in advance,
+/// and of the rounds that are being built, read, sent and written. Each strided copy is stored several times: as a
+/// transfer, in the maps that choose its reader, as a move, and as a planned tile with its output range. A transfer
+/// plan also contains the check of the source chunks, and a plan of each tile with its targets.
 pub const PLAN_BYTES: u64 = 4 * MAX_COPIES as u64 * 1024;
 
 /// One round of the exchange. It transfers whole tensors, or ranges of one tensor.
@@ -44,10 +44,10 @@ pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
     topology: &'a Topology,
     bucket_bytes: u64,
-    /// The remaining units (parts) of the current tensor, which did not fit into one round. The last unit in the list
-    /// is planned next.
+    /// The remaining units (lists of element ranges) of the current tensor, if the tensor does not fit into one round.
+    /// The last unit in the list is planned next.
     pending_units: Vec<Unit<'a>>,
-    /// A plan that did not fit into the previous round, so that it is the first of the next round.
+    /// A plan that did not fit into the previous round, and that becomes the first plan of the next round.
     deferred: Option<SizedPlan<'a>>,
 }
 
@@ -67,7 +67,8 @@ impl<'a> Rounds<'a> {
         Self { tensors, topology, bucket_bytes, pending_units: Vec::new(), deferred: None }
     }
 
-    /// Plans the next unit of a tensor. A unit that does not fit into one round is split until it fits.
+    /// Plans the next unit: a whole tensor, or element ranges of a tensor. A unit that does not fit into one round is
+    /// split until it fits.
     fn next_plan(&mut self) -> Result<Option<SizedPlan<'a>>> {
         if let Some(deferred) = self.deferred.take() {
             return Ok(Some(deferred));
@@ -133,21 +134,23 @@ impl<'a> Iterator for Rounds<'a> {
     }
 }
 
-/// Splits the list of ranges of a unit into two halves. Returns `None` if the unit has only one range.
+/// Splits a unit (a list of element ranges of one tensor) into the first half and the second half of its list. Returns
+/// `None` if the list has only one range.
 fn split_range_list<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let (first, second) = unit.ranges.split_at(unit.ranges.len() / 2);
     let half = |ranges: &[Range<u64>]| Unit { ranges: ranges.to_vec(), ..unit.clone() };
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// Splits a unit in two. Normally each of its ranges is halved; if that is not possible, the list of ranges is halved.
-/// Returns `None` if the unit is one element.
+/// Splits a unit (a list of element ranges of one tensor) into two units. Normally each range of the list is halved; if
+/// no range can be halved, the list is halved. Returns `None` if the unit is one element.
 fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     let unit = spread_over_ranks(unit, ranks);
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// Splits a unit that is a whole tensor into one range for each rank. Other units are returned unchanged.
+/// If a unit is a whole tensor, splits its only element range into one range for each rank. Returns any other unit
+/// unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
@@ -161,7 +164,8 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each element range of a unit into two halves. Returns `None` if no range can be split.
+/// Splits each element range of a unit into two halves: one unit gets the first halves, the other unit gets the second
+/// halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {
@@ -176,8 +180,8 @@ fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     Some((half(first)?, half(second)?))
 }
 
-/// Returns the element index at which a range is split. It is near the middle. If rows are short, it is also at the
-/// start of a row, because parts of rows need more copies than whole rows.
+/// Returns the element index at which a range is split. The index is near the middle of the range. If rows are short,
+/// the index is also at the start of a row, because parts of rows need more copies than whole rows.
 fn split_point(range: &Range<u64>, shape: &[u64]) -> u64 {
     let len = range.end - range.start;
     let even = range.start + len.div_ceil(2);

@@ -24,8 +24,8 @@ pub trait Shuffle: Send {
     /// A round that has begun but is not finished.
     type PendingRound;
 
-    /// The number of rounds that may be in progress at the same time. If it is greater than 1, the next round is sent
-    /// while the caller waits for the current round.
+    /// The number of rounds that may be in progress at the same time. If the number is greater than 1, the next round
+    /// is sent while the caller waits for the current round.
     const ROUNDS_IN_FLIGHT: usize;
 
     /// Returns the pool of host memory from which the stage buffer and the output buffer are taken.
@@ -36,8 +36,8 @@ pub trait Shuffle: Send {
         Casting::InWriter
     }
 
-    /// Begins a round. The stage has [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds
-    /// in the same order.
+    /// Begins a round. The buffer `stage` has the [`Moves::stage_len`] bytes that this process has read. Collective:
+    /// all ranks begin and finish the same rounds in the same order.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::exchange`].
@@ -133,7 +133,7 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
         Ok(())
     }
 
-    /// Copies bytes to the unpacked buffer, from the stage and from the incoming buffer of the first phase.
+    /// Copies bytes to the unpacked buffer, from the stage buffer and from the incoming buffer of the first phase.
     fn copy_after_first_phase(&self, destination: &CopyDestination<'_>, stage: &[u8], range: &mut [u8]) {
         if destination.has_gaps {
             range.fill(0);

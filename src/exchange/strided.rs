@@ -39,7 +39,8 @@ impl StridedCopy {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
-    /// Returns the copy for a piece of a tile that is strided in both buffers.
+    /// Returns the copy for a piece (the elements that a tile and a source chunk share) that is strided in both
+    /// buffers.
     pub(super) fn from_piece(piece: &Piece, source: u64, target: u64) -> Self {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }

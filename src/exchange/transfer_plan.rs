@@ -1,7 +1,7 @@
 //! Transfer plan: which process sends which bytes to which process, for some ranges of one tensor, and how much memory
-//! each process needs for this. All processes build the same plan. Sizes are in bytes; ranges of a tensor count
-//! elements. Invariant: messages of the first phase are in the order of the transfers, and messages of the second phase
-//! are in the order of the targets.
+//! each process needs for these transfers. All processes build the same plan. Sizes are in bytes; ranges of a tensor
+//! count elements. Invariant: messages of the first phase are in the order of the transfers, and messages of the second
+//! phase are in the order of the targets.
 //!
 //! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of
 //! each target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.
@@ -62,7 +62,8 @@ pub struct SizedPlan<'a> {
 }
 
 impl<'a> TransferPlan<'a> {
-    /// Plans the transfers of a unit, or returns `None` if they need more than `max_copies` strided copies.
+    /// Plans the transfers of a unit (elements of a tensor that are exchanged in one round), or returns `None` if the
+    /// transfers need more than `max_copies` strided copies.
     ///
     /// # Errors
     /// Returns the errors of [`Topology::choose_readers`].
@@ -93,8 +94,8 @@ impl<'a> TransferPlan<'a> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the targets of the unit, and the transfers from source chunks to these targets. Returns false if there are
-    /// more than `max_copies` transfers.
+    /// Adds the targets of the plan's unit (the parts of target tiles with elements of the unit), and the transfers
+    /// from source chunks to these targets. Returns false if there are more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();

@@ -32,27 +32,27 @@ pub struct TransferTarget {
     pub needed: Arc<NeededTile>,
     /// The range of the part's elements in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The length in bytes of the part's values. Each partial value of the part has the same length.
+    /// The length in bytes of the part's values. Each partial value of the part has this length.
     pub part_bytes: u64,
     /// The ranks that need this part of the tile.
     pub ranks: Ranks,
     /// The rank that reduces the partial values and sends the result to the other ranks. `None` if each rank receives
     /// the source bytes, and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
-    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce it; its partial values are then sent
-    /// as messages.
+    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce the part; then the partial values of
+    /// the part are sent as messages.
     pub nccl_reduction: Option<ReductionKind>,
 }
 
 impl Unit<'_> {
-    /// Returns true if the unit has all elements of the tensor, in one range.
+    /// Returns true if this unit is the whole tensor, as one range of elements.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number from which the rank that reads or reduces a range is chosen. It differs for consecutive ranges,
-    /// so that they use different ranks.
+    /// Returns a number from which the rank that reads or reduces a range is chosen. Consecutive ranges have different
+    /// numbers, so that different ranks read or reduce these ranges.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
@@ -91,7 +91,7 @@ impl TransferTarget {
 pub struct SourceRange {
     /// The rank that reads the range, and the index of the chunk.
     pub reader: Reader,
-    /// The index of the range in the unit's list of ranges. The ranges of one chunk may have gaps between them.
+    /// The index of the element range in [`Unit::ranges`]. The ranges of one chunk may have gaps between them.
     pub range: usize,
 }
 
@@ -100,13 +100,14 @@ pub struct SourceRange {
 pub struct Transfer {
     /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that receive the bytes. They are some or all receivers of the target.
+    /// The ranks that receive the bytes. These ranks are some or all receivers of the target.
     pub receivers: Ranks,
     /// The index of the target in the list of the plan.
     pub target: usize,
     /// The index of the partial value to which the bytes belong; 0 if there are no partial values.
     pub partial_index: usize,
-    /// The copy itself. Its source offsets count within the chunk, its target offsets within the partial value.
+    /// The strided copy. Source offsets count from the start of the source chunk, and target offsets from the start of
+    /// the partial value.
     pub piece: Piece,
 }
 

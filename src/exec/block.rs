@@ -1,10 +1,10 @@
 //! A block of source bytes that a worker reads once and copies from many times.
 //!
 //! All sizes and offsets are in bytes. If the write blocks of a [row group](super::row_groups) need short runs of the
-//! same rows, the worker first reads all needed ranges into the source block, then fills each write block from it. A
-//! range that is not in the source block is read directly, so the result does not depend on the content of the source
-//! block. Invariant: `bytes` contains the bytes of `ranges` in the same order and without gaps, and is at most
-//! [`BLOCK_BYTES`] long.
+//! same rows, the worker first reads all needed ranges into the source block, then fills each write block from the
+//! source block. A range that is not in the source block is read directly, so the result does not depend on the content
+//! of the source block. Invariant: `bytes` contains the bytes of `ranges` in the order of this list and without gaps,
+//! and is at most [`BLOCK_BYTES`] long.
 
 use super::{BLOCK_BYTES, sized_buffer};
 use crate::error::Result;
@@ -79,8 +79,8 @@ impl SourceBlock {
 pub struct WantedRanges(Vec<FileRange>);
 
 impl WantedRanges {
-    /// Adds a range. Nearly all pieces of a write block are added in the order of their source bytes and are merged, so
-    /// the list stays short.
+    /// Adds a range. Nearly all ranges that a write block needs are added in the order of their source bytes and are
+    /// merged, so the list stays short.
     pub fn add(&mut self, next: FileRange) {
         if !self.0.last_mut().is_some_and(|last| merge(last, &next)) {
             self.0.push(next);

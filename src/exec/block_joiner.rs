@@ -1,15 +1,15 @@
-//! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write complete
-//! blocks.
+//! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write complete file
+//! blocks. A file block is the [`ALIGNMENT`] bytes of a file between two multiples of [`ALIGNMENT`].
 //!
 //! A write block that begins or ends inside a file block has one part of this file block, and the neighbouring write
 //! block has the other part. If such a part were written through the page cache, the write would lock the file and wait
 //! for all direct writes of other threads; a few bytes would cost more time than the megabytes between them. Therefore
-//! the joiner keeps these parts in memory. The worker that adds the last part writes the complete file block in one
-//! call with its own file blocks.
+//! the joiner keeps these parts in memory. The worker that adds the last part writes the complete file block, in one
+//! call with the other file blocks of its write block.
 //!
-//! All sizes and offsets are in bytes. Invariant: each byte is added once, so a block is complete when it has
-//! [`ALIGNMENT`] bytes; at most [`MAX_PENDING`] blocks are kept. The last block of a file is rarely complete; it is
-//! written with the other incomplete blocks when the file is synced.
+//! All sizes and offsets are in bytes. Invariant: each byte is added once, so a file block is complete when
+//! [`ALIGNMENT`] bytes have been added; at most [`MAX_PENDING`] file blocks are kept. The last file block of a file is
+//! rarely complete; all incomplete file blocks are written when the file is synced.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};

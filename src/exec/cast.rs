@@ -27,7 +27,7 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
     /// The number of values beyond the largest finite value of the target dtype. The cast makes them infinite, NaN or
-    /// that largest value. Infinities count too if the target dtype has no infinity.
+    /// that largest value. If the target dtype has no infinity, infinities also count as overflows.
     pub overflows: u64,
     /// The number of NaNs in the source.
     pub nans: u64,
@@ -84,8 +84,8 @@ impl Cast {
         }
     }
 
-    /// Selects the loop for the target dtype. Each pair of dtypes has its own compiled loop, in which only the values
-    /// are unknown.
+    /// Selects the loop for the target dtype. Each pair of dtypes has its own compiled loop, so that the loop contains
+    /// no choice between dtypes.
     #[inline]
     fn load_with<const N: usize>(
         self,

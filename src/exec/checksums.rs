@@ -1,16 +1,16 @@
-//! Computes the CRC-32s that output files contain. It combines the checksums of parts into checksums of complete spans,
-//! and writes the checksums into the files.
+//! Computes the CRC-32 checksums that output files contain, and writes the checksums into the files.
 //!
 //! A span is a byte range that has a checksum. A site is the position in the file at which a checksum is stored. Most
-//! spans are tensors within one write block, and their site follows them in the same block: these checksums are put
-//! into the block before it is written. If several write blocks share a span, each block logs the checksum of its part.
-//! A run that writes all data combines these parts when all data is written, then fills the blocks that have only
-//! header bytes (such as the directory of a torch file), and then writes the checksums that are still missing. If
-//! several runs write a checkpoint, the process that seals the checkpoint combines the parts of all runs
-//! ([`write_combined`]).
+//! spans are tensors within one write block, and the site of such a span follows the tensor in this write block: the
+//! checksum is put into the write block before the block is written. If several write blocks share a span, each write
+//! block logs the checksum of its own bytes of the span (a part). A run that writes all data combines these parts when
+//! all data is written, then fills the blocks that have only header bytes (such as the directory of a torch file), and
+//! then writes the checksums that are still missing. If several runs write a checkpoint, the process that seals the
+//! checkpoint combines the parts of all runs ([`write_combined`]).
 //!
-//! All sizes and offsets are in bytes. Invariant: spans are in ascending order; their first sites are in ascending
-//! order, too, and so are their second sites (see [`ChecksumSpan`]).
+//! All sizes and offsets are in bytes. Invariant: spans are in ascending order. A span may have two sites (see
+//! [`ChecksumSpan`]): the first sites of all spans are in ascending order, and the second sites of all spans are in
+//! ascending order.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -35,9 +35,11 @@ pub struct Checksums<'a> {
     files: &'a [OutputFile],
     /// True if this run writes all data, so that it can compute all checksums.
     covers_all_data: bool,
-    /// The checksums of each file, in the order of its spans. They are set when all data is written.
+    /// For each file, its checksums, in the order of the byte ranges that they cover. The field is set when all data is
+    /// written.
     values: OnceLock<Vec<Vec<u32>>>,
-    /// The sites of checksums that were unknown when their write block was written. They are written later.
+    /// The positions of checksums that were unknown when the write block that contains the position was written. These
+    /// checksums are written later.
     unwritten: Mutex<Vec<OpenChecksum>>,
 }
 
@@ -50,15 +52,17 @@ struct OpenChecksum {
 /// The checksum work that remains after all known checksums were put into a write block.
 #[derive(Default)]
 pub struct DeferredChecksums {
-    /// The checksums of the parts of spans that reach beyond the write block.
+    /// For each checksummed byte range that reaches beyond the write block, the checksum of its bytes in the write
+    /// block.
     pub parts: Vec<ChecksumPart>,
     /// The offsets in the file of checksums that are not known yet, in ascending order. The write block must leave
     /// these bytes out. A process that others believe dead may still write the block after another process has sealed
-    /// the checkpoint, and it must not overwrite the sealed checksums.
+    /// the checkpoint, and that process must not overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 
-/// The checksums of the parts of spans in one write block, in order.
+/// The checksums of bytes in one write block, in order. Each is the checksum of a checksummed byte range of the file (a
+/// span), or of some bytes of a span.
 #[derive(Default)]
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
@@ -75,7 +79,7 @@ impl BlockChecksums {
         &self.0
     }
 
-    /// Returns the checksum of a span, or `None` if the span reaches beyond the write block.
+    /// Returns the checksum of a span (a checksummed byte range), or `None` if the span reaches beyond the write block.
     fn of_span(&self, sum: &ChecksumSpan, block: &Range<u64>) -> Option<u32> {
         if sum.range.start < block.start || block.end < sum.range.end {
             return None;
@@ -106,13 +110,13 @@ impl<'a> Checksums<'a> {
         !self.files[file as usize].checksums.is_empty()
     }
 
-    /// Returns whether any segment of the write block is in a span.
+    /// Returns whether a checksum covers any segment of the write block.
     pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
     /// Puts all checksums that are known now into the bytes of a write block. All other bytes must be complete. `parts`
-    /// are the checksums of the parts of spans in this block.
+    /// are the checksums of those bytes of this block that a checksum covers.
     pub fn fill_sites(
         &self,
         file: u32,
@@ -156,7 +160,8 @@ impl<'a> Checksums<'a> {
         self.values.get().map(|values| values[file as usize][sum])
     }
 
-    /// Combines the parts into checksums of complete spans. All data must be written.
+    /// Combines the checksums of some bytes into checksums of complete spans (the byte ranges that have a checksum in
+    /// the file). All data must be written.
     pub fn combine_all(&self, mut parts: Vec<(u32, ChecksumPart)>) {
         parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
@@ -172,7 +177,7 @@ impl<'a> Checksums<'a> {
         let _ = self.values.set(values);
     }
 
-    /// Writes the checksums that were not known when their block was written.
+    /// Writes the checksums that were not known when the write block with their site was written.
     ///
     /// # Errors
     /// `Io`.
@@ -185,11 +190,12 @@ impl<'a> Checksums<'a> {
     }
 }
 
-/// Combines parts from journals, which must be in ascending order, into checksums of spans, and writes these checksums
-/// to their sites. The checksum of a span without parts was already written with its block.
+/// Combines CRC-32 values of byte ranges (`parts`, from journals, in ascending order) into the checksums that the files
+/// contain, and writes these checksums. If the byte range of a checksum has no parts, the checksum was already written
+/// together with its write block.
 ///
 /// # Errors
-/// `Io`; `Malformed` if the parts do not make up their span.
+/// `Io`; `Malformed` if the parts do not cover the byte range of a checksum completely.
 pub fn write_combined(
     outputs: &Outputs,
     files: &[OutputFile],
@@ -265,7 +271,8 @@ pub fn first_mismatch(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Re
     found.into_iter().find_map(Result::transpose).transpose()
 }
 
-/// Returns whether the span at `offset` and all sites of its checksum are within the write block.
+/// Returns whether the checksummed byte range at `offset`, and all positions at which its checksum is stored, are
+/// within the write block.
 fn is_within_block(sums: &[ChecksumSpan], offset: u64, block: &Range<u64>) -> bool {
     let within = |range: Range<u64>| block.start <= range.start && range.end <= block.end;
     let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));

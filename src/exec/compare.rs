@@ -59,8 +59,8 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
-/// Returns the first difference between two tensors of equal shape, or `None` if they are equal bit for bit. Both are
-/// compared as `dtype`; a tensor with another dtype is cast first.
+/// Returns the first difference between two tensors of equal shape, or `None` if they are equal bit for bit. The two
+/// tensors are compared as `dtype`; a tensor with another dtype is cast first.
 ///
 /// # Errors
 /// Errors of [`digest`].

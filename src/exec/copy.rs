@@ -4,9 +4,9 @@
 //! located, and the tiles are cut into write blocks. Worker threads fill and write these blocks in parallel: one worker
 //! fills the blocks of a row group one after the other, and all other blocks are written in file order. So memory
 //! depends on the window and on the blocks in progress, not on the model. Header bytes after the last tensor data, and
-//! checksums of spans that several blocks share, are written last.
+//! checksums of byte ranges that several write blocks share, are written last.
 //!
-//! A run may have to write only some of the output: its own part, or the bytes that an earlier run did not finish.
+//! A process may have to write only some of the output: its own share, or the bytes that an earlier run did not finish.
 //! Tensors without such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source
 //! has been checked.
 //!
@@ -50,7 +50,7 @@ pub struct Stats {
     pub bytes_read: u64,
     /// The number of bytes of output that earlier runs had written.
     pub bytes_already_written: u64,
-    /// The number of contiguous runs that are read from the source files.
+    /// The number of contiguous byte runs that are read from the source files.
     pub runs: u64,
     /// The memory in bytes of the plans of the largest window. Only the plans of one window exist at a time.
     pub planned_bytes: u64,
@@ -58,7 +58,7 @@ pub struct Stats {
     pub nccl_reduced_bytes: u64,
     /// The numbers of bytes sent between processes that exchange source data.
     pub traffic: Traffic,
-    /// The totals over all processes. They are computed when all processes are done.
+    /// The totals over all processes. The totals are computed when all processes are done.
     pub global_totals: GlobalTotals,
     /// The number of casts and lost values, by source dtype and target dtype.
     pub casts: BTreeMap<DtypePair, CastCount>,
@@ -202,7 +202,7 @@ struct FileTiles<'a> {
     todo: &'a Extents,
     windows: Windows<'a>,
     pace: WindowPace,
-    /// The number of output bytes of the current window.
+    /// The number of output bytes of the current window (a group of tensors that are planned together).
     window_bytes: u64,
     /// The first window, which is planned before the first call of `next`.
     first: Option<Result<Option<PlannedBatch>>>,
@@ -346,7 +346,8 @@ struct BlockWriter<'a> {
 }
 
 impl BlockWriter<'_> {
-    /// Fills and writes the blocks. Workers take them by row group in order, so files are written front to back.
+    /// Fills and writes the blocks. A worker takes all blocks of the next row group at once, so files are written front
+    /// to back.
     fn write_blocks(&self, blocks: &mut [WriteBlock]) -> Result<()> {
         let row_groups = sort_into_row_groups(blocks);
         let next = AtomicUsize::new(0);
@@ -382,7 +383,8 @@ impl BlockWriter<'_> {
         copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }
 
-    /// Gathers the data of the first block in `copies` once, and writes it to all blocks in `copies`.
+    /// Gathers the data of the first block in `copies` once, and writes this data to all blocks in `copies`, which have
+    /// equal tensor data.
     fn write_copies(&self, copies: &[WriteBlock], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(WriteBlock::len).max().unwrap_or(0);
         let mut before = None;

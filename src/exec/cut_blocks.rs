@@ -1,8 +1,9 @@
 //! Cuts output files into write blocks, and orders the blocks for the workers.
 //!
 //! A write block is a contiguous range of one output file, assembled in memory and written by one positional write. It
-//! holds parts of tensors and the header bytes between them, so that files of many small tensors are also written in
-//! large pieces. Write blocks are the unit of work, of the memory bound and of interruption.
+//! holds tensor data and the header bytes between tensors, so that a file of many small tensors is written with few
+//! large writes. A worker fills and writes one write block at a time, a stop request takes effect between two write
+//! blocks, and the memory limit determines the length of a write block.
 //!
 //! Only ranges that are to be written are cut into blocks. Such a range may begin or end within an element: write
 //! blocks hold whole elements, and the bytes outside the range are not written.
@@ -25,7 +26,7 @@ pub enum SegmentContent {
     Tile { index: usize, bytes: Range<u64> },
 }
 
-/// A part of a write block that has one source: header bytes or a tile.
+/// A byte range of a write block whose bytes come from one source: from header bytes, or from a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The offset of the segment in the file.
@@ -81,7 +82,7 @@ impl WriteBlock {
     }
 }
 
-/// A cutter of write blocks. It cuts window by window, and remembers which header bytes are already in a block.
+/// A cutter of write blocks. The cutter cuts window by window, and remembers which header bytes are already in a block.
 #[derive(Debug)]
 pub struct BlockCutter<'a> {
     files: &'a [OutputFile],
@@ -151,7 +152,7 @@ impl<'a> WriteBlocks<'a> {
         Self { todo, blocks: Vec::new(), capacity, boundaries, passed: 0 }
     }
 
-    /// Adds those parts of a file range that are to be written. A part is extended to complete elements.
+    /// Adds the subranges of a file range that are to be written. Each subrange is extended to complete elements.
     fn push(
         &mut self,
         file: u32,
@@ -172,8 +173,8 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Adds the range `bytes` of a content that starts at `offset`. It is added to the current block if it continues
-    /// that block. A new block starts if the current block is full, and at each boundary.
+    /// Adds the range `bytes` of a content that starts at `offset`. The range is added to the current block if it
+    /// begins at the end of that block. A new block starts if the current block is full, and at each boundary.
     fn push_elements(
         &mut self,
         file: u32,

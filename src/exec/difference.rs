@@ -2,7 +2,7 @@
 //! largest distance. Positions count elements.
 //!
 //! Two elements differ if their bits differ: 0.0 and -0.0 differ with distance 0, and two NaNs with different bits also
-//! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then NaN, too. Joining
+//! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then also NaN. Joining
 //! two results is commutative and associative, so the result does not depend on which thread compared which range.
 
 use std::iter::zip;
@@ -16,8 +16,9 @@ use crate::layout::{Region, Tile};
 pub struct Difference {
     /// The row-major index of the first element that differs.
     pub element: u64,
-    /// The largest distance of two elements: their absolute difference, or its modulus for complex elements. It is NaN
-    /// if only one of two elements is NaN. It is `None` if the dtype has no distance (bool) or packs elements (f4).
+    /// The largest distance of two elements: their absolute difference, or its modulus for complex elements. NaN if,
+    /// for some pair of elements, only one of the two is NaN. `None` if the dtype has no distance (bool) or packs
+    /// elements (f4).
     pub max_abs: Option<f64>,
     /// The number of elements that differ.
     pub differing: u64,
@@ -36,8 +37,8 @@ impl Difference {
         text
     }
 
-    /// Returns the largest distance in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. It is a text,
-    /// because JSON has no number for `inf` and `nan`.
+    /// Returns the largest distance in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. The result is a
+    /// text, because JSON has no number for `inf` and `nan`.
     #[must_use]
     pub fn max_abs_text(&self) -> Option<String> {
         let distance = self.max_abs?;
@@ -48,7 +49,7 @@ impl Difference {
         Some(digits.strip_suffix(".0").unwrap_or(&digits).to_owned())
     }
 
-    /// Returns the differences of two ranges of the same tensors together.
+    /// Joins the differences of two element ranges. Both results must come from the same pair of tensors.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         Self {

@@ -6,8 +6,8 @@
 //! the cut moves to a multiple of 64 KiB within its file, which is the largest page size in use: network file systems
 //! write complete pages, so no page may have two writers.
 //!
-//! If processes exchange source data, they get other parts: each process writes the files of its own ranks. Data that
-//! stays on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
+//! If processes exchange source data, the output is divided in another way: each process writes the files of its own
+//! ranks. Data that stays on its rank is then not sent, as in PyTorch's `DTensor.redistribute`.
 //!
 //! Invariant: the parts cover the output without overlap. A cut is at most a sixteenth of a part, or 64 KiB, away from
 //! the cut of equal parts. If each process writes the files of its own ranks, a part is at most twice as long as an
@@ -29,7 +29,8 @@ const NEAR_FRACTION: u128 = 16;
 /// because the sizes of shards are rounded up.
 const MAX_EXCESS: u128 = 2;
 
-/// Returns the byte ranges that this part of the processes writes. All parts are about equally long.
+/// Returns the byte ranges that the process with the number `part.index` writes. All processes write about equally many
+/// bytes.
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.
@@ -50,9 +51,9 @@ pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
     share
 }
 
-/// Returns the byte ranges that this part writes if processes exchange source data. They are the files of the process's
-/// own ranks, if each process has the same number of ranks and no process has to write much more than the others. Files
-/// without a rank belong to the first part.
+/// Returns the byte ranges that the process with the number `part.index` writes if processes exchange source data.
+/// These are the files of the process's own ranks, if each process has the same number of ranks and no process has to
+/// write much more than the others. Files without a rank belong to the first part.
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.

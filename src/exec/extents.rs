@@ -58,7 +58,7 @@ impl Extents {
         self.within(file, range.clone()).next().is_some()
     }
 
-    /// Returns the parts of a range that are in the set, in ascending order.
+    /// Returns the subranges of a range that are in the set, in ascending order.
     pub fn within(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let here = self.from(file, range.start).iter().take_while(move |known| known.start < range.end);
         here.map(move |known| known.start.max(range.start)..known.end.min(range.end)).filter(|range| !range.is_empty())

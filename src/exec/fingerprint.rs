@@ -2,9 +2,9 @@
 //! source.
 //!
 //! A fingerprint is a BLAKE3 hash of the version, of the source files (path, length and time of the last change; not
-//! device or inode, which differ from node to node), of the reduction method, and of the reservation with everything
-//! that a copy takes from the source's tables. Options are not hashed: if an option changes the result, it changes the
-//! reservation.
+//! device or inode, which differ from node to node), of the reduction method, and of the reservation (the header bytes
+//! of the output files, and the position of each tensor) with everything that a copy takes from the source's tables.
+//! Options are not hashed: if an option changes the result, it changes the reservation.
 //!
 //! The hash input consists of 64-bit little-endian numbers, and of bytes preceded by their length. A list is preceded
 //! by its length, and an alternative by its number. A long list is divided into parts, and the digest of each part is
@@ -29,7 +29,7 @@ use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// The identity of the checkpoint that is being written. Its text form is 64 hex digits.
+/// The identity of the checkpoint that is being written. The text form of a fingerprint is 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub(crate) [u8; 32]);
@@ -104,7 +104,8 @@ pub fn fingerprint(
 }
 
 /// Returns the index of the root that contains the path, and the path relative to that root. A root that is a file
-/// stands for the files beside it. If no root contains the path, returns the number of roots and the file name.
+/// contains all files in the folder of this file. If no root contains the path, returns the number of roots and the
+/// file name.
 pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
     let found = (0_u64..).zip(roots).find_map(|(index, root)| {
@@ -121,7 +122,7 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// would cost more time.
 const SHORT_BYTES: usize = 128;
 
-/// The number of items in one part of a list. It does not depend on the number of threads.
+/// The number of items in one part of a list. This number does not depend on the number of threads.
 const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]

@@ -24,7 +24,7 @@ pub trait WorkLog: Sync {
     /// Returns whether this run has to write all bytes of all files.
     fn covers_everything(&self) -> bool;
 
-    /// Adds a range that has been written. [`WorkLog::advance`] records it.
+    /// Adds a range that has been written. [`WorkLog::advance`] records all added ranges.
     fn add(&self, entry: FinishedRange);
 
     /// Records that all ranges that have been added are finished. Calls `check`, which checks the source, before it
@@ -61,8 +61,8 @@ pub struct FinishedRange {
     pub range: Range<u64>,
     /// The digest of the bytes; see [`Digest`](super::digest::Digest).
     pub digest: u32,
-    /// The checksums of parts of spans within the range, for spans whose checksum is not in the file yet, in ascending
-    /// order.
+    /// The CRC-32 values of byte ranges within this range, from which checksums of the file are computed later. They
+    /// are in ascending order. Checksums that are already in the file need no entry.
     pub checksum_parts: Vec<ChecksumPart>,
     /// The numbers of values that casts lost in the range. A value counts each time its bytes are written.
     pub cast_losses: CastLosses,
@@ -89,7 +89,8 @@ pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
-/// The CRC-32 of a part of a span, or of the complete span.
+/// The CRC-32 of some or all consecutive bytes of a span. A span is a byte range of an output file whose checksum the
+/// file contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {
@@ -108,7 +109,8 @@ impl ChecksumPart {
         Hasher::new_with_initial_len(self.crc, self.len)
     }
 
-    /// Joins consecutive parts of one span. The parts must be in ascending order.
+    /// Joins list elements that follow each other without a gap in one span of `file` (a byte range that has a
+    /// checksum). The list must be in ascending order of offsets.
     pub(crate) fn join(parts: &mut Vec<Self>, file: &OutputFile) {
         parts.dedup_by(|next, part| {
             let is_next = part.offset + part.len == next.offset

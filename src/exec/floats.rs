@@ -1,5 +1,6 @@
 //! Converts floats as bit patterns: reads each format as an f32, and rounds an f32 to each format. [Casts](super::cast)
-//! and [reductions](super::reduce) use it; `src/gpu/kernels/floats.cuh` does the same on devices.
+//! and [reductions](super::reduce) use this module; `src/gpu/kernels/floats.cuh` converts floats on devices, with equal
+//! results.
 //!
 //! Each function converts single elements, which are little-endian. Each rounding is to nearest, ties to even, and
 //! subnormals are kept.
@@ -16,7 +17,7 @@
 //!   0x7fc0 at any length. This module always gives the results of long contiguous tensors, on every machine.
 //!
 //! The `half` crate is not used, because its results depend on the processor: with f16c, its cast from f64 to f16
-//! rounds twice, otherwise once. It also keeps the payload of bf16 NaNs.
+//! rounds twice, otherwise once. The crate also keeps the payload of bf16 NaNs.
 
 /// A source element, converted to the bits of an f32.
 #[derive(Clone, Copy)]

@@ -2,8 +2,8 @@
 //! count elements, or bytes if the name contains `bytes`.
 //!
 //! A tile that is cast is read through a scratch buffer, block by block, so memory does not grow with the tile. Partial
-//! values that are reduced are also read block by block, one partial value after the other. `runs.rs` reads the runs of
-//! one piece.
+//! values that are reduced are also read block by block, one partial value after the other. `runs.rs` reads the bytes
+//! from one source chunk.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -25,8 +25,8 @@ use crate::layout::partial::Share;
 use crate::layout::{CommonRange, Dims, Tile};
 use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
 
-/// A cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. It caches nothing
-/// if only one tile of the tensor is read.
+/// A cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. The cache stays
+/// empty if only one tile of the tensor is read.
 #[derive(Debug, Default)]
 pub struct Locations(Option<HashMap<u32, StridedLocation>>);
 
@@ -193,7 +193,7 @@ impl PreparedTile {
         Self { fqn, dtype, cast: None, numel, sources: SmallVec::new(), reducer: None, fill: Fill::Nothing }
     }
 
-    /// Casts the elements to `dtype` when they are read.
+    /// Returns the tile with a cast to `dtype`, which is applied when elements are read.
     ///
     /// # Errors
     /// `Unsupported` if there is no such cast.
@@ -355,7 +355,7 @@ impl PreparedTile {
         (name + self.file_sources().map(part).sum::<usize>()) as u64
     }
 
-    /// Returns the plans of the sources that are files.
+    /// Returns the plans of those sources whose bytes are read from files.
     fn file_sources(&self) -> impl Iterator<Item = &LocatedPlan> {
         self.sources.iter().filter_map(|part| match part {
             PartialSource::Files(part) => Some(part),
@@ -363,7 +363,7 @@ impl PreparedTile {
         })
     }
 
-    /// Visits all pieces of the tile, for statistics.
+    /// Visits all pieces (strided copies from one source chunk) of the tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());

@@ -50,8 +50,8 @@ use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// A function that returns the file, offset and strides of a chunk from its table row. It reads the file if the row
-/// does not contain them.
+/// A function that returns the file, offset and strides of a chunk from its table row. The function reads the file if
+/// the row does not contain these values.
 pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
 /// A checkpoint from which tensor data is read.
@@ -94,13 +94,12 @@ impl Reporter for Silent {
     fn advance(&self, _bytes: u64) {}
 }
 
-/// The settings of a copy. The output does not depend on them.
+/// The settings of a copy. The output does not depend on these settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// The number of worker threads.
     pub threads: usize,
-    /// The maximum size of a write block in bytes. A write block is the unit of work, of writing and of the memory
-    /// bound.
+    /// The maximum size of a write block in bytes. A worker fills and writes one write block at a time.
     pub write_block_bytes: u64,
     /// True if all files are synced to disk (fsync) before they are published.
     pub sync: bool,
@@ -121,18 +120,19 @@ const CAST_BYTES: u64 = 1 << 20;
 /// values.
 const SUM_BYTES: u64 = 512 << 10;
 
-/// The memory in bytes that a worker needs besides its write block.
+/// The memory in bytes that a worker needs in addition to its write block.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// The memory in bytes that a worker needs to read ahead for rounds of an exchange, besides its memory for writing.
+/// The memory in bytes that a worker needs to read ahead for rounds of an exchange, in addition to its memory for
+/// writing.
 pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 
 /// The memory in bytes that any thread needs to reduce partial values in rounds of an exchange.
 pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
 /// Returns the first `len` bytes of a reused buffer, all of which the caller overwrites. The buffer grows to the
-/// largest `len` that was requested and no further, because the memory bound counts on it. `Vec::resize` alone does not
-/// guarantee that.
+/// largest `len` that was requested and no further, because the memory limit is computed from this size. `Vec::resize`
+/// alone may allocate more.
 pub(crate) fn sized_buffer(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.reserve_exact(len - buffer.len());

@@ -2,13 +2,13 @@
 //! copied.
 //!
 //! Data that must be on disk at the end is written past the page cache (`O_DIRECT`) if the file system does that well.
-//! Otherwise it goes through the page cache, and its write-back starts immediately. Data that need not be on disk goes
-//! through the page cache in small calls.
+//! Otherwise such data goes through the page cache, and its write-back starts immediately. Data that need not be on
+//! disk goes through the page cache in small calls.
 //!
 //! All sizes and offsets are in bytes. Invariant: only complete file blocks are written past the page cache. If write
-//! blocks share a file block, it is written when it is [complete](super::block_joiner), so no file block is written in
-//! both ways at the same time. Incomplete blocks are written before the file is synced. If accepted data could not be
-//! written to disk, no file is reported as synced afterwards.
+//! blocks share a file block, this file block is written when it is [complete](super::block_joiner), so no file block
+//! is written through and past the page cache at the same time. Incomplete blocks are written before the file is
+//! synced. If accepted data could not be written to disk, no file is reported as synced afterwards.
 
 use std::fs::File;
 use std::io::IoSlice;
@@ -67,7 +67,7 @@ enum WriteMode {
 /// [`Outputs::close`].
 #[derive(Debug)]
 struct Handle {
-    /// `None` once the handle is dropped.
+    /// The open file; `None` only while the handle is being dropped.
     file: Option<File>,
     /// A second descriptor of the file, for writes past the page cache; `None` if the file is not written in this way.
     direct: Option<File>,
@@ -98,7 +98,7 @@ impl Outputs {
     /// [`Outputs::sync`].
     ///
     /// # Errors
-    /// `Io` naming the file; it is `StorageFull` if the file system has no room for it.
+    /// `Io` naming the file; its kind is `StorageFull` if the file system has no room for the file.
     pub fn create(folder: &AnchoredPath, files: &[OutputFile], todo: &Extents, sync: bool) -> Result<Self> {
         let outputs = Self::open_existing(folder, files, sync)?;
         let is_touched = |(index, file): &(u32, &OutputFile)| file.len == 0 || todo.has_file(*index);

@@ -77,7 +77,7 @@ impl PlanDescription {
     }
 }
 
-/// Returns the entries that differ: their name, the old value and the new value.
+/// Returns the options or files that differ: the name, the old value and the new value.
 fn differing<'a, T: PartialEq>(
     was: &'a BTreeMap<String, T>,
     is: &'a BTreeMap<String, T>,

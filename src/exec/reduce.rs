@@ -7,7 +7,7 @@
 //! | dtypes | computed in | ops |
 //! |---|---|---|
 //! | f16, bf16, the 8-bit floats but e8m0fnu | f32 | sum, avg, product, max, min |
-//! | f32, f64 | f64 | the same |
+//! | f32, f64 | f64 | sum, avg, product, max, min |
 //! | c32; c64, c128, by real and imaginary part | f32; f64 | sum, avg |
 //! | integers | 128 bits, exactly | all |
 //! | bool | | max, min, band, bor, bxor |
@@ -18,8 +18,8 @@
 //! averages with a remainder, are errors.
 //!
 //! The ops are those of `Partial` in `torch/distributed/tensor/placement_types.py`. PyTorch reduces in the dtype
-//! itself, in the order of the communication library; if all intermediate results are exact, both results are equal bit
-//! for bit.
+//! itself, in the order of the communication library; if all intermediate results are exact, the results of PyTorch and
+//! of this module are equal bit for bit.
 
 use std::fmt;
 use std::iter::zip;
@@ -293,7 +293,7 @@ trait Number<const A: usize>: Copy {
     fn times(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
-    /// Applies a bitwise op to two integers. Floats do not support it.
+    /// Applies a bitwise op to two integers. Floats do not support bitwise ops.
     fn bits(self, other: Self, op: impl Fn(i128, i128) -> i128) -> Self;
 }
 
@@ -374,8 +374,8 @@ struct Accumulator<'a> {
 }
 
 impl Accumulator<'_> {
-    /// Runs the loop of one dtype and op. Each combination has its own compiled loop, in which only the values are
-    /// unknown.
+    /// Runs the loop of one dtype and op. Each combination has its own compiled loop, so that the loop contains no
+    /// choice between dtypes or ops.
     #[inline]
     fn run<const N: usize, const A: usize, T: Number<A>>(self, load: impl Fn([u8; N]) -> T) {
         match self.op {

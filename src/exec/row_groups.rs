@@ -13,13 +13,13 @@
 //!   +---+---+---+        +---+     +---+     +---+
 //! ```
 //!
-//! Tiles of one tensor that hold the same rows form a **tile group**; a tile group is cut into **row groups**, each the
-//! same fraction of all of its tiles. One worker fills the write blocks of a row group, one after the other, from a
-//! block of the source that is read once ([`super::block`]).
+//! Tiles of one tensor that hold the same rows form a **tile group**; a tile group is cut into **row groups**. A row
+//! group contains the same range of rows from each tile of the tile group. One worker fills the write blocks of a row
+//! group, one after the other, from a block of the source that is read once ([`super::block`]).
 //!
-//! Equal tiles that are not such columns also form a tile group. They are called **copies**; replicas on several ranks
-//! are copies, for example. The write blocks of copies are cut at the same positions, and the data is gathered once and
-//! written to each file. All other tiles are written in file order.
+//! Tiles with equal elements that are not such columns also form a tile group. Such tiles are called **copies**;
+//! replicas on several ranks are copies, for example. The write blocks of copies are cut at the same positions, and the
+//! data is gathered once and written to each file. All other tiles are written in file order.
 
 use indexmap::IndexMap;
 
@@ -51,7 +51,7 @@ pub struct OutputRange {
     pub offset: u64,
     /// The length of the tile in bytes.
     pub len: u64,
-    /// The index of the tile among the planned tiles of the window.
+    /// The index of the tile in the list of planned tiles.
     pub tile_index: usize,
     /// The size of an element in bytes. A cut inside the tile is at a multiple of this size.
     pub itemsize: u64,
@@ -75,7 +75,8 @@ pub enum TileGroupKind {
     Rows {
         /// The number of source bytes that all tiles of the group read together.
         source_bytes: u64,
-        /// The number of rows. A row is the elements at one index of the leading dims in which the tiles are equal.
+        /// The number of rows. A row is the elements at one index of the leading dims, along which all tiles of the
+        /// group have equal ranges.
         rows: u64,
     },
     /// The tiles have the same elements.
@@ -97,8 +98,8 @@ pub struct GroupCandidate<'a> {
     pub share: Option<&'a Share>,
     /// The number of source bytes that the tile reads.
     pub source_bytes: u64,
-    /// True if the tile reads short runs of source rows. It is false for a transposed view, whose rows are columns of
-    /// the source, so that a row group of such tiles would read the complete source.
+    /// True if the tile reads short runs of source rows. The field is false for a transposed view, whose rows are
+    /// columns of the source, so that a row group of such tiles would read the complete source.
     pub has_short_row_runs: bool,
     /// The position of the tile in the output. [`assign_groups`] sets its group.
     pub output_range: &'a mut OutputRange,
@@ -169,8 +170,8 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
 }
 
 /// Cuts an output range into row groups of complete rows. A cut moves to the next file block boundary if the distance
-/// is a small part of the row group. The boundary differs from file to file, so a few rows are then read for two row
-/// groups. Short output ranges share a row group.
+/// is small compared with the row group. File block boundaries are at other rows in each file, so a few rows are then
+/// read for two row groups. Short output ranges share a row group.
 fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mut Vec<Boundary>) {
     let OutputRange { file, offset, len, group, .. } = *output_range;
     let Some(TileGroup { number, kind: TileGroupKind::Rows { source_bytes, rows } }) = group else { return };
@@ -202,9 +203,9 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
     boundaries.push(Boundary { file, offset: (offset + len).next_multiple_of(grid), row_group: None });
 }
 
-/// Cuts consecutive copies at the same positions of their tensors in every file. The positions are file block
-/// boundaries of the first file, and usually of the other files as well. Only short copies share a write block, because
-/// the header bytes between tensors may differ in length from file to file.
+/// Cuts consecutive copies (tiles with equal elements in several files) at the same positions of their tensors in every
+/// file. The positions are file block boundaries of the first file, and usually of the other files as well. Only short
+/// copies share a write block, because the header bytes between tensors may differ in length from file to file.
 fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut Vec<Boundary>) {
     // The start of the write block that the next short output range may join.
     let mut begun = None;

@@ -1,4 +1,5 @@
-//! Reads the runs of one piece: strided copies of bytes, from one chunk into one write block.
+//! Reads the runs of one piece. A piece is a strided copy from one source chunk into one write block; a run is a range
+//! of bytes without gaps.
 //!
 //! All sizes and offsets are in bytes. Long runs are read directly into the write block. Short runs are copied from a
 //! memory mapping if mappings are fast on the file system; otherwise they are copied from a scratch block, which is

@@ -93,8 +93,8 @@ pub fn copy_file(
 /// The name of the extended attribute in which a copy records its own length and the time of its last change.
 const STATE_ATTRIBUTE: &str = "user.dtshard.carried";
 
-/// Records the state of the copy in its extended attribute, so that `options::overwrite` can recognise a file that
-/// somebody has changed since. File systems without extended attributes keep no record, so a missing attribute proves
+/// Records the state of the copy in its extended attribute, so that `options::overwrite` can recognise a copy that
+/// somebody has changed later. File systems without extended attributes keep no record, so a missing attribute proves
 /// nothing.
 fn record_state(copy: &File) {
     if let Ok(metadata) = copy.metadata() {

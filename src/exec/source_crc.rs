@@ -18,8 +18,8 @@ pub struct SourceCrcs {
     records: Mutex<HashMap<(FileId, u64), SeenRanges>>,
 }
 
-/// A recorder of the CRCs of data that is read into a buffer. It also keeps the CRCs that are worth combining for the
-/// checksums of the output.
+/// A recorder of the CRCs of data that is read into a buffer. The recorder also keeps the CRCs that are worth combining
+/// for the checksums of the output.
 pub struct CrcRecorder<'a> {
     /// The CRCs of ranges that have been read, by zip record.
     pub source_crcs: &'a SourceCrcs,

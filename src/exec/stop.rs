@@ -8,7 +8,7 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use crate::error::{Error, Result, Stopped};
 
-/// A flag that ends a run. Clones share the flag.
+/// A flag that ends a run. All clones of a `Stop` share one flag.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,

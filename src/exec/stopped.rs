@@ -7,7 +7,7 @@ use crate::comm::error::Peer;
 /// The exit code that a shell reports for a command that SIGINT has ended.
 const INTERRUPTED: u8 = 130;
 
-/// The exit code `EX_TEMPFAIL` of sysexits.h: the same command can succeed later.
+/// The exit code `EX_TEMPFAIL` of sysexits.h: the command can succeed if it is run again later.
 const TRY_AGAIN: u8 = 75;
 
 /// Signals that stop a run, each with the exit code of a run that keeps no work. A shell reports the same exit code for

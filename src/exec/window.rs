@@ -1,9 +1,9 @@
 //! Windows: groups of tensors that are planned and located together. The size of a window is in bytes of the output.
 //!
-//! A window is up to 1 GiB of output, or a few thousand tiles if the tiles are small. It contains only complete
-//! tensors. For each tensor of a window, threads in parallel check that its chunks cover it exactly once, plan it, and
-//! locate its chunks. Only one window's plans exist at a time, so memory depends on the window, not on the model.
-//! Tensors and chunks without bytes to write are skipped.
+//! A window is up to 1 GiB of output, or a few thousand tiles if the tiles are small. A window contains only complete
+//! tensors. For each tensor of a window, threads in parallel check that the chunks cover the tensor exactly once, plan
+//! the tensor, and locate its chunks. Only one window's plans exist at a time, so memory depends on the window, not on
+//! the model. Tensors and chunks without bytes to write are skipped.
 //!
 //! A stopped run loses its current window. Therefore [`WindowPace`] chooses the size of a window by time: on a disk of
 //! any speed, a window takes a few seconds, unless a single tensor takes longer.
@@ -38,15 +38,15 @@ const LEAST_BYTES: u64 = 32 << 20;
 /// The time that a window should take.
 const WINDOW_TIME: Duration = Duration::from_secs(5);
 
-/// The window size in bytes for tests that stop between windows. It is so small that small checkpoints have many
+/// The window size in bytes for tests that stop between windows. The size is so small that small checkpoints have many
 /// windows.
 const TEST_BYTES: u64 = 256 << 10;
 
 /// The maximum number of tiles in a window.
 const WINDOW_TILES: usize = 1 << 12;
 
-/// The number of parts of a window for each thread. Several parts for each thread keep all threads busy although some
-/// parts take longer than others.
+/// The number of tasks for each thread into which the tensors of a window are divided. With several tasks for each
+/// thread, all threads are busy although some tasks take longer than others.
 const PARTS: usize = 16;
 
 /// The pace of windows: it chooses the size of the next window from the time that the last window took.
@@ -147,8 +147,8 @@ fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct PlannedTile {
     /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// The counter of the values that the tile's cast loses. It is `None` if there is no cast, and for all replicas
-    /// except the first.
+    /// The counter of the values that the tile's cast loses. `None` if there is no cast, and for all replicas except
+    /// the first.
     pub cast_counter: Option<CastCounter>,
     /// The number of the group of equal tiles that contains this tile.
     pub copy_group: Option<usize>,

@@ -1,6 +1,6 @@
-//! The arithmetic of a round: the device reduces partial values and casts the output. The jobs of both are in the job
-//! table of the round. Their results (errors, and counts of lost values) are copied back to the host. Sizes and offsets
-//! are in bytes, or in elements where the comment of a field says so.
+//! The arithmetic of a round: the device reduces partial values and casts the output. Reduction jobs and cast jobs are
+//! in the job table of the round. The results of the jobs (errors, and counts of lost values) are copied back to the
+//! host. Sizes and offsets are in bytes, or in elements where the comment of a field says so.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ pub struct ComputeJobs {
 }
 
 impl ComputeJobs {
-    /// Builds the jobs that reduce partial values inside the unpacked buffer, and the jobs that cast values from there
-    /// to the output. Appends the jobs to the table.
+    /// Builds the jobs that reduce partial values inside the unpacked buffer, and the jobs that cast values from the
+    /// unpacked buffer to the output. Appends the jobs to the table.
     pub fn new(
         arithmetic: &Arithmetic,
         moves: &Moves,

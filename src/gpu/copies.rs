@@ -72,7 +72,7 @@ impl LoopNest {
         Some(Self::merged(from.address() + copy.source, into.address() + target, copy.run_bytes, loops(copy)))
     }
 
-    /// Returns a loop nest that copies the same bytes with as few loops as possible.
+    /// Returns a loop nest for the copy with these `loops`, but with as few loops as possible.
     fn merged(source: u64, target: u64, run: u64, loops: impl DoubleEndedIterator<Item = Loop>) -> Self {
         let mut nest = Self { source, target, run_bytes: run, loops: SmallVec::new() };
         for level in loops.rev().filter(|level| level.count > 1) {
@@ -93,7 +93,8 @@ impl LoopNest {
         self.loops.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Returns the width in bytes of the widest memory access that is aligned for all runs. It is a power of two.
+    /// Returns the width in bytes of the widest memory access that is aligned for all runs. The width is a power of
+    /// two.
     pub fn access_bytes(&self) -> u64 {
         let steps = self.loops.iter().fold(0, |bits, level| bits | level.source_step | level.target_step);
         let bits = self.source | self.target | self.run_bytes | steps | MAX_ACCESS_BYTES;
@@ -114,8 +115,8 @@ impl LoopNest {
         Job { longs, words, units }
     }
 
-    /// Splits the loop nest, so that each part has at most `most_loops` loops and `most_units` units. Calls `cut` for
-    /// each part.
+    /// Splits the loop nest into smaller loop nests, each with at most `most_loops` loops and `most_units` units. Calls
+    /// `cut` with each smaller loop nest.
     pub fn split(self, most_loops: usize, most_units: u64, cut: &mut impl FnMut(Self)) {
         let is_long = self.len_bytes() / self.access_bytes() > most_units;
         if self.loops.len() <= most_loops && !is_long {

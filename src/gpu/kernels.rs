@@ -11,8 +11,8 @@ use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
 use super::device::{Device, failed};
 use super::settings::Kernels;
 
-/// Compute capabilities that are tried if NVRTC does not support the compute capability of the device. They are older,
-/// and a device also accepts PTX for older compute capabilities.
+/// Compute capabilities that are tried if NVRTC does not support the compute capability of the device. The list is in
+/// descending order. A device accepts PTX for each compute capability that is not newer than its own.
 const FALLBACK_ARCHS: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
 
 /// CUDA source text that is compiled as one program.
@@ -47,7 +47,7 @@ impl Program {
     /// Loads the program on a device. Compiles it first, unless `kernels` contains PTX.
     ///
     /// # Errors
-    /// Returns the reason why it cannot be loaded.
+    /// Returns the reason why the program cannot be loaded.
     pub fn load(&self, device: &Device, kernels: &Kernels) -> Result<LoadedKernels, String> {
         let ptx = match kernels {
             Kernels::Compiled => self.compile_for(device),
@@ -58,8 +58,8 @@ impl Program {
         module.map(LoadedKernels).map_err(|error| failed("load kernels")(error).to_string())
     }
 
-    /// Compiles the program to PTX for the device. If NVRTC does not support its compute capability, compiles for the
-    /// newest older one that NVRTC supports.
+    /// Compiles the program to PTX for the device. If NVRTC does not support the device's compute capability, compiles
+    /// for the newest older compute capability that NVRTC supports.
     fn compile_for(&self, device: &Device) -> Result<Ptx, String> {
         // SAFETY: the library that the system provides under the name of NVRTC is NVRTC.
         if !unsafe { nvrtc::sys::is_culib_present() } {

@@ -14,7 +14,8 @@ use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
-/// The unit to which long allocations are rounded up, in bytes. The lengths of shorter allocations are powers of two.
+/// The length of a long allocation is rounded up to a multiple of this number of bytes. The lengths of shorter
+/// allocations are powers of two.
 const LARGE_ALLOCATION: usize = 4 << 20;
 
 /// Pinned host memory. A device can read and write it while the CPU does other work.

@@ -79,7 +79,8 @@ impl Gpu {
         self.nccl.as_ref().map_err(String::as_str)
     }
 
-    /// Returns the GPU if it has enough free memory for NCCL and for rounds with this `options::bucket_size`.
+    /// Returns the GPU if it has enough free memory for NCCL and for exchange rounds with the bucket size
+    /// `bucket_bytes`.
     ///
     /// # Errors
     /// Returns `Device` if the GPU does not have enough free memory.
@@ -88,7 +89,7 @@ impl Gpu {
         Ok(self)
     }
 
-    /// Returns the kernels that reduce and cast. They are compiled at the first call.
+    /// Returns the kernels that reduce and cast. The kernels are compiled at the first call.
     ///
     /// # Errors
     /// Returns the reason why the kernels are not available.

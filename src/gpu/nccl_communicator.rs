@@ -2,8 +2,8 @@
 //!
 //! If a peer has ended, NCCL waits forever, or reports that a peer has ended but not why. Therefore, while a rank waits
 //! for NCCL, it checks the [failure notes](FailureNotes) of the run. If the notes report that a rank has ended, this
-//! rank aborts NCCL and returns an error with the reason in the notes. [`NcclWatch`] does the same while no thread
-//! waits for NCCL.
+//! rank aborts NCCL and returns an error with the reason in the notes. [`NcclWatch`] checks the failure notes and
+//! aborts NCCL while no thread waits for NCCL.
 //!
 //! Small messages are gathered through a small device buffer. All sizes and offsets are in bytes. Invariant: after an
 //! error NCCL is aborted, so that no stream waits for it.
@@ -31,8 +31,8 @@ const GRACE: Duration = Duration::from_secs(5);
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// The maximum length in bytes of a message that is gathered in one operation, including the prefix with its length. A
-/// longer message needs a second operation.
+/// The maximum length in bytes of a message that is gathered in one operation, including the prefix with the length of
+/// the message. A longer message needs a second operation.
 const SHORT_WORD: usize = 256;
 const LEN_BYTES: usize = 8;
 
@@ -212,7 +212,7 @@ impl Nccl {
     }
 
     /// Waits until a stream has reached an event. Aborts NCCL if another rank has ended. Returns false if the stream
-    /// does not reach the event even after that.
+    /// does not reach the event even after NCCL was aborted.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
         let until = Instant::now() + GRACE;
         let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));

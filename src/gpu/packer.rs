@@ -68,7 +68,7 @@ impl PreparedCopies {
     ///
     /// # Safety
     /// Until the stream has made the copies, their buffers and the table stay allocated. Until then, nothing else
-    /// writes the bytes that the copies read, and nothing else accesses the bytes that they write.
+    /// writes the bytes that the copies read, and nothing else accesses the bytes that the copies write.
     pub(super) unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         match self {
             // SAFETY: guaranteed by the caller.

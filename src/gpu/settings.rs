@@ -11,7 +11,8 @@ pub(super) const SHARE: &str = "DTSHARD_SHARE_GPU";
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// The path of the NCCL library. If it is set, no other path is tried. If it is `None`, the usual names are tried.
+    /// The path of the NCCL library. If the path is set, no other path is tried. If the field is `None`, the usual file
+    /// names of NCCL are tried.
     pub nccl: Option<PathBuf>,
     pub kernels: Kernels,
     pub sharing: Sharing,

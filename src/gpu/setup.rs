@@ -1,9 +1,9 @@
 //! Setup connects the devices of all ranks by NCCL. Either all ranks are connected or no rank is connected.
 //!
 //! If NCCL fails on one rank, the other ranks would wait for that rank. Therefore, during setup, a thread of each rank
-//! repeatedly gathers the state of all ranks over the control communicator, turn by turn. All ranks receive the same
-//! states in the same turn, and make the same decision. Invariant: unless a rank has ended, the control communicator
-//! stays usable, and the ranks can continue without NCCL.
+//! repeatedly gathers the state of all ranks over the control communicator. Each such gather is a turn. All ranks
+//! receive the same states in the same turn, and make the same decision. Invariant: unless a rank has ended, the
+//! control communicator stays usable, and the ranks can continue without NCCL.
 
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -29,8 +29,8 @@ const LIMIT: Duration = Duration::from_mins(2);
 /// The shortest delay between two turns. Each delay is twice as long as the previous one, up to the longest delay.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. It is small, because the blocks of
-/// all ranks must run at the same time.
+/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. The number is small, because the
+/// blocks of all ranks must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
@@ -186,7 +186,7 @@ fn make<C: Communicator + Send + 'static>(
     Ok((peers, stream))
 }
 
-/// Gathers the states of all ranks, turn by turn, until all ranks are connected or a rank reports a failure. Returns
+/// Gathers the states of all ranks again and again, until all ranks are connected or a rank reports a failure. Returns
 /// the rank that failed and its message, or `None` if all ranks are connected.
 fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;

@@ -1,6 +1,7 @@
 //! The GPU implementation of the shuffle, as a pipeline of rounds. All sizes and offsets are in bytes. Invariants:
-//! memory that a stream may still use belongs to a slot, and a slot is emptied only when its round is done. On all
-//! ranks, the second phase of a round is queued before the first phase of the next round.
+//! memory that a stream may still use belongs to a slot (the buffers of one round in progress), and a slot is emptied
+//! only when its round is done. On all ranks, the second phase of a round is queued before the first phase of the next
+//! round.
 //!
 //! Each round has three steps, and each step has its own CUDA stream. `upload` copies the stage to the device and packs
 //! messages. `wire` exchanges the messages by NCCL. `download` unpacks, reduces, casts, and copies the output to the
@@ -17,7 +18,7 @@
 //! round is queued in two parts. The first part ends with the download of the partial values. The second part is queued
 //! when the next round begins, or when the caller waits for this round. If only some ranks have kernels, all ranks
 //! queue the second phase at that later time, because NCCL may block a rank that queues an operation until its peers
-//! queue the operation too.
+//! also queue the operation.
 
 use std::mem;
 use std::sync::Arc;
@@ -55,8 +56,8 @@ pub struct DeviceShuffle<'a> {
     packer: Packer,
     arithmetic: Option<Arithmetic>,
     pinned_pool: Arc<BufferPool<Pinned>>,
-    /// The pool from which the job tables take pinned memory. It is separate, because job tables are much shorter than
-    /// the buffers of a round.
+    /// The pool from which the job tables take pinned memory. Job tables have their own pool, because they are much
+    /// shorter than the buffers of a round.
     table_pool: Arc<BufferPool<Pinned>>,
     upload: Stream,
     wire: Stream,
@@ -101,8 +102,8 @@ impl<'a> DeviceShuffle<'a> {
     }
 
     /// Queues three things: the upload of a round, then the second part of the previous round, and then the first phase
-    /// of this round. The first phase ends with the values. If the host reduces, it ends with the download of the
-    /// partial values.
+    /// of this round. The first phase ends when the values are in the unpacked buffer; if the host reduces, the first
+    /// phase ends with the download of the partial values.
     fn queue_first_part(&mut self, number: usize, [packs, unpacks]: &[PreparedCopies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -186,8 +187,8 @@ impl<'a> DeviceShuffle<'a> {
         }
     }
 
-    /// Records an event that marks the end of all queued work of a round. Does so even if queueing failed, because
-    /// streams may already use the memory of the round.
+    /// Records an event that marks the end of all queued work of a round. Records the event even if queueing failed,
+    /// because streams may already use the memory of the round.
     fn record_done(&mut self, number: usize, queued: Result<()>) -> Result<()> {
         let done = if queued.is_ok() { self.download.record() } else { self.record_all_streams() };
         let (done, recorded) = done.map_or_else(|error| (None, Err(error)), |done| (Some(done), Ok(())));
@@ -197,7 +198,7 @@ impl<'a> DeviceShuffle<'a> {
         queued.and(recorded)
     }
 
-    /// Enlarges the buffers of a slot, so that each is as long as a round needs.
+    /// Enlarges the buffers of a slot, so that each buffer is as long as a round needs.
     fn grow_buffers<const N: usize>(
         &mut self,
         number: usize,

@@ -1,6 +1,6 @@
 //! A slot has the device memory and the host memory of one round in progress. This module also lists the copies between
-//! these buffers. Unit: bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore
-//! they are built only after the buffers have been enlarged to the lengths that the round needs.
+//! these buffers. Unit: bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore the
+//! lists are built only after the buffers have been enlarged to the lengths that the round needs.
 
 use std::sync::Arc;
 
@@ -74,8 +74,8 @@ impl RoundSlot {
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Returns the copies that pack the messages of a phase, and this rank's part of the all-gather. The copies read
-    /// from buffer `from`.
+    /// Returns the copies that pack the messages of a phase, and the bytes that this rank sends by all-gather. The
+    /// copies read from buffer `from`.
     pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
             copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()

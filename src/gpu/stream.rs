@@ -23,7 +23,7 @@ impl Stream {
     /// Creates a stream.
     ///
     /// # Errors
-    /// Returns `Device` if the driver cannot create it.
+    /// Returns `Device` if the driver cannot create the stream.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
         let stream = device.context().new_stream().map_err(failed("create a stream"))?;
         Ok(Self { device: Arc::clone(device), stream })

@@ -1,7 +1,7 @@
 //! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table. Each job has
 //! consecutive thread blocks, all with the same number of threads. Sizes are in bytes; where the name contains `units`,
-//! they count the units of the kernel. Invariant: jobs are in the order of their blocks, so a block finds its job by
-//! binary search (`take` in `kernels/blocks.cuh`).
+//! they count the units of work of the kernel (one step of one thread). Invariant: jobs are in the order of their
+//! blocks, so a block finds its job by binary search (`take` in `kernels/blocks.cuh`).
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use nccl::DeviceBuffer;
@@ -70,7 +70,7 @@ impl KernelLaunch {
     ///
     /// # Safety
     /// Until the stream has run the jobs, the table and the jobs' buffers stay allocated. Until then, nothing else
-    /// writes the bytes that the jobs read, and nothing else accesses the bytes that they write.
+    /// writes the bytes that the jobs read, and nothing else accesses the bytes that the jobs write.
     pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         let Jobs { offset, count, blocks, block_units } = self.jobs;
         if blocks == 0 {

@@ -2,8 +2,8 @@
 //!
 //! A thread that waits for NCCL polls NCCL and the failure notes. But some calls cannot poll: freeing device memory
 //! waits for the device, the device waits for NCCL, and NCCL may wait for a peer that has ended. A thread that waits
-//! for a message from another rank cannot poll either, and that rank may never send it. Therefore a separate thread
-//! polls. Invariant: an aborted NCCL stays aborted, and the first reason is kept.
+//! for a message from another rank cannot poll either, and that rank may never send the message. Therefore a separate
+//! thread polls. Invariant: an aborted NCCL stays aborted, and the first reason is kept.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -34,8 +34,9 @@ impl AbortReason {
         words
     }
 
-    /// The time for which this rank waits until the failure notes contain the failure that NCCL has already reported.
-    /// If the cause is another rank, the time is longer, because that rank must first record its reason.
+    /// The time for which this rank waits until the failure notes (which state the rank that has ended, and why)
+    /// contain the failure that NCCL has already reported. If the cause is another rank, the time is longer, because
+    /// that rank must first record its reason.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -55,8 +56,8 @@ impl From<nccl::Error> for AbortReason {
     }
 }
 
-/// Returns the error for a failure of NCCL at rank `own`. The error has the failure from the notes of the run; if there
-/// is none, it has the message of NCCL.
+/// Returns the error for a failure of NCCL at rank `own`. The error contains the failure from the notes of the run, or
+/// the message of NCCL if the notes contain no failure.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.grace_period();
     loop {
@@ -104,8 +105,8 @@ impl NcclState {
         done.map_err(|error| self.give_up(error.into()))
     }
 
-    /// Aborts NCCL, which ends its work on all streams. Returns the reason of the first abort, which may be earlier
-    /// than this one.
+    /// Aborts NCCL, so that the work of NCCL on all streams ends. Returns the reason of the first abort: if NCCL was
+    /// aborted before, `why` is ignored.
     pub fn give_up(&self, why: AbortReason) -> AbortReason {
         let why = self.given_up.get_or_init(|| why);
         drop(self.take());
@@ -121,7 +122,7 @@ impl NcclState {
     }
 }
 
-/// A thread that checks NCCL and the failure notes, as long as this value exists.
+/// A thread that checks NCCL, and checks whether the failure notes report an ended rank, as long as this value exists.
 pub(super) struct NcclWatch {
     /// A sender that sends nothing. The thread stops when the sender is dropped, which sets this field to `None`.
     going: Option<Sender<()>>,

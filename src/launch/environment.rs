@@ -84,8 +84,8 @@ pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<AssignedPart>> {
     pair(env, Launcher::Slurm, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 }
 
-/// Returns the part that `RANK` and `WORLD_SIZE` assign. `torch.distributed` reads them without a launcher, and a
-/// PyTorchJob of Kubernetes sets them. If only one of the two is set, it is a leftover and is ignored.
+/// Returns the part that `RANK` and `WORLD_SIZE` assign. `torch.distributed` reads these variables if there is no
+/// launcher, and a PyTorchJob of Kubernetes sets them. If only one of the two is set, it is a leftover and is ignored.
 pub(super) fn rank_variables(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "RANK").is_none() || text(env, "WORLD_SIZE").is_none() {
         return Ok(None);

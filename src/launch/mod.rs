@@ -2,7 +2,7 @@
 //!
 //! Every process derives the same plan, and does one [`Part`] of the bytes. The index of the part and the number of
 //! parts come from the command line, or from the environment that srun, torchrun, mpirun or a PMIx server has set.
-//! [`launch()`] reads them. This module does not communicate with other processes.
+//! [`launch()`] reads these two numbers. This module does not communicate with other processes.
 //!
 //! | source, in order of precedence | part | of |
 //! |---|---|---|
@@ -15,13 +15,14 @@
 //! | a PMIx server | `PMIX_RANK` | `--parts` |
 //! | a PyTorchJob, or by hand | `RANK` | `WORLD_SIZE` |
 //!
-//! The innermost launcher determines the part: srun starts torchrun or the daemons of mpirun, and those start this
-//! process, which sees the variables of both. A launcher that started only one process is ignored. Therefore `srun -n1`
-//! in an array element, or in a job that has `RANK` set, keeps the index of that element or that rank.
+//! The innermost launcher determines the part: srun starts torchrun or the daemons of mpirun, and torchrun or the
+//! daemons start this process. This process sees the variables of srun and of the inner launcher. A launcher that
+//! started only one process is ignored. Therefore `srun -n1` in an array element, or in a job that has `RANK` set,
+//! keeps the index of that element or that rank.
 //!
 //! If two launchers disagree and neither started the other, an error names both, because a wrong guess would convert
-//! some parts twice and others never. `--part` and `--parts` together override `RANK` if no launcher is known, because
-//! `RANK` may be a leftover. `--parts 1` always starts a run of one process, in any environment.
+//! some parts twice and some parts never. `--part` and `--parts` together override `RANK` if no launcher is known,
+//! because `RANK` may be a leftover. `--parts 1` always starts a run of one process, in any environment.
 
 pub mod cpus;
 mod environment;
@@ -154,8 +155,8 @@ impl Launch {
 /// Returns the launch of this process, from `--part` and `--parts` or from its launcher.
 ///
 /// # Errors
-/// `Usage` if the part index is not below the number of parts, if only one of the two is set, and if two sources
-/// disagree.
+/// `Usage` if the part index is not below the number of parts, if only one of the two numbers is set, and if two
+/// launchers, or the launcher and the options, disagree.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
     let assigned = match (part, parts) {
         (part, Some(parts)) => Some(part_from_options(part, parts, env)?),
@@ -328,8 +329,8 @@ fn part_from_launcher(env: Env<'_>) -> Result<Option<AssignedPart>> {
     Ok(assigned)
 }
 
-/// Checks that `RANK` and `WORLD_SIZE`, if they are set, agree with the launcher. If they do not, another program has
-/// set them.
+/// Checks that `RANK` and `WORLD_SIZE`, if they are set, agree with the launcher. If the variables do not agree,
+/// another program has set them.
 fn check_rank_variables(assigned: &AssignedPart, env: Env<'_>) -> Result<()> {
     match rank_variables(env)? {
         Some(plain) if plain.part != assigned.part => Err(contradiction(assigned, &plain, "RANK and WORLD_SIZE")),

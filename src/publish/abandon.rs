@@ -1,11 +1,11 @@
 //! Deletes a partial folder after an error, so that no folder stays behind if nothing was recorded in it.
 //!
 //! Before a process deletes a folder, it acquires a lease for the deletion and examines the folder again. If another
-//! process arrives in the meantime, either that process sees the lease, or this process sees the lease of the other.
-//! One of the two gives up, so a folder in use is never moved. A run that fails before it records any work deletes its
-//! folder, because an empty partial folder would only block later runs. Invariant: after an error, a folder is kept if
-//! it contains journal records, if a process works in it, or if a process may still come to read why other processes
-//! ended.
+//! process arrives in the meantime, either that process sees the deletion lease, or this process sees the lease of that
+//! process. One of the two processes gives up, so a folder in use is never moved. A run that fails before it records
+//! any work deletes its folder, because an empty partial folder would only block later runs. Invariant: after an error,
+//! a folder is kept if it contains journal records, if a process works in it, or if a process may still come to read
+//! why other processes ended.
 
 use std::time::Instant;
 
@@ -45,7 +45,8 @@ impl Staging {
 
 impl Destination {
     /// Renames the partial folder to a trash name. The folder must have no valid plan, or must be the unchanged folder
-    /// `examined`. Returns false if another process was faster, or has started to work in the folder.
+    /// `examined`. Returns false if another process has already renamed the folder, or has started to work in the
+    /// folder.
     pub fn throw_away(
         &self,
         shape: DestinationKind,
@@ -90,8 +91,8 @@ impl Destination {
 }
 
 impl Partial {
-    /// Returns true if the plan and the leases in the folder are unchanged, which means that no process has started to
-    /// work in it.
+    /// Returns true if the plan and the leases in `now`, a later state of the folder, are still those of `self`. Then
+    /// no process has started to work in the folder in between.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
             let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);

@@ -1,9 +1,10 @@
 //! Acquires a part of the work. A process checks what exists at the destination, and then joins the run there, deletes
-//! its folder, waits, or fails.
+//! the folder of that run, waits, or fails.
 //!
-//! A process retries until it holds a lease: it reads the state of the folder, acts on the state, and reads it again.
-//! The file system decides every action (create the partial folder, acquire a lease, delete the folder). If two
-//! processes act on the same state, only one succeeds, and the other process sees that.
+//! A process retries until it holds a lease: it reads the state of the folder, acts on the state, and reads the state
+//! again. The file system decides every action (create the partial folder, acquire a lease, delete the folder). If two
+//! processes act on one state of the folder, only one of them succeeds, and the other process notices that it was too
+//! late.
 //!
 //! ```text
 //! nothing ------ create -----> partial folder -- acquire lease, check again --> Work
@@ -29,25 +30,26 @@ use crate::fault;
 use crate::launch::Part;
 use crate::storage::lookup;
 
-/// Decision whether a process may work in a partial folder. It depends on the leases in the folder.
+/// Decision whether a process may work in a partial folder. The decision depends on the leases in the folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// The process may join the run by acquiring this generation of the lease.
+    /// The process may join the run by acquiring the lease with the number `generation`.
     Join { generation: u32 },
-    /// An earlier run ended in this folder. The process may continue its work by acquiring this generation of the
-    /// lease, but only with `--resume`.
+    /// An earlier run ended in this folder. The process may continue the work of that run by acquiring the lease with
+    /// the number `generation`, but only with `--resume`.
     Resume { generation: u32 },
     /// The process must not work: another live process works on the same part, or has divided the work into another
     /// number of parts.
     Conflict(LeaseName),
     /// The process must watch the leases first, because it is not known yet whether all lease holders are alive.
     Watch,
-    /// The folder may be replaced: it has another plan or must be deleted, and no process works in it.
+    /// The folder may be replaced, because no process works in the folder, and because the folder has the plan of
+    /// another conversion or must be deleted.
     Replace,
 }
 
-/// Decides whether a process may work on `part`. `joins` is true if the folder has the same plan and must not be
-/// deleted.
+/// Decides whether a process may work on `part`. `joins` is true if the folder has the plan of this process and must
+/// not be deleted.
 pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
     let part_of = |name: &LeaseName| if let LeaseRole::Part(part) = name.role { Some(part) } else { None };
     let is_conflicting = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
@@ -327,8 +329,8 @@ impl Acquiring<'_> {
         })))
     }
 
-    /// Returns whether this process may keep its new lease. It may, if the partial folder is still the folder that was
-    /// examined, and no conflicting process has started since.
+    /// Returns whether this process may keep its new lease. The process may keep the lease if the partial folder is
+    /// still the folder `examined`, and if no conflicting process has started since the folder was examined.
     fn may_stay(&self, lease: &Lease, examined: &Partial, holding: &WorkLease) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(LeaseRole::Restart).map(|seen| seen.name);
@@ -380,8 +382,8 @@ impl Acquiring<'_> {
         ))
     }
 
-    /// Rejects `--restart` for parts that the user started one by one, without a launcher. Such a part cannot know
-    /// whether another part of the same run created the existing output.
+    /// Rejects `--restart` for parts that the user started one by one, without a launcher. The process of such a part
+    /// cannot know whether the existing output is from this run (created by another part) or from an earlier run.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
         if !self.claim.restart || self.claim.can_restart() {
             return Ok(());
@@ -480,8 +482,8 @@ impl Destination {
         }
     }
 
-    /// Returns the error for an existing destination. If the run could have accepted finished output of the same plan,
-    /// the error also states why this output was not accepted.
+    /// Returns the error for an existing destination. If the run accepts a destination with the finished output of its
+    /// own plan, the error also states why this destination was not accepted.
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
         let (message, hint) = match published_xattr::read(&self.path) {

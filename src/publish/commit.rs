@@ -2,9 +2,9 @@
 //!
 //! The process that holds the seal lease publishes. A second process may take over because the first one seems dead.
 //! The two processes then write the same bytes. The rename by the second process fails because the output is no longer
-//! in the partial folder, and counts as success because the result is identical. A process that replaces a checkpoint compares identities (device,
-//! inode, birth time), so it never moves aside or deletes what another process has published. The next run finishes or
-//! rolls back an interrupted replacement.
+//! in the partial folder, and counts as success because the result is identical. A process that replaces a checkpoint
+//! compares identities (device, inode, birth time), so it never moves or deletes a checkpoint that another process has
+//! published. The next run finishes or rolls back an interrupted replacement.
 //!
 //! ```text
 //! --overwrite:  DST -> .DST.dtshard-old    data -> DST    .DST.dtshard-old -> backup, then trash
@@ -29,9 +29,9 @@ use crate::storage::AnchoredPath;
 
 type Check = dyn Fn(&Path) -> Result<()> + Send + Sync;
 
-/// A check that rejects a destination which must not be replaced. It runs right before the destination is moved aside,
-/// because any user may have put a file there during the run. The caller provides the check, because this module does
-/// not know checkpoint formats.
+/// A check that rejects a destination which must not be replaced. The check runs right before the destination is moved
+/// aside, because any user may have put a file there during the run. The caller provides the check, because this module
+/// does not know checkpoint formats.
 #[derive(Clone)]
 pub struct ReplaceCheck(Arc<Check>);
 
@@ -47,7 +47,7 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal the output. It is valid as long as this value exists.
+/// The right to seal the output. The right is valid as long as this value exists.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,
@@ -59,9 +59,9 @@ pub struct Seal<'a> {
 const MAX_TRIES: usize = 16;
 
 impl Staging {
-    /// Tries to acquire the right to seal. Returns `None` if another live process holds it or has published. Waits
-    /// until the state of the other process is known, because a process that left too early could leave the output
-    /// unpublished.
+    /// Tries to acquire the right to seal. Returns `None` if another live process holds the right or has published the
+    /// output. Waits until the state of the other process is known, because a process that left too early could leave
+    /// the output unpublished.
     ///
     /// # Errors
     /// `Io` if a lease cannot be written; `Stopped`.
@@ -85,7 +85,7 @@ impl Staging {
         Ok(Some(Seal { staging: self, lease }))
     }
 
-    /// Cleans up after the output was renamed to the destination. Calling it twice has no further effect.
+    /// Cleans up after the output was renamed to the destination. A second call has no effect.
     pub(super) fn tidy(&self, sync: bool) -> Result<()> {
         let folder = &self.destination.folder;
         if sync {
@@ -165,7 +165,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Deletes the replaced checkpoint at `.NAME.dtshard-old`. If it is the output of this run, it is not deleted.
+    /// Deletes the replaced checkpoint at `.NAME.dtshard-old`. If the checkpoint with this name is the output of this
+    /// run, the function does not delete it.
     fn clear_old(&self, mine: FileIdentity) -> Result<()> {
         let old = self.destination.old();
         let Some(found) = FileIdentity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
@@ -182,8 +183,8 @@ impl Staging {
 }
 
 impl Seal<'_> {
-    /// Publishes the finished output at the destination. If another process has already published it, that also counts
-    /// as success.
+    /// Publishes the finished output at the destination. Also succeeds if another process has already published the
+    /// output.
     ///
     /// # Errors
     /// `Io` if a rename fails; the destination is then unchanged.

@@ -1,10 +1,11 @@
 //! The completed work of an output: combines the journals of all processes, and checks their records against the files.
 //!
-//! Killed processes, or processes on nodes that crashed, wrote some of the journals. A truncated journal is valid up to
-//! its last complete record. If recorded work cannot be validated, it is repeated.
+//! Some journals may come from processes that were killed, or whose node crashed. A truncated journal is valid up to
+//! its last complete record. Recorded work that cannot be validated is repeated.
 //!
 //! All sizes and offsets are in bytes. Invariant: `done` is within the files, and no byte range of `done` comes from
-//! two entries. Each checksum part in `sums` is within `done`, and within the byte range of one checksum (a span).
+//! two entries. Each checksum part in `sums` (the CRC-32 of some consecutive bytes of a file) is within `done`, and
+//! within the byte range that one checksum in the file covers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read};
@@ -29,8 +30,8 @@ const MAX_LINE_BYTES: u64 = 256 << 20;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompletedWork {
     pub done: Extents,
-    /// The parts of checksums that are not written to the output files yet. The key is the index of the file; the parts
-    /// of a file are in ascending order.
+    /// For each file index, the CRC-32 values of byte ranges that are not combined into a checksum in the output file
+    /// yet. They are in ascending order of the byte ranges.
     pub sums: BTreeMap<u32, Vec<ChecksumPart>>,
     /// The number of values that casts lost.
     pub lost: CastLosses,
@@ -38,8 +39,8 @@ pub struct CompletedWork {
     pub carried: BTreeSet<u32>,
     /// The journal entries that make up `done`.
     pub taken: Vec<RecordedRange>,
-    /// Journal entries that overlap entries in `done`. They exist if, for example, a process seemed dead and its part
-    /// was written twice.
+    /// Journal entries that overlap entries in `done`. Such entries exist if, for example, a process seemed dead, and
+    /// another process wrote the same byte ranges again.
     spare: Vec<RecordedRange>,
 }
 

@@ -1,11 +1,11 @@
-//! The destination, and the hidden names in the same folder.
+//! The destination, and the hidden files and folders beside it that belong to dtshard.
 //!
 //! Everything that a run creates, renames or deletes outside its partial folder goes through [`Destination`]. Paths are
 //! anchored: symbolic links are not followed, and files of other users are not deleted. A network file system may
-//! return cached names for up to a minute, so a check that finds an impossible state is repeated for that long. A local
-//! file system needs no repetition. Invariants: a partial folder appears and disappears by one rename, so no process
-//! sees an incomplete folder. Any process may delete temporary names (`-new-`, `-gone-`) at any time. No two processes
-//! generate the same [`unique`] name.
+//! return cached names for up to a minute, so a check that finds an impossible state is repeated for up to this time.
+//! On a local file system, no check is repeated. Invariants: a partial folder appears and disappears by one rename, so
+//! no process sees an incomplete folder. Any process may delete temporary names (`-new-`, `-gone-`) at any time. No two
+//! processes generate the same [`unique`] name.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -45,8 +45,8 @@ pub(super) struct Destination {
     reporter: WaitReporter,
     /// True if the file system caches names. The cell is empty until this process has found out.
     pub caches: OnceLock<bool>,
-    /// File descriptors that are released before a cleanup. Without them, a process at its limit of open files could
-    /// not open its partial folder.
+    /// File descriptors that are released before a cleanup. Without this reserve, a process at its limit of open files
+    /// could not open its partial folder for the cleanup.
     reserve: Arc<Mutex<Vec<OwnedFd>>>,
 }
 
@@ -76,8 +76,8 @@ impl Destination {
         })
     }
 
-    /// Returns the same destination for a check that creates nothing. Without a new file, the check does not know which
-    /// user would own new files.
+    /// Returns this destination for a check that creates nothing. Because the check creates no file, it does not know
+    /// which user owns new files in this folder.
     pub fn for_a_look(self) -> Self {
         let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }
@@ -244,8 +244,8 @@ pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>
     Ok(bytes)
 }
 
-/// The identity of a file or folder, independent of its name. Inode numbers are reused, so the birth time is compared
-/// as well if the file system records it.
+/// The identity of a file or folder, independent of its name. The fields are the device, the inode, and the birth time
+/// if the file system records it. The inode alone is not enough, because file systems reuse inode numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FileIdentity(u64, u64, Option<SystemTime>);
 

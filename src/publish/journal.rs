@@ -1,10 +1,10 @@
 //! Journals record the finished byte ranges on disk, so that a later run can continue if the process is killed.
 //!
 //! Each process has its own journal and only appends to it. A journal record is one line: the ranges finished since the
-//! previous record, as JSON, and the CRC-32 of the JSON. The data is on disk before its record is written. Without
-//! syncing, the record names the boot of the node instead, because a node that crashes loses data that was not written
-//! back. If files contradict an entry, a record in another journal invalidates the entry.
-//! [`completed_work`](super::completed_work) reads all journals.
+//! previous record, as JSON, and the CRC-32 of the JSON. The data is on disk before its record is written. With
+//! `--no-sync`, the data may not be on disk, and a node that crashes would lose it. In this case, the record contains
+//! the boot id of the node, and is valid only until the node boots again. If files contradict an entry, a record in
+//! another journal invalidates the entry. [`completed_work`](super::completed_work) reads all journals.
 //!
 //! ```text
 //!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
@@ -33,8 +33,8 @@ use crate::storage::AnchoredPath;
 /// The extension of the file name of a journal.
 pub(super) const EXTENSION: &str = "journal";
 
-/// The number of entries and checksum parts after which a record is written without further delay. Their text has about
-/// 10 MB.
+/// The number of entries and checksum parts after which a record is written without further delay. The text of so many
+/// entries has about 10 MB.
 const MAX_ITEMS: usize = 1 << 18;
 
 /// The maximum length in bytes of an entry that is joined from adjacent ranges. If one byte of an entry is wrong, the
@@ -60,7 +60,8 @@ impl JournalRecord {
         self.doubts.extend(later.doubts);
     }
 
-    /// Returns the parts of checksums that are not combined yet, each with the index of its file.
+    /// Returns the CRC-32 values of byte ranges that are not combined into complete checksums yet, each with the index
+    /// of its file.
     pub fn sums(&self) -> impl Iterator<Item = (u32, ChecksumPart)> + '_ {
         self.entries.iter().flat_map(|entry| entry.checksum_parts.iter().map(|part| (entry.file, *part)))
     }
@@ -94,7 +95,8 @@ impl JournalRecord {
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns true if all numbers in the record are possible for these output files and for `carried` sidecar files.
+    /// Returns true if the record is valid for these output files and for `carried` sidecar files: all file numbers
+    /// exist, and all byte ranges are within their files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
@@ -114,8 +116,8 @@ impl JournalRecord {
     }
 }
 
-/// A journal entry that is ignored because the content of the file contradicts it. If the work is repeated, another
-/// journal records it. The name of that journal differs, so the new entry is not ignored.
+/// A journal entry that is ignored because the content of the file contradicts it. If the work is repeated, the new
+/// entry is in another journal, so the new entry is not ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
 pub struct InvalidatedEntry {
@@ -153,7 +155,7 @@ pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) 
 }
 
 /// Returns the id of the current boot, for records that are valid only until the node boots again. Returns `None` if
-/// the data is synced, because such a record stays valid. An empty id matches no boot.
+/// the data is synced, because a record of synced data stays valid after a boot. An empty id matches no boot.
 pub(super) fn boot_of(sync: bool) -> Option<String> {
     (!sync).then(|| this_boot().unwrap_or_default())
 }
@@ -177,8 +179,8 @@ impl Journal {
         Ok(Self { path: path.clone(), file, len: 0 })
     }
 
-    /// Appends a record, in one write. If the write fails, the next record overwrites it. The data that the record
-    /// describes must be written already. Unless `boot` is given, the data must also be on disk.
+    /// Appends a record, in one write. If the write fails, the next record overwrites the incomplete record. The data
+    /// that the record describes must be written already. Unless `boot` is given, the data must also be on disk.
     pub fn append(&mut self, record: &JournalRecord, boot: Option<String>) -> Result<()> {
         let is_synced = boot.is_none();
         let line = to_line(record, boot);
@@ -206,8 +208,8 @@ fn to_line(record: &JournalRecord, boot: Option<String>) -> Vec<u8> {
     line
 }
 
-/// Parses a line of a journal. Returns the record, and the id of the boot until whose end it is valid. Returns `None`
-/// if the line is damaged.
+/// Parses a line of a journal. Returns the record, and the id of the boot in which the record is valid; without an id,
+/// the record is valid in every boot. Returns `None` if the line is damaged.
 pub(super) fn of_line(line: &[u8]) -> Option<(JournalRecord, Option<String>)> {
     let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
     let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;

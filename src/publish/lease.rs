@@ -1,13 +1,13 @@
 //! Leases show which process works on a part, whether this process is alive, and whether another process has taken over
-//! its part.
+//! the part.
 //!
 //! A lease is a file. A process creates it by a hard link or with `O_EXCL`, so the file system decides which process
-//! holds it. The holder rewrites a record of fixed length every two seconds. It writes through the file handle that
-//! created the file, so it never creates the file a second time. If the holder is dead, another process creates the
-//! next generation of the lease. On the holder's node, `/proc` shows whether the holder is alive. On other nodes, a
-//! lease is dead if it does not change for 20 seconds of the watcher's own clock. Clocks of two nodes are never
-//! compared. File locks and file times are not used either, because network file systems do not implement them
-//! reliably.
+//! holds the lease. The holder rewrites a record of fixed length every two seconds. The holder keeps the file handle
+//! with which it created the file and writes only through this handle, so it never creates a deleted lease again. If
+//! the holder is dead, another process creates the next generation of the lease. On the holder's node, `/proc` shows
+//! whether the holder is alive. On other nodes, a lease is dead if it does not change for 20 seconds of the watcher's
+//! own clock. Clocks of two nodes are never compared. File locks and file times are not used either, because network
+//! file systems do not implement them reliably.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -41,7 +41,7 @@ pub(super) enum LeaseRole {
     Restart,
 }
 
-/// The name of a lease, for example `part-2-of-4.0` or `seal.0`. The file has the same name with the extension
+/// The name of a lease, for example `part-2-of-4.0` or `seal.0`. The lease file has this name with the extension
 /// `.lease`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LeaseName {
@@ -151,7 +151,8 @@ fn digest(run: &str) -> String {
 /// [`RECORD_BYTES`] even if JSON needs six bytes for one byte.
 const MAX_REASON_BYTES: usize = 400;
 
-/// The length of every record in bytes. It is fixed, so that a short record overwrites a longer record completely.
+/// The length of every record in bytes. The length is fixed, so that a short record overwrites a longer record
+/// completely.
 pub(super) const RECORD_BYTES: usize = 4096;
 
 impl LeaseRecord {
@@ -209,7 +210,8 @@ pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<O
     }
 }
 
-/// A lease that this process holds. Dropping it records that the process has released it.
+/// A lease that this process holds. When this value is dropped, the lease file records that the process has released
+/// the lease.
 #[derive(Debug)]
 pub(super) struct Lease {
     path: AnchoredPath,
@@ -358,7 +360,7 @@ impl SharedLease {
         self.file.sync_data()
     }
 
-    /// Sleeps for this time. Returns false as soon as the lease is released.
+    /// Sleeps for this time. Returns true after this time, and false as soon as the lease is released.
     fn sleep(&self, time: Duration) -> bool {
         let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.given_up.wait_timeout_while(record, time, |record| !record.phase.is_over());
@@ -391,8 +393,8 @@ struct Watched {
     has_changed: bool,
 }
 
-/// The maximum time between two checks that counts as watching a lease. The real time between two checks can be longer
-/// if the file system hangs or the watching process is suspended.
+/// The maximum time between two checks that counts as time in which the lease was watched. If the file system hangs or
+/// the watching process is suspended, more time passes, but the additional time does not count.
 const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 
 impl LeaseWatch {
@@ -430,9 +432,9 @@ impl LeaseWatch {
 }
 
 /// Leases that existed when this process acquired its own lease, and whose processes were not known to be alive. If
-/// such a lease changes later, its process belongs to this run. If it does not change, the lease is from an earlier
-/// run, and its part is expected to start again. A part is not expected if its lease records that the part failed in
-/// this launch.
+/// such a lease changes later, its process belongs to this run. If the lease does not change, the lease is from an
+/// earlier run, and this process expects that the part starts again. A part is not expected if its lease records that
+/// the part failed in this launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,
@@ -478,7 +480,7 @@ pub(super) struct WorkLease {
 
 impl WorkLease {
     /// Returns the reason if this process has lost its lease: another process has taken over the part, or the folder no
-    /// longer exists. Reads only file names, because every process checks this every two seconds.
+    /// longer exists. Reads only file names, because every process calls this function every two seconds.
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
             // When the folder is opened, network file systems ask the server for its current state.
@@ -497,8 +499,8 @@ impl WorkLease {
         }
     }
 
-    /// Returns true if a lease belongs to a process that started later and divides the same output into another number
-    /// of parts.
+    /// Returns true if a lease belongs to a process that started later and divides this output into another number of
+    /// parts.
     pub fn is_of_conflicting_run(&self, name: LeaseName) -> bool {
         matches!(name.role, LeaseRole::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
     }

@@ -13,7 +13,7 @@
 //!     about.json               the plan, readable for users: options and source files
 //!     part-2-of-4.0.lease      which process works on part 2, generation 0
 //!     seal.0.lease             which process seals
-//!     work-1f0c96a2b7d4/       its name contains the id of the plan, which no other folder ever has
+//!     work-1f0c96a2b7d4/       the name contains the id of the plan; no other folder ever has this id
 //!         data/                    the output
 //!         part-2-of-4.0.journal    the byte ranges that the process with that lease has finished
 //! ```
@@ -97,9 +97,9 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Returns true if a finished destination is accepted instead of an error. For example, a part that does not wait
-    /// for the others may start after all work is finished, because it has no bytes to write or because it is
-    /// restarted.
+    /// Returns true if the run succeeds when the destination already has the finished output of its plan. For example,
+    /// a part that does not wait for the others may start after all work is finished, because it has no bytes to write
+    /// or because it is restarted.
     fn takes_what_is_done(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
@@ -122,7 +122,7 @@ pub struct WorkPlan<'a> {
 #[derive(Debug)]
 pub enum Beginning {
     Work(Staging),
-    /// Nothing has to be done: the destination exists, was made from the same plan, and the options accept this.
+    /// Nothing has to be done: the destination exists, was made from the plan of this run, and the options accept this.
     Done,
 }
 
@@ -132,7 +132,7 @@ pub enum Preflight {
     Fresh,
     /// The run would continue the work of other processes, which may be running.
     Resumes,
-    /// The run would have nothing to do: the destination exists and was made from the same plan.
+    /// The run would have nothing to do: the destination exists and was made from the plan of this run.
     Done,
     /// The answer is unknown, because only a run that watches the leases can decide. The run would most likely fail
     /// with this error.
@@ -153,8 +153,8 @@ struct Pace {
     /// The time for which other processes wait for the part of a process that ended. Within this time the process may
     /// be restarted, or the same cause may end the other processes as well.
     stopped_after: Duration,
-    /// The time after which any process may seal, counted from the moment at which all parts are finished. Before that,
-    /// only the first process seals.
+    /// The time after which any process may seal, counted from the moment at which all parts are finished. Before this
+    /// time has passed, only the process of part 0 seals.
     seal_after: Duration,
     /// The time for which a network file system may return cached names.
     cached_for: Duration,
@@ -188,8 +188,8 @@ fn pace() -> Pace {
     if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
-/// A delay between two checks that becomes twice as long after each check. It is short at first, because a small job
-/// ends soon. It becomes long, because many waiting processes must not overload a metadata server.
+/// A delay between two checks that becomes twice as long after each check. The delay is short at first, because a small
+/// job ends soon. The delay becomes long, because many waiting processes must not overload a metadata server.
 struct Backoff {
     next: Duration,
     longest: Duration,
@@ -281,8 +281,8 @@ impl Staging {
         &self.work
     }
 
-    /// Returns the partial folder beside the destination. After an interrupted run, it stays there for a run with
-    /// `--resume`.
+    /// Returns the partial folder beside the destination. After an interrupted run, the partial folder is kept for a
+    /// run with `--resume`.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()

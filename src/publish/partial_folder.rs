@@ -1,7 +1,7 @@
 //! The partial folder: how it is created, its plan, its leases, and whether its output has been published.
 //!
 //! Invariant: the folder appears complete, by one rename. Its plan and its data folder are created only once.
-//! Therefore, if the output is missing, it has been published.
+//! Therefore, if the partial folder contains no output, the output has been published.
 
 use std::io::{self, Write};
 
@@ -84,7 +84,7 @@ impl PlanFile {
 
 impl Destination {
     /// Creates the partial folder, with its plan and an empty data folder. Returns false if another process was faster,
-    /// or has deleted the temporary folder because it looked like a leftover.
+    /// or has deleted the temporary folder because this folder looked like a leftover.
     pub fn make(&self, plan: &PlanFile, about: &PlanDescription, sync: bool) -> Result<bool> {
         let tmp = self.unique(TMP);
         tmp.create_folder().map_err(Error::io("create", &self.partial()))?;
@@ -205,8 +205,8 @@ impl FoundPartial {
     }
 }
 
-/// Returns the path of the output in the work folder, which is later renamed to the destination. Returns `None` if it
-/// does not exist.
+/// Returns the path of the output inside the work folder. Publishing renames this output, not the work folder, to the
+/// destination. Returns `None` if the work folder contains no output.
 pub(super) fn output(work: &AnchoredPath, shape: DestinationKind) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
     let found = match shape {

@@ -1,9 +1,11 @@
-//! Presence shows which processes of a run are alive. It uses leases in a folder that all processes see.
+//! Presence shows which processes of a run are alive. Processes show that they are alive by leases in a folder that all
+//! processes see.
 //!
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
 //! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
-//! that process and the reason into its own lease. Therefore the number of files to read grows with the number of
-//! processes, not with its square. Invariant: the first failure is kept, because later failures are its consequences.
+//! that process and the reason into its own lease. Therefore the number of files that all processes read together grows
+//! with the number of processes, not with the square of this number. Invariant: the first failure is kept, because
+//! later failures are consequences of the first failure.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -68,7 +70,8 @@ impl Observer {
         Self { folder: folder.clone(), of, watch: LeaseWatch::new(Pace { stuck_after: stuck_after(), ..pace() }) }
     }
 
-    /// Returns the generation of the latest lease of each part.
+    /// Returns, for each part, the generation of its latest lease: the number that increases each time another process
+    /// acquires the lease.
     ///
     /// # Errors
     /// `Io` if the folder cannot be listed.
@@ -155,7 +158,7 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
     }
 }
 
-/// The lease of this process. It also watches the leases of the other processes.
+/// The lease of this process. This value also watches the leases of the other processes.
 #[derive(Debug)]
 pub struct Presence {
     folder: AnchoredPath,
@@ -213,7 +216,7 @@ impl Presence {
         self.generation
     }
 
-    /// Starts watching the processes whose leases have these generations.
+    /// Starts watching the other processes of the session. `generations` has the generation of each process's lease.
     pub fn watch(&self, generations: Vec<u32>) {
         lock(&self.members).generations = generations;
     }
@@ -226,8 +229,8 @@ impl Presence {
         self.first_failure.check(op)
     }
 
-    /// Returns why a process has ended, or `None` if it is present. Checks immediately, without waiting for the next
-    /// heartbeat. A process that has left the run counts as ended.
+    /// Returns why a process has ended, or `None` if the process is present. Checks immediately, without waiting for
+    /// the next heartbeat. A process that has left the run counts as ended.
     pub(crate) fn gone_now(&self, index: u32) -> Option<PeerFailure> {
         let mut members = lock(&self.members);
         let generation = members.generations.get(index as usize).copied()?;

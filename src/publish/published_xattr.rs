@@ -13,8 +13,8 @@ use crate::exec::fingerprint::Fingerprint;
 
 const NAME: &str = "user.dtshard.plan";
 
-/// Writes the attribute, if the file system supports it. This is called before the rename, so that the destination has
-/// the attribute from the start.
+/// Writes the attribute, if the file system supports it. The caller writes the attribute before it renames the output
+/// to the destination, so that the destination has the attribute from the start.
 pub(super) fn write(output: impl AsFd, fingerprint: Fingerprint) {
     let _ = rustix::fs::fsetxattr(output, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
 }

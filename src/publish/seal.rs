@@ -1,7 +1,7 @@
 //! Sealing: turns the finished ranges of all runs into a checkpoint.
 //!
-//! It writes the checksums that are still missing: several runs, or an interrupted run, wrote the data that these
-//! checksums cover.
+//! Sealing writes the checksums that are still missing. A checksum is missing if several runs, or an interrupted run,
+//! wrote the data that the checksum covers.
 //!
 //! All sizes and offsets are in bytes. Invariant: sealing twice has the same effect as sealing once, so a run may
 //! finish the sealing that another run began.
@@ -133,7 +133,8 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
     misfits(folder, files, &all)
 }
 
-/// Returns the files in the list `these` that have the wrong length. For each file, the text describes what was found.
+/// Returns the files in the list `these` that have the wrong length. For each file, the text is its actual length, or
+/// `no file`.
 ///
 /// # Errors
 /// `Io` if a file cannot be examined.

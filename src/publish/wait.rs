@@ -1,9 +1,9 @@
 //! Waiting for the other parts, and for the process that publishes.
 //!
-//! A process that has finished its part reads the leases of the others repeatedly. It stops when the checkpoint is
-//! published, when all parts are finished and no process seals, or when some parts will not finish. Every wait is
-//! bounded. A process waits at most five minutes for a part to start. If the process of a part is dead, other processes
-//! wait two more seconds, because it may be restarted.
+//! A process that has finished its part reads the leases of the others repeatedly. The process stops waiting when the
+//! checkpoint is published, when all parts are finished and no process seals, or when some parts will not finish. Every
+//! wait is bounded. A process waits at most five minutes for a part to start. If the process of a part is dead, other
+//! processes wait two more seconds, because it may be restarted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
@@ -228,7 +228,7 @@ impl Staging {
     }
 
     /// Returns true if another process has published the output at the destination. That process normally removes the
-    /// partial folder. If it has died, this process removes the folder.
+    /// partial folder. If the publishing process has died, this process removes the folder.
     #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || published_xattr::is(&self.destination.path, self.fingerprint);

@@ -1,9 +1,10 @@
 //! The log of a run keeps the remaining work and the finished work, and writes the records of this process's journal.
 //!
-//! Write blocks are finished one by one, but their sources are checked one window at a time. A finished write block
-//! waits here until its window has been checked, and then until the next journal record. A journal record is written
-//! every ten seconds, when the run is stopped, and at the end of the run if other processes need it. If a record is
-//! missing, work is repeated; no record contains work that was not done.
+//! Write blocks are finished one by one, but their sources are checked one window (a group of tensors that are planned
+//! together) at a time. The log keeps a finished write block until the sources of its window have been checked, and
+//! then until the next journal record. A journal record is written every ten seconds, when the run is stopped, and at
+//! the end of the run if other processes need it. If a record is missing, work is repeated; no record contains work
+//! that was not done.
 //!
 //! All sizes and offsets are in bytes. Invariant: data that is recorded as synced has been synced.
 

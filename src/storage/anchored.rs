@@ -12,7 +12,7 @@
 //! written to it.
 //!
 //! Invariant: no operation follows a link below the anchor, waits for the other end of a pipe, or writes to a file that
-//! has another hard link.
+//! has more than one hard link.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata};
@@ -58,8 +58,8 @@ impl AnchoredPath {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::default() })
     }
 
-    /// Returns an anchor like [`new`](Self::new), for reading only. It accepts every owner: only a new file shows which
-    /// user owns new files, and reading creates no file.
+    /// Returns an anchor like [`new`](Self::new), for reading only. This anchor accepts every owner of files: only a
+    /// new file shows which user owns new files, and reading creates no file.
     #[must_use]
     pub fn read_only(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::new(None.into()) })
@@ -102,7 +102,7 @@ impl AnchoredPath {
         Self { anchor, below, path }
     }
 
-    /// Returns the path of another name in the same parent folder.
+    /// Returns the path of `name` in the parent folder of this path.
     #[must_use]
     pub fn with_file_name(&self, name: impl AsRef<OsStr>) -> Self {
         self.with_relative_path(self.below.with_file_name(name))
@@ -132,7 +132,7 @@ impl AnchoredPath {
     }
 
     /// Returns the metadata of the file. If the file is a link, returns the metadata of the link itself. Any user may
-    /// own it.
+    /// own the file.
     pub fn metadata(&self) -> io::Result<Metadata> {
         self.open_handle()?.metadata()
     }
@@ -275,7 +275,7 @@ impl AnchoredPath {
         self.with_both(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
     }
 
-    /// Renames this path to another path. Replaces a file there.
+    /// Renames this path to the path `to`. Replaces a file at `to`.
     pub fn rename(&self, to: &Self) -> io::Result<()> {
         self.with_both(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
     }
@@ -307,18 +307,18 @@ impl AnchoredPath {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
     }
 
-    /// Deletes a file, a link, or a folder with its content. If a part of a folder cannot be deleted, the other parts
-    /// are still deleted.
+    /// Deletes a file, a link, or a folder with its content. If some files of a folder cannot be deleted, all other
+    /// files are still deleted.
     pub fn remove_all(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
     }
 
-    /// Syncs this folder to disk (fsync), so that the names in it are durable.
+    /// Syncs this folder to disk (fsync), so that the names of its files are durable.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(self.open_folder()?)?)
     }
 
-    /// Syncs this folder and the folders below it to disk (fsync), so that the names in them are durable.
+    /// Syncs this folder and the folders below it to disk (fsync), so that the names of their files are durable.
     pub fn sync_all(&self) -> io::Result<()> {
         for name in self.names()? {
             let below = self.join(name);

@@ -1,9 +1,9 @@
 //! Reads and writes that bypass the page cache (`O_DIRECT`). Data that is used only once then does not evict cached
 //! data of other programs, and written data is on the device when the call returns. All sizes and offsets are in bytes.
 //!
-//! Such a transfer must begin and end at block boundaries, in the file and in memory. Reads go through an aligned
-//! buffer, which each thread has. Writes come from a [`Buffer`], whose addresses have the same alignment as the file
-//! offsets. If a file system does not support direct transfers, callers use ordinary reads and writes.
+//! A direct read or write must begin and end at block boundaries, in the file and in memory. Reads go through an
+//! aligned buffer, which each thread has. Writes come from a [`Buffer`], whose addresses have the same alignment as the
+//! file offsets. If a file system does not support direct transfers, callers use ordinary reads and writes.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-/// The alignment, in bytes, that direct transfers use. It is a multiple of every block size in use.
+/// The alignment, in bytes, that direct transfers use. This number is a multiple of every block size in use.
 pub const ALIGNMENT: u64 = 4096;
 
 /// The length in bytes of the aligned buffer that each thread has for direct reads.
@@ -36,7 +36,7 @@ impl Buffer {
 
     /// Returns memory for `len` bytes of a file at `offset`. The caller overwrites all of these bytes. The buffer grows
     /// only to the largest `len` that was requested, plus alignment, because the memory limit relies on this.
-    /// `Vec::resize` alone does not guarantee it.
+    /// `Vec::resize` alone may allocate more.
     pub fn prepare(&mut self, offset: u64, len: usize) -> &mut [u8] {
         let alignment = to_usize(ALIGNMENT);
         let capacity = len + 2 * alignment;
@@ -85,7 +85,7 @@ fn to_usize(number: u64) -> usize {
     usize::try_from(number).expect("a small number")
 }
 
-/// Opens a file for direct transfers. Returns `None` if the file system does not support them.
+/// Opens a file for direct transfers. Returns `None` if the file system does not support direct transfers.
 pub fn open(path: &Path, options: &mut OpenOptions) -> Option<File> {
     let flag = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).ok()?;
     options.custom_flags(flag).open(path).ok()

@@ -1,9 +1,9 @@
 //! Properties of the file system of a checkpoint, and the choice of the fastest way to read and write. All sizes and
 //! offsets are in bytes.
 //!
-//! Mapping a file on a network file system costs a round trip for each page; in measurements it was 10 to 50 times
-//! slower than reading the file. Therefore, unless the user chooses, the type of the file system (statfs(2)) determines
-//! how files are read.
+//! Mapping a file on a network file system costs a round trip for each page; in measurements, reading through a mapping
+//! was 10 to 50 times slower than reading the file with read calls. Therefore, unless the user chooses, the type of the
+//! file system (statfs(2)) determines how files are read.
 
 use std::fs::File;
 use std::io;
@@ -19,11 +19,12 @@ use crate::error::{Error, Result};
 /// The method for reading source bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoMode {
-    /// Files are mapped, and bytes are copied from the mapping. This is best on local file systems.
+    /// Files are mapped, and bytes are copied from the mapping. This method is best on local file systems.
     Mmap,
-    /// Files are read by positional reads into buffers. This is best on network file systems.
+    /// Files are read by positional reads into buffers. This method is best on network file systems.
     Read,
-    /// Files are read by positional reads that bypass the page cache. This is best for sources that are read only once.
+    /// Files are read by positional reads that bypass the page cache. This method is best for sources that are read
+    /// only once.
     Direct,
 }
 
@@ -73,8 +74,8 @@ fn magic_of(info: &StatFs) -> u64 {
 }
 
 /// The magic numbers of file systems that can write complete blocks in place, bypassing the page cache, from several
-/// threads at the same time. File systems that copy on write or compute checksums of blocks are slow at this, and each
-/// network file system behaves differently.
+/// threads at the same time. File systems that copy on write or compute checksums of blocks are slow at such writes,
+/// and each network file system behaves differently.
 const IN_PLACE: &[u64] = &[
     0xEF53,      // ext4
     0x5846_5342, // XFS
@@ -83,7 +84,7 @@ const IN_PLACE: &[u64] = &[
 /// Returns whether large results that must be on disk should be written without the page cache on the file system of
 /// `path`. Returns false if the blocks of the file system are larger than [`ALIGNMENT`]. Write blocks end at multiples
 /// of [`ALIGNMENT`], so two write blocks would share a file block, and cached bytes of one write block could overwrite
-/// newer direct writes of the other.
+/// newer direct writes of the other write block.
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -142,9 +143,9 @@ const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT
 #[cfg(not(target_os = "linux"))]
 const WAIT: u32 = 0;
 
-/// Closes a written file. Some network file systems, and file systems with quotas, report failed writes only here;
-/// dropping a [`File`] would ignore the error. Closing is never retried, because Linux releases the descriptor even if
-/// closing fails.
+/// Closes a written file. Some network file systems, and file systems with quotas, report failed writes only when the
+/// file is closed; dropping a [`File`] would ignore the error. Closing is never retried, because Linux releases the
+/// descriptor even if closing fails.
 ///
 /// # Errors
 /// The errors of writes that the file system reports late.
@@ -176,7 +177,7 @@ fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
     if is_unknown { Ok(()) } else { Err(error) }
 }
 
-/// Does nothing, because other systems have no such call. A later fsync writes all dirty pages.
+/// Does nothing, because systems other than Linux have no sync_file_range(2). A later fsync writes all dirty pages.
 #[cfg(not(target_os = "linux"))]
 fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<()> {
     Ok(())

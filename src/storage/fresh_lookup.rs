@@ -2,8 +2,8 @@
 //!
 //! A node caches names and lengths of files for up to a minute: which names exist in a folder, and which do not. The
 //! list of a folder is as new as the moment at which the folder was opened. NFS drops the cached names of a folder when
-//! this node opens or changes the folder. FUSE caches each name for its own time, and looks the name up again only if a
-//! rename may replace it.
+//! this node opens or changes the folder. FUSE caches each name for a time that its server chooses, and looks the name
+//! up again only if a rename may replace the file with this name.
 
 use std::ffi::OsStr;
 use std::fs::{File, Metadata};
@@ -51,7 +51,7 @@ pub fn metadata(path: &AnchoredPath) -> io::Result<Metadata> {
     file.metadata()
 }
 
-/// Makes the kernel drop its cached bytes of a file and refresh the length of the file.
+/// Makes the kernel drop the cached bytes of a file and refresh the length of the file.
 fn drop_cache(file: &File) {
     // Only this node changes the files on its block devices, so their cached bytes are current.
     #[cfg(target_os = "linux")]

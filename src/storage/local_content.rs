@@ -60,7 +60,7 @@ pub struct LocalContent {
     pub available: Arc<Ranges>,
     /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// The latest modification time that any rank reports. It may differ between replicas of the file.
+    /// The latest modification time that any rank reports. The time may differ between replicas of the file.
     pub modified: (i64, i64),
 }
 

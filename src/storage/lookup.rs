@@ -100,7 +100,7 @@ pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
     unless_absent(path, path.canonicalize())
 }
 
-/// An entry of a folder.
+/// A name in a folder: a file, a folder, a link or a special file.
 #[derive(Clone, Debug)]
 pub struct FolderEntry {
     /// The name of the entry.
@@ -165,7 +165,7 @@ impl FolderEntry {
 /// Lists a folder, sorted by name.
 ///
 /// # Errors
-/// `Io` naming the folder, even if a part of the folder could be read.
+/// `Io` naming the folder, even if some of its names could be read.
 pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
     // The standard library's iterator panics if closing the folder fails.
     let read = || -> rustix::io::Result<Vec<FolderEntry>> {
@@ -192,7 +192,7 @@ pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
 /// would wait for its writer.
 ///
 /// # Errors
-/// `Io` if the file does not exist, `Missing` if it is a dangling link.
+/// `Io` if the file does not exist, `Missing` if the path is a dangling link.
 pub fn regular_file(path: &Path) -> Result<Metadata> {
     let metadata = fs::metadata(path).map_err(refused("open", path))?;
     if metadata.is_file() {
@@ -202,8 +202,8 @@ pub fn regular_file(path: &Path) -> Result<Metadata> {
     Err(StorageError::Io { action: "open", path: path.to_path_buf(), source }.into())
 }
 
-/// Returns the error for a path that could not be opened or inspected. If the path is a link, the error names its
-/// target.
+/// Returns the error for a path that could not be opened or inspected. If the path is a link, the error names the
+/// target of the link.
 pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| match fs::read_link(path) {
         Ok(_) if is_absence(&source) => dangling(path),

@@ -58,7 +58,7 @@ impl Drop for Mapping {
     }
 }
 
-/// The addresses of a mapping, which the signal handler reads.
+/// A region: the addresses of one mapping. The signal handler reads these addresses.
 #[derive(Debug, Default)]
 struct MappedAddresses {
     /// The first address of the mapping; 0 while no mapping uses the region.
@@ -109,8 +109,8 @@ static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether the SIGBUS handler is installed. If it is, an unreadable page is an error; otherwise it ends the
-/// process.
+/// Returns whether the SIGBUS handler is installed. With this handler, an unreadable page is an error; without the
+/// handler, an unreadable page ends the process.
 pub(super) fn catches_lost_pages() -> bool {
     IS_INSTALLED.load(Ordering::SeqCst)
 }
@@ -165,7 +165,7 @@ extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _conte
     }
 }
 
-/// Marks the mapping that contains this address as failed. Returns false if no mapping contains it.
+/// Marks the mapping that contains this address as failed. Returns false if no mapping contains this address.
 fn mark(address: usize) -> bool {
     let mut found = false;
     // SAFETY: regions are never freed.

@@ -12,8 +12,9 @@ pub struct AnonymousMemory {
     pub peak: u64,
 }
 
-/// Returns the memory use of this process, or `None` if the system does not report it. The peak is the peak of all
-/// memory minus the current pages of files. Therefore it is exact only if no source was mapped.
+/// Returns the memory use of this process, or `None` if the system does not report it. `peak` is the largest size of
+/// all memory (including mapped files) minus the current size of the mapped files. Therefore `peak` is exact only if no
+/// source was mapped.
 #[must_use]
 pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)

@@ -52,7 +52,7 @@ pub struct FileRange {
     pub len: u64,
 }
 
-/// The identity of a file. It changes if the file is replaced or modified.
+/// The identity of a file. The identity changes if the file is replaced or modified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -171,10 +171,10 @@ impl Files {
         Ok(())
     }
 
-    /// Makes this process read a file from a complete copy, if it does not see the file itself.
+    /// Makes this process read a file from a complete copy, if this process does not see the file.
     ///
     /// # Errors
-    /// `Io` if the copy cannot be inspected or has another length.
+    /// `Io` if the copy cannot be inspected, or if its length is not the length of the file.
     pub fn read_copy(&mut self, id: FileId, copy: &Path) -> Result<()> {
         let entry = &mut self.entries[id.0 as usize];
         let (Some(_), Some(mirror)) = (&entry.mirror_path, &mut entry.mirror) else { return Ok(()) };

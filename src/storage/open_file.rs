@@ -19,12 +19,13 @@ pub struct OpenFile {
     pub(super) path: PathBuf,
     /// The descriptor for ordinary reads.
     pub(super) file: File,
-    /// A second descriptor, for reads that bypass the page cache. It is `None` if such reads are not requested or not
+    /// A second descriptor, for reads that bypass the page cache. `None` if direct reads are not requested or not
     /// possible.
     pub(super) direct: Option<File>,
     /// The length of the file in bytes that was recorded when the file was added.
     pub(super) len: u64,
-    /// The mapping, or `None` if the file cannot be mapped. It is not set before the first read through the mapping.
+    /// The mapping, or `None` if the file cannot be mapped. The cell is empty before the first read through the
+    /// mapping.
     pub(super) map: OnceLock<Option<Mapping>>,
     /// The counter that [`super::Files::bytes_read`] returns.
     pub(super) bytes_read: Arc<AtomicU64>,

@@ -2,8 +2,8 @@
 //!
 //! With a reference count or a lock for each file, threads that copy small tensors would wait for each other longer
 //! than they copy. Therefore half of the budget of descriptors is reserved for the first files, which stay open once
-//! they are opened; using one of them needs no lock. The other files share the other half. If that half is full,
-//! opening a file closes the file that was opened first.
+//! they are opened; using such a file needs no lock. All later files share the second half of the budget. If the second
+//! half is full, opening a later file closes the later file that was opened first.
 //!
 
 use std::collections::{HashMap, VecDeque};

@@ -11,11 +11,11 @@ pub enum Fault {
     /// The process is killed when it initialises the driver.
     DiesLoading,
     /// The process is killed while the other ranks wait for it to connect: it has sent its description, but nothing
-    /// else. `FailsMeeting` does the same, but NCCL fails instead.
+    /// else. With `FailsMeeting`, NCCL fails at this point instead, and the process goes on.
     DiesMeeting,
     FailsMeeting,
     /// The process is killed in a group of operations, after it has sent its messages and before it takes any message.
-    /// `FailsInGroup` does the same, but NCCL fails instead.
+    /// With `FailsInGroup`, NCCL fails at this point instead, and the process goes on.
     DiesInGroup,
     FailsInGroup,
     /// An allocation of device memory fails. With `RefusesPinned`, an allocation of pinned memory fails.

@@ -1,7 +1,7 @@
 //! Finds the kernels of `dtshard` by name. `kernels.cpp` includes their source, and is compiled for the CPU.
 //!
-//! The code is the same as on a device, but threads do not run in parallel. As on a device, an access is illegal if it
-//! is not aligned, or if it is not inside one allocation.
+//! The kernels have the code that runs on a device, but threads do not run in parallel. As on a device, an access is
+//! illegal if it is not aligned, or if it is not inside one allocation.
 
 use std::ffi::{CStr, c_char};
 

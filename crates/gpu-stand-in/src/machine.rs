@@ -42,7 +42,7 @@ pub struct Tables {
 static MACHINE: OnceLock<Machine> = OnceLock::new();
 
 thread_local! {
-    /// The index of the device whose context is current in this thread; `None` if there is none.
+    /// The index of the device whose context is current in this thread; `None` if no context is current.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 

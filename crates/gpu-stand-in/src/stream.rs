@@ -79,7 +79,8 @@ impl Queue {
     }
 }
 
-/// An event of CUDA. It counts how many times it was recorded, and which of these records its stream has reached.
+/// An event of CUDA. The event counts how many times it was recorded, and which of these records its stream has
+/// reached.
 #[derive(Default)]
 pub struct Event {
     counts: Mutex<Counts>,

@@ -9,9 +9,9 @@ pub struct Head {
     pub kind: Kind,
     /// The code of the dtype: `ncclDataType_t`.
     pub dtype: u32,
-    /// The code of the reduction operation: `ncclRedOp_t`. It is 0 if nothing is reduced.
+    /// The code of the reduction operation: `ncclRedOp_t`. The value is 0 if nothing is reduced.
     pub op: u32,
-    /// The number of the collective in the communicator, counted from 1. It is 0 for a send.
+    /// The number of the collective in the communicator, counted from 1. The value is 0 for a send.
     pub collective: u64,
     pub bytes: u64,
 }

@@ -38,8 +38,8 @@ pub enum Error {
         code: ncclResult_t,
         /// The text that describes the code, from `ncclGetErrorString`.
         text: String,
-        /// The last warning that NCCL logged in this process (`ncclGetLastError`), if there is one. It is usually the
-        /// cause.
+        /// The last warning that NCCL logged in this process (`ncclGetLastError`), if there is one. This warning
+        /// usually states the cause of the error.
         last: Option<String>,
     },
 
@@ -57,7 +57,7 @@ pub enum Error {
     GivenUp {
         /// The name of the function in `nccl.h`.
         function: &'static str,
-        /// The reason for which the watch ended the wait, as it returned it.
+        /// The reason that the watch returned in [`ControlFlow::Break`](std::ops::ControlFlow::Break).
         why: String,
     },
 

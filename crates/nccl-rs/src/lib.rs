@@ -1,14 +1,14 @@
 //! NCCL, loaded at run time.
 //!
 //! A program that can use GPUs also runs on machines without GPUs. Therefore nothing is linked: [`Library::load`] opens
-//! NCCL at run time. If there is no NCCL, it returns an [`Error`] with the file names that were tried. Nothing panics,
-//! and there is no cost before the first call.
+//! NCCL at run time. If there is no NCCL, `load` returns an [`Error`] with the file names that were tried. Nothing
+//! panics, and there is no cost before the first call.
 //!
 //! If a peer never joins a collective, NCCL waits forever. Therefore every [`Communicator`] is non-blocking. A call
 //! polls the communicator up to the limit of its [`Wait`], and the watch of the [`Wait`] may end the wait earlier. If a
 //! call is not completed, the communicator is aborted.
 //!
-//! There are three layers. Each can be used without the layers after it:
+//! There are three layers. Each layer can be used without the layers below it in this table:
 //!
 //! | layer | contents | guarantees |
 //! |---|---|---|
@@ -16,8 +16,8 @@
 //! | [`result`] | one method for each function, with NCCL's error text | every return code is checked |
 //! | [`safe`], re-exported here | [`Library`], [`UniqueId`], [`Communicator`], [`GroupCall`] | sizes and ranks are checked, nothing leaks |
 //!
-//! **Units.** Buffer lengths are in bytes. NCCL counts elements, so the safe layer divides by [`DataType::size`]. It
-//! returns an error if a buffer is not a whole number of elements.
+//! **Units.** Buffer lengths are in bytes. NCCL counts elements, so the safe layer divides by [`DataType::size`]. The
+//! safe layer returns an error if the length of a buffer is not a multiple of the element size.
 //!
 //! **CUDA** is not included: the caller implements [`DeviceBuffer`] and [`DeviceStream`] with any CUDA binding.
 //!

@@ -53,7 +53,7 @@ pub type ncclRedOp_t = c_uint;
 /// The handle of a communicator, which NCCL owns.
 pub type ncclComm_t = *mut c_void;
 
-/// A CUDA stream: `cudaStream_t` of the runtime API, which is the same as `CUstream` of the driver API.
+/// A CUDA stream: `cudaStream_t` of the runtime API, which is identical to `CUstream` of the driver API.
 pub type cudaStream_t = *mut c_void;
 
 /// The size of a [`ncclUniqueId`] in bytes.

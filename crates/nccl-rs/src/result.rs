@@ -119,7 +119,7 @@ impl Nccl {
         self.table.ncclGetLastError.and_then(|function| unsafe { text(function(ptr::null_mut())) })
     }
 
-    /// Returns the error for a function that returned this code. It contains the text of NCCL.
+    /// Returns the error for a function that returned this code. The error contains NCCL's text for the code.
     #[must_use]
     pub fn error(&self, function: &'static str, code: ncclResult_t) -> Error {
         Error::Call { function, code, text: self.error_string(code), last: self.last_error() }
@@ -144,7 +144,7 @@ impl Nccl {
         Ok(Version::from_code(code.try_into().unwrap_or_default()))
     }
 
-    /// Creates a unique id (`ncclGetUniqueId`). This opens a port of this process, to which the ranks of one
+    /// Creates a unique id (`ncclGetUniqueId`). The call opens a port of this process, to which the ranks of one
     /// communicator connect.
     pub fn unique_id(&self) -> Result<ncclUniqueId> {
         let mut id = ncclUniqueId { internal: [0; NCCL_UNIQUE_ID_BYTES] };
@@ -183,8 +183,8 @@ impl Nccl {
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library, which is neither destroyed nor aborted. No other thread uses it at the
-    /// same time.
+    /// `comm` is a communicator of this library, and is neither destroyed nor aborted. No other thread uses this
+    /// communicator at the same time.
     pub unsafe fn comm_get_async_error(&self, comm: ncclComm_t, function: &'static str) -> Result<Progress> {
         let mut code = raw::ncclSuccess;
         let _ = call!(self, ncclCommGetAsyncError(comm, &raw mut code))?;
@@ -242,7 +242,7 @@ impl Nccl {
         call!(self, ncclCommDestroy(comm))
     }
 
-    /// Stops all work of the communicator, including running kernels, and frees it (`ncclCommAbort`).
+    /// Stops all work of the communicator, including running kernels, and frees the communicator (`ncclCommAbort`).
     ///
     /// # Safety
     ///

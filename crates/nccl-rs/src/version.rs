@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A version of NCCL. It is stored as its version code: 23007 is version 2.30.7.
+/// A version of NCCL. The field is the version code: 23007 is version 2.30.7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version(u32);
 

@@ -1,5 +1,5 @@
 //! `flatten` writes FSDP1 flat parameters from a source of any format. This module checks the target format, lays out
-//! the rank files, and checks that tensors with the same position in a flat parameter are equal.
+//! the rank files, and checks that two tensors which share one position in a flat parameter are equal.
 
 mod numbering;
 mod target;
@@ -71,11 +71,11 @@ pub fn lay_out(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Lays out every series of the source. First checks that no value is lost: tensors with the same position in a flat
-/// parameter must be equal. The layout file beside the rank files records which parameters the optimizer numbers.
+/// Lays out every series of the source. First checks that no value is lost: two tensors which share one position in a
+/// flat parameter must be equal. The layout file beside the rank files records which parameters the optimizer numbers.
 ///
 /// # Errors
-/// `Conflict` if two tensors that share one place differ.
+/// `Conflict` if two tensors that share one position differ.
 pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.selection.catalog;
     let root = state_dict::model_root(&wanted.state);
@@ -104,7 +104,8 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
     Ok(whole)
 }
 
-/// Checks that two tensors are equal. Only `kept` is written, because both have the same position in a flat parameter.
+/// Checks that two tensors are equal. Only `kept` is written, because the two tensors share one position in a flat
+/// parameter.
 fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {
     let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
     match source.difference([kept, other], kept_entry.dtype, run)? {

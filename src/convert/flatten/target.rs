@@ -22,7 +22,7 @@ use crate::layout::Pattern;
 /// the square of the world size.
 const MAX_RANKS: u32 = 1 << 14;
 
-/// The flat layout from which the layout of the target is made.
+/// The base layout: the flat layout from which the layout of the target is made.
 struct FlatBase {
     layout: FlatLayout,
     /// True if the layout was derived from the order of a state dict. Such a layout has no world size.
@@ -30,15 +30,15 @@ struct FlatBase {
     notes: Vec<String>,
 }
 
-/// The number of ranks over which one replica is sharded.
+/// The shard group size: the number of ranks over which one copy of the model is sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupSize {
     /// The user gave no group size: use the group size of the base layout, or all ranks if there is no base layout.
     #[default]
     Unsaid,
-    /// One replica is sharded over all ranks: `FULL_SHARD`.
+    /// One copy of the model is sharded over all ranks: `FULL_SHARD`.
     All,
-    /// One replica is sharded over this number of ranks: `HYBRID_SHARD`, or `NO_SHARD` for 1.
+    /// One copy of the model is sharded over this number of ranks: `HYBRID_SHARD`, or `NO_SHARD` for 1.
     Of(u32),
 }
 
@@ -48,8 +48,8 @@ pub struct FlattenRequest {
     /// The flat layout in the layout file of the target. If SRC has flat parameters, `--flat-layout` describes SRC, so
     /// it is not used here.
     layout: Option<FlatLayout>,
-    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. They come from the
-    /// layout file of the target.
+    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. This list comes
+    /// from the layout file of the target.
     numbered: Option<Vec<Vec<Fqn>>>,
     /// Patterns of module names; each module that matches becomes a unit.
     pub wrap: Vec<Pattern>,
@@ -57,7 +57,7 @@ pub struct FlattenRequest {
     pub buffers: Vec<Pattern>,
     /// The number of ranks that will load the files.
     pub world_size: Option<u32>,
-    /// The number of ranks over which one replica is sharded.
+    /// The shard group size: the number of ranks over which one copy of the model is sharded.
     pub group: GroupSize,
     /// The value of FSDP's `use_orig_params`.
     pub use_orig_params: Option<bool>,

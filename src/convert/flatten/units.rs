@@ -26,7 +26,7 @@ use crate::quantity::count;
 pub struct OrderedModel<'a> {
     /// The checkpoint that stores the tensors.
     pub checkpoint: &'a Checkpoint,
-    /// The selected tensors, with the same ids and with their target dtypes.
+    /// The selected tensors, with their target dtypes. The tensor ids are the ids of `checkpoint`.
     pub catalog: &'a Catalog,
     /// The state dict, in the order of registration.
     pub state: &'a Value,
@@ -43,7 +43,8 @@ pub struct WrapPolicy<'a> {
 /// Last components of tensor names that PyTorch's modules and common models use for floating-point buffers.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
-/// Returns the layout for one rank, and notes for the user. The layout has no parameter numbers of an optimizer.
+/// Returns the flat layout for a world size of 1, and notes for the user. The layout has no parameter numbers of an
+/// optimizer.
 ///
 /// # Errors
 /// `Unsupported` if the order of parameters or elements is not known, `Usage` for a pattern that matches nothing.
@@ -142,8 +143,8 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
     ))
 }
 
-/// Returns the error for tied parameters in two units. FSDP1 would make two parameters of them, and only one of the two
-/// would have optimizer state.
+/// Returns the error for tied parameters in two units. FSDP1 would make two separate parameters of the tied tensor, and
+/// only one of these parameters would have optimizer state.
 fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
         format!("`{}` is tied to `{}`, but they would be in two units", alias.fqn, alias.with),
@@ -152,7 +153,7 @@ fn tied_across(alias: &SharedName) -> Error {
     )
 }
 
-/// Returns the modules that patterns match, in the order of the state dict.
+/// Returns the names of the modules that the patterns match, in the order of the state dict.
 fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>> {
     let mut modules: Vec<&str> = Vec::new();
     let mut seen = HashSet::new();

@@ -57,8 +57,8 @@ use crate::storage::filesystem;
 /// Time limit within which every process notices that another process has ended.
 const DETECTED_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time for which a process without GPU or NCCL waits until the other processes have connected. It then informs them of
-/// the reason and stops.
+/// Time for which a process without GPU or NCCL waits until the other processes have connected. The process then sends
+/// the reason to the others and stops.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 
@@ -67,7 +67,7 @@ pub struct Peers {
     link: Link,
     /// Metadata mirror of SRC; `None` if every process sees all files of SRC.
     mirror: Option<MetadataMirror>,
-    /// Number of the node on which each process runs.
+    /// For each process, the number of the node on which it runs.
     nodes: Vec<u32>,
     process_table: ProcessTable,
     counting: ReplicaChoice,
@@ -330,10 +330,10 @@ impl Peers {
         apart.map_or_else(Vec::new, |mirror| mirror.seen_by(path).to_vec())
     }
 
-    /// Checks that all processes have the same plan. Collective.
+    /// Checks that all processes have computed the same plan. Collective.
     ///
     /// # Errors
-    /// `Comm` with the first process whose plan differs.
+    /// `Comm` with the first process whose plan differs from the plan of process 0.
     pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
         let all = self.link.gather(own.as_bytes())?;
@@ -349,9 +349,9 @@ impl Peers {
         }))
     }
 
-    /// Returns the first difference of each tensor whose replicas differ, like
-    /// [`checks::differing`](crate::convert::checks::differing), for replicas in files of several processes, which no process
-    /// sees together. Collective.
+    /// Returns the first difference of each tensor whose replicas differ. Use
+    /// [`checks::differing`](crate::convert::checks::differing) if every process sees all files; this function also
+    /// compares replicas in files that no single process sees. Collective.
     ///
     /// # Errors
     /// The errors of [`differing_replicas`].
@@ -365,7 +365,7 @@ impl Peers {
         differing_replicas(&self.link, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
     }
 
-    /// Describes the first difference between two tensors that should be equal, or returns `None` if they are.
+    /// Describes the first difference between two tensors that should be equal, or returns `None` if they are equal.
     /// Collective.
     ///
     /// # Errors

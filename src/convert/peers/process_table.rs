@@ -44,8 +44,8 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds to an error about a damaged file which processes see this file. No process sees all of SRC, so the user
-    /// cannot find the file with `verify`.
+    /// If an error is about a damaged file, adds the processes that see this file. No process sees all of SRC, so the
+    /// user cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()
@@ -61,7 +61,7 @@ impl ProcessTable {
         error
     }
 
-    /// If an error names a process, adds the node and the process id of this process.
+    /// If an error names a process, adds the node and the process id of the named process.
     #[must_use]
     pub fn name(&self, mut error: Error) -> Error {
         if let Some(peer) = error.peer_mut() {

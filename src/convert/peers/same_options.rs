@@ -1,8 +1,8 @@
 //! Check that all connected processes have the same options.
 //!
-//! Two kinds of options must agree: options that determine the collective steps (which steps run, which replicas are
-//! compared, how long rounds are), and options that determine the result. The resulting plans are also
-//! [compared](super::Peers::compare) later.
+//! Two kinds of options must be equal on all processes: options that determine the collective steps (which steps run,
+//! which replicas are compared, how long rounds are), and options that determine the result. The resulting plans are
+//! also [compared](super::Peers::compare) later.
 
 use std::collections::BTreeMap;
 
@@ -30,8 +30,8 @@ fn options(args: &ConvertOptions) -> [(&'static str, String); 6] {
 /// Checks that all processes have the same options for collective steps. Collective.
 ///
 /// # Errors
-/// `Usage`, on every process, with the first process that differs, the option and both values; and the errors of
-/// [`Communicator::gather`].
+/// `Usage`, on every process, with the first process whose options differ from those of process 0, the option, and the
+/// values on these two processes; and the errors of [`Communicator::gather`].
 pub fn agree(communicator: &impl Communicator, args: &ConvertOptions) -> Result<()> {
     let options = options(args);
     let own: Vec<&str> = options.iter().map(|(_, value)| value.as_str()).collect();
@@ -54,8 +54,8 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertOptions) -> Result<
 /// Checks that all processes have the same options that determine the result. Collective.
 ///
 /// # Errors
-/// `Comm`, on every process, with the first process that differs, the option and both values; and the errors of
-/// [`Communicator::gather`].
+/// `Comm`, on every process, with the first process whose options differ from those of process 0, the option, and the
+/// values on these two processes; and the errors of [`Communicator::gather`].
 pub fn compare(communicator: &impl Communicator, options: &BTreeMap<String, String>) -> Result<()> {
     let own = serde_json::to_vec(options).expect("a map of words");
     let messages = communicator.gather(&own)?;

@@ -20,7 +20,7 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// Connection that the processes opened first. It carries the control messages.
+/// Connection that the processes opened first. This connection carries the control messages.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
@@ -29,8 +29,8 @@ pub enum Meeting {
 
 /// Method by which processes send tensor data to each other.
 pub enum Transport {
-    /// Processes send no tensor data. Each reads the data that it writes, from SRC or from a copy of the files that it
-    /// does not see.
+    /// Processes send no tensor data. Each process reads the data that it writes, from SRC or from a copy of the SRC
+    /// files that this process does not see.
     Copy,
     #[cfg(feature = "mpi")]
     Mpi,
@@ -143,7 +143,7 @@ impl Meeting {
         Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
-    /// Returns the transport for processes that do not use NCCL, and reports the reason `why`.
+    /// Returns the transport for processes that do not use NCCL, and reports `why` they do not use it.
     fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
@@ -248,8 +248,8 @@ impl Communicator for Link {
     }
 }
 
-/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU reduces and casts. Reports which of the
-/// two is used.
+/// Returns the kernels that reduce and cast on the GPU, or `None` if the CPU reduces and casts. Reports whether the GPU
+/// or the CPU is used.
 pub fn arithmetic<'g>(gpu: &'g Gpu, progress: &dyn Progress) -> Option<&'g Arithmetic> {
     let opened = gpu.arithmetic();
     progress.detail(&match opened {

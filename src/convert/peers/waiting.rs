@@ -28,8 +28,8 @@ pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     move |words| progress.outcome(words)
 }
 
-/// Returns a reporter that prints which files or parts this process waits for. It prints after a delay, or immediately
-/// with `-v`.
+/// Returns a reporter that prints which files or parts this process waits for. The reporter prints after a delay, or
+/// immediately with `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});
     let first = if run.progress.is_verbose() { Duration::ZERO } else { first };

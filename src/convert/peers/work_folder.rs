@@ -7,8 +7,8 @@
 //!     copy/                    files of SRC, kept for --resume
 //! ```
 //!
-//! Invariants: the work folder never contains results. The last process of a run that disconnects removes the files of
-//! the run. The next run that publishes DST removes the files of killed runs. Only process 0 creates missing parent
+//! Invariants: the work folder never contains results. The process of a run that disconnects last removes the files of
+//! this run. The next run that publishes DST removes the files of killed runs. Only process 0 creates missing parent
 //! folders.
 
 use std::ffi::{OsStr, OsString};
@@ -28,7 +28,7 @@ use crate::storage::{AnchoredPath, lookup};
 /// Longest time that process 0 waits for other processes to disconnect before it removes the files of the run.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// Longest time for which this run tries again to create its folder, while other runs remove that folder.
+/// Longest time for which this run tries again to create its folder, if the cleanup of another run removes that folder.
 #[cfg(any(test, feature = "mpi"))]
 const MAKE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -203,7 +203,7 @@ pub fn clear_beside(destination: &Path) {
     }
 }
 
-/// Removes all entries of a work folder that are not in use by a process.
+/// Removes all files and folders in a work folder that no process uses.
 fn sweep(folder: &AnchoredPath) {
     for name in folder.names().unwrap_or_default() {
         let path = folder.join(&name);

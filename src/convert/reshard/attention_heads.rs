@@ -1,6 +1,6 @@
 //! Finds parameters whose attention heads tensor parallelism would cut in two, because the number of heads is not a
 //! multiple of the tensor-parallel size. The numbers of heads come from `config.json`, with the keys of Hugging Face
-//! transformers. The written values are correct in this case, too, but modules that expect whole heads on each rank
+//! transformers. A cut head does not change any written value, but modules that expect complete heads on each rank
 //! would fail.
 
 use indexmap::IndexMap;
@@ -60,7 +60,7 @@ impl AttentionHeads {
     }
 
     /// Returns the number of heads of a parameter, and its key in `config.json`. Returns `None` if the number is a
-    /// multiple of `parts`, so that no head is cut.
+    /// multiple of `parts` (the tensor-parallel size), so that no head is cut.
     fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {

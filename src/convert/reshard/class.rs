@@ -1,5 +1,6 @@
-//! The Python class of sharded tensors in rank files: DTensor, ShardedTensor, or plain `torch.Tensor`. It is the class
-//! that `--tensor-class` names, otherwise the class of each tensor in `--like` or SRC.
+//! The Python class of sharded tensors in rank files: DTensor, ShardedTensor, or plain `torch.Tensor`. The option
+//! `--tensor-class` sets one class for all tensors. Without it, each tensor gets the class that it has in `--like` or
+//! SRC.
 
 use crate::catalog::{Catalog, Class};
 use crate::convert::options::TensorClass;
@@ -24,8 +25,8 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
     }
 }
 
-/// Returns the class for tensors that are not sharded in the source. It is the class of the source's sharded tensors,
-/// or DTensor if there are none.
+/// Returns the class for tensors that are not sharded in the source. The result is the class of the source's sharded
+/// tensors, or DTensor if the source has no sharded tensors.
 pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {

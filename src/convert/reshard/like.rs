@@ -1,6 +1,6 @@
 //! `--like` names another checkpoint whose layout the result gets. Each tensor gets the placements of the tensor with
 //! the same name in that checkpoint. Optimizer state that is not in that checkpoint gets the placements of its
-//! parameter if both have the same shape.
+//! parameter if state and parameter have the same shape.
 
 use std::path::Path as FilePath;
 
@@ -77,7 +77,7 @@ impl<'a> LikeLayout<'a> {
     /// Checks that the `--like` checkpoint had every tensor that was looked up.
     ///
     /// # Errors
-    /// `Usage` if it lacks tensors.
+    /// `Usage` if the `--like` checkpoint lacks tensors.
     pub fn finish(self) -> Result<()> {
         let Some((path, in_model)) = self.missing.first() else { return Ok(()) };
         let names: Vec<String> = self.missing.iter().map(|(path, _)| path.to_string()).collect();

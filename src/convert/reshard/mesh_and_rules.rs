@@ -211,8 +211,9 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
 }
 
 /// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
-/// its mesh has the same dimensions or the same dimension names, otherwise `S(0)` on a mesh of one dimension.
-/// Replicating every tensor is never a silent default: in other cases, a rule must match every tensor.
+/// the source's mesh has the dimensions, or at least the dimension names, of the target mesh; otherwise `S(0)` on a
+/// mesh of one dimension. Replicating every tensor is never a silent default: on other meshes, a rule must match every
+/// tensor.
 ///
 /// # Errors
 /// `Usage` if there are no rules either.

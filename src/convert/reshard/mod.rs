@@ -92,8 +92,8 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Returns true if `--like` only provides the shapes of the source's flat parameters. This is the case if it has no
-/// sharded tensors, because the user then cannot have meant their layout.
+/// Returns true if `--like` only provides the shapes of the source's flat parameters. A `--like` checkpoint without
+/// sharded tensors has no layout that the target could get.
 fn gives_shapes_only(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
@@ -140,7 +140,7 @@ fn reserve(
     Ok((whole, resolver.finish(AttentionHeads::of(&source.checkpoint)?)?))
 }
 
-/// Chooses the layout of each tensor in one part of the state dict.
+/// Chooses the layout of each tensor in one part of the state dict (a series of rank files, or a folder).
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     resolver: &'a mut PlacementResolver<'c>,
@@ -170,9 +170,9 @@ pub struct LoadingJob {
 
 impl LoadingJob {
     /// Determines the job's world size, PyTorch version and device. The world size covers the ranks of the mesh, and
-    /// all ranks of the job that wrote `saved`, because some of them may be outside the mesh. The PyTorch version is
-    /// `version` if given, otherwise the version of the source's rank files. The device is the device of the source's
-    /// rank files.
+    /// all ranks of the job that wrote `saved`, because ranks of that job may be outside the mesh. The PyTorch version
+    /// is `version` if given, otherwise the version of the source's rank files. The device is the device of the
+    /// source's rank files.
     ///
     /// # Errors
     /// `Usage` if `version` is not a PyTorch version, or is a version whose DTensors cannot be written.
@@ -198,8 +198,8 @@ impl LoadingJob {
     }
 }
 
-/// Returns a note if no mesh dimension keeps its name. PyTorch loads a DTensor only if the job's mesh has the same
-/// dimension names.
+/// Returns a note if no mesh dimension keeps its name. PyTorch loads a DTensor only if the job's mesh has the dimension
+/// names of the DTensor's mesh.
 fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
     let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
     let none_in_common = !own.iter().any(|name| new.contains(name));
@@ -228,8 +228,8 @@ fn check_room(
     class: Option<Class>,
     (to, max_memory): (Format, u64),
 ) -> Result<()> {
-    /// Bytes for the metadata of one shard of a ShardedTensor: once in memory, and once in the pickle under
-    /// construction.
+    /// Bytes for the metadata of one shard of a ShardedTensor. The metadata is counted twice: in memory, and in the
+    /// pickle that is being written.
     const BOX_BYTES: u64 = 2 * 40;
     /// Bytes for one rank in the list of ranks of a file. Every file lists the ranks of the mesh twice, as a tensor and
     /// as a tuple.

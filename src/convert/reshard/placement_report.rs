@@ -27,8 +27,8 @@ pub struct PlacementReport {
     misfits: usize,
     /// Number of 0-d tensors among the tensors that `misfits` counts.
     scalar_misfits: usize,
-    /// Number of model tensors of one or more dimensions that stay plain. They are plain in SRC, while other tensors of
-    /// SRC are sharded.
+    /// Number of model tensors of one or more dimensions that stay plain. These tensors are plain in SRC, while other
+    /// tensors of SRC are sharded.
     plain: usize,
     /// Number of optimizer state tensors whose parameter has a number but no known name.
     nameless: usize,

@@ -1,4 +1,4 @@
-//! The placements of each tensor on the target mesh, and the Python class it has in rank files.
+//! Chooses the placements of each tensor on the target mesh, and the Python class of the tensor in rank files.
 //!
 //! Four inputs can set the placements of a tensor, and the first that applies wins: a rule that matches its name, the
 //! plan, the checkpoint of `--like`, and the fallback placements for all other tensors. A tensor that is plain in a

@@ -1,9 +1,9 @@
 //! The facts about a tensor of SRC that decide its layout: its names, the parameter to which it belongs, and whether it
 //! is sharded in SRC.
 //!
-//! Optimizer state and gradients follow their parameter: a rule for the parameter's name matches them, and state of the
-//! parameter's shape gets the parameter's placements. State of another shape (a step, a factored moment) is a stray:
-//! rules for parameters do not apply to it.
+//! Optimizer state and gradients follow their parameter: a rule that matches the parameter's name matches its state and
+//! gradient. State of the parameter's shape gets the parameter's placements. State of another shape (a step, a factored
+//! moment) is a stray: rules for parameters do not apply to it.
 
 use std::collections::HashSet;
 
@@ -128,8 +128,8 @@ impl<'a> TensorContexts<'a> {
         Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }
 
-    /// Returns whether a tensor of the model is a parameter or a buffer. This is needed for tensors that no style of
-    /// the plan names.
+    /// Returns whether a tensor of the model is a parameter or a buffer. The caller needs the result for tensors that
+    /// no style of the plan names.
     fn kind(&self, entry: &TensorEntry) -> ParameterKind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
         // Buffers are never sharded, so a sharded integer tensor is a quantized weight.
@@ -155,8 +155,8 @@ impl<'a> TensorContext<'a> {
         self.entry.is_shared() || self.sharding().is_some()
     }
 
-    /// Returns true if the tensor is optimizer state to which rules for its parameter do not apply, because its shape
-    /// differs.
+    /// Returns true if the tensor is optimizer state to which rules for its parameter do not apply, because it has
+    /// another shape than the parameter.
     pub fn is_stray(&self) -> bool {
         self.owner.is_some() && self.follows.is_none()
     }

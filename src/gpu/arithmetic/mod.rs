@@ -1,10 +1,10 @@
 //! Arithmetic on a device: reductions of partial values, and casts. The results have the same bits as the results of
-//! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these support.
-//! Sizes and offsets count elements, or bytes where the name contains `bytes`.
+//! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these two modules
+//! support. Sizes and offsets count elements, or bytes where the name contains `bytes`.
 //!
 //! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job into the table,
-//! after the jobs. Outcomes are sums that the dtype cannot represent, and the number of values that a cast loses. The
-//! host then copies this part of the table back.
+//! after the jobs. The outcome of a reduction states whether the dtype cannot represent a sum; the outcome of a cast is
+//! the number of lost values. The host then copies the outcomes back.
 //!
 //! The bits are the same for these reasons:
 //!
@@ -48,7 +48,7 @@ impl Arithmetic {
     /// Compiles the kernels that reduce and cast for a device.
     ///
     /// # Errors
-    /// Returns the reason why they cannot be compiled.
+    /// Returns the reason why the kernels cannot be compiled.
     pub fn open(device: &Device, kernels: &Kernels) -> Result<Self, String> {
         let program = ARITHMETIC.load(device, kernels)?;
         let [reduce, report_outcomes, cast] = ["reduce", "report_outcomes", "cast"].map(|name| program.kernel(name));

@@ -122,7 +122,7 @@ fn unit_bytes(dtype: Dtype) -> u64 {
     }
 }
 
-/// Returns the divisor as bits. They are the bits of a number in the type in which the sums are computed.
+/// Returns the bits of the divisor, as a number of the type in which the sums are computed.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded as on the host")]
 fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     match dtype {

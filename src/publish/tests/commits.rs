@@ -110,8 +110,8 @@ fn file_beside_the_one_output_is_not_published() {
     assert!(!env.out().exists());
 }
 
-/// If a process dies after its commit, the next process removes the folder that it left, and does not mistake the
-/// folder for unfinished work.
+/// If a process dies after its commit, the next process removes the folder of the dead process, and does not mistake
+/// this folder for unfinished work.
 #[test]
 fn leftover_of_a_published_run_is_removed() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {

@@ -1,8 +1,8 @@
 //! Copies between host and device, and within a device.
 //!
 //! A range is checked twice: when the call is made, where an invalid range is an error of the call; and when the stream
-//! runs the copy, where memory that has been freed is a fault of the device. As on a device, two streams that write the
-//! same bytes race.
+//! runs the copy, where memory that has been freed is a fault of the device. As on a device, two streams that write to
+//! one address race.
 
 use std::ffi::c_uint;
 use std::ptr;

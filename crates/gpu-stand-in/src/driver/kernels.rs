@@ -1,5 +1,5 @@
-//! Modules and kernel launches. A module is PTX text. The kernels that it names are the [compiled
-//! kernels](crate::kernels) of the same names.
+//! Modules and kernel launches. A module is PTX text. If the PTX text names a kernel, the stand-in runs the [compiled
+//! kernel](crate::kernels) of this name.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 

@@ -75,7 +75,7 @@ fn device(ordinal: c_int) -> Answer<&'static Device> {
     started()?.devices.get(ordinal).ok_or(Code::ERROR_INVALID_DEVICE)
 }
 
-/// Returns the device whose context is current in this thread, or an error if it has faulted.
+/// Returns the device whose context is current in this thread, or an error if this device has faulted.
 fn current() -> Answer<&'static Device> {
     let ordinal = machine::current().ok_or(Code::ERROR_INVALID_CONTEXT)?;
     check_fault(&started()?.devices[ordinal])

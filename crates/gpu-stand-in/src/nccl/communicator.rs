@@ -155,7 +155,7 @@ impl Communicator {
         self.change(|state| state.running -= 1);
     }
 
-    /// Finalizes the communicator. It is in progress until all groups are done.
+    /// Finalizes the communicator. The communicator is in progress until all groups are done.
     pub fn finalize(self: &Arc<Self>) -> Answer {
         self.ready()?;
         self.change(|state| state.finalized = true);
@@ -177,7 +177,8 @@ impl Communicator {
         }
     }
 
-    /// Sets the error of the communicator, unless it has one, and closes its sockets so that peers notice.
+    /// Sets the error of the communicator, unless the communicator already has an error, and closes its sockets so that
+    /// peers notice.
     pub fn fail(&self, code: Code) {
         self.change(|state| state.failed = state.failed.or(Some(code)));
         self.close();

@@ -63,7 +63,7 @@ struct Config {
     blocking: c_int,
 }
 
-/// The string that `ncclGetLastError` returns. It is never freed; it is null if there was no error.
+/// The string that `ncclGetLastError` returns. The string is never freed. The pointer is null if there was no error.
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
 /// Prints the reason of an error, and returns the code of the error.

@@ -32,8 +32,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). It should be small if several ranks share a
-    /// device.
+    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). The number should be small if several ranks
+    /// share a device.
     #[must_use]
     pub fn max_ctas(self, blocks: u16) -> Self {
         Self { max_ctas: Some(blocks) }
@@ -110,7 +110,8 @@ impl Communicator {
     /// Queues operations on a stream as one group (`ncclGroupStart`, `ncclGroupEnd`), so that no operation waits for
     /// another.
     ///
-    /// Returns after the operations are queued on the stream. Work that is queued on the stream later runs after them.
+    /// Returns after the operations are queued on the stream. Work that is queued on the stream later runs after these
+    /// operations.
     ///
     /// # Errors
     ///
@@ -238,7 +239,7 @@ impl Communicator {
     /// Stops all work, also on the device, and closes the communicator without waiting for the other ranks
     /// (`ncclCommAbort`).
     ///
-    /// Dropping the communicator does the same, but ignores errors.
+    /// Dropping the communicator also aborts it, but ignores errors.
     pub fn abort(mut self) -> Result<()> {
         self.abort_now()
     }

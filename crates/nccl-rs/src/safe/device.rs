@@ -2,11 +2,11 @@
 //!
 //! NCCL only queues work: a call returns before data is moved. Therefore a borrow that ends with the call cannot
 //! guarantee that the memory still exists when the data is moved. Instead, each type that owns such memory guarantees
-//! this by an `unsafe` trait. A view lends a part of the memory for one call, with Rust's rules of borrowing: memory
-//! that is written is not lent twice.
+//! this by an `unsafe` trait. A view borrows a byte range of the memory for one call, with Rust's rules of borrowing:
+//! no two views overlap if NCCL writes one of them.
 //!
 //! Device memory contains no Rust values. Reading the memory before the stream has run gives wrong bytes, but is not
-//! undefined behaviour. The caller has to avoid that.
+//! undefined behaviour. The caller has to avoid such reads.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -17,9 +17,9 @@ use crate::{DataType, Error, Result};
 ///
 /// # Safety
 ///
-/// The [`Self::bytes`] bytes at [`Self::address`] are memory that can be accessed by the device of each communicator to
-/// which they are lent. They stay allocated until all work is done that was queued before the value is dropped. They
-/// may be freed in the order of the streams (`cuMemFreeAsync`), or after waiting for the streams.
+/// The [`Self::bytes`] bytes at [`Self::address`] can be accessed by the device of each communicator that gets a view
+/// of this buffer. The memory stays allocated until all work is done that was queued before the buffer is dropped. The
+/// memory may be freed in the order of the streams (`cuMemFreeAsync`), or after waiting for the streams.
 pub unsafe trait DeviceBuffer {
     /// Returns the device address of the first byte: a `CUdeviceptr`.
     fn address(&self) -> u64;
@@ -32,21 +32,21 @@ pub unsafe trait DeviceBuffer {
 ///
 /// # Safety
 ///
-/// [`Self::handle`] is a `CUstream` of the device of each communicator with which it is used. It is not destroyed
-/// before the value is dropped.
+/// [`Self::handle`] is a `CUstream` of the device of each communicator that uses this stream. The `CUstream` is not
+/// destroyed before this value is dropped.
 pub unsafe trait DeviceStream {
-    /// Returns the `CUstream`, which is the same as the `cudaStream_t` of the runtime API.
+    /// Returns the `CUstream`, which is identical to the `cudaStream_t` of the runtime API.
     fn handle(&self) -> *mut c_void;
 }
 
-/// A part of a [`DeviceBuffer`] that NCCL reads.
+/// A byte range of a [`DeviceBuffer`] that NCCL reads.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceView<'a> {
     bytes: Extent,
     lent: PhantomData<&'a ()>,
 }
 
-/// A part of a [`DeviceBuffer`] that NCCL writes.
+/// A byte range of a [`DeviceBuffer`] that NCCL writes.
 #[derive(Debug)]
 pub struct DeviceViewMut<'a> {
     bytes: Extent,

@@ -15,11 +15,12 @@ use crate::{DataType, Error, RedOp, Result};
 
 /// Operations of one communicator on one stream, which run at the same time.
 ///
-/// Sends and receives between the same two ranks are matched in the order in which each side adds them. A rank that
-/// sends to itself must also receive from itself.
+/// Sends and receives between the same two ranks are matched in the order in which each of the two ranks adds them. A
+/// rank that sends to itself must also receive from itself.
 ///
-/// The first lifetime is the lifetime of the call that created the group. It prevents swapping the group with the group
-/// of another communicator, which may have other ranks. The second lifetime is the lifetime of the buffers.
+/// The first lifetime is the lifetime of the call that created the group. This lifetime prevents swapping the group
+/// with the group of another communicator, which may have other ranks. The second lifetime is the lifetime of the
+/// buffers.
 #[derive(Debug)]
 pub struct GroupCall<'g, 'b> {
     place: RankPosition,
@@ -113,7 +114,8 @@ impl<'b> GroupCall<'_, 'b> {
         Ok(())
     }
 
-    /// Gathers in place: the parts of `buffer` are in rank order, and each rank sends its own part (`ncclAllGather`).
+    /// Gathers in place (`ncclAllGather`). `buffer` has one part for each rank, in rank order and of equal length; each
+    /// rank sends its own part and receives all other parts.
     pub fn all_gather_in_place(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
         let recv = buffer.extent();
         let all = recv.elements(dtype, "ncclAllGather")?;
@@ -203,9 +205,9 @@ impl<'b> GroupCall<'_, 'b> {
     ///
     /// # Safety
     ///
-    /// `comm` is a communicator of this library with the group's number of ranks. No other thread uses it at the same
-    /// time. `stream` is a stream of the communicator's device. The device can access the memory of all views until the
-    /// work on the stream is done.
+    /// `comm` is a communicator of this library with the group's number of ranks. No other thread uses this
+    /// communicator at the same time. `stream` is a stream of the communicator's device. The device can access the
+    /// memory of all views until the work on the stream is done.
     pub(super) unsafe fn queue(&self, nccl: &Nccl, comm: ncclComm_t, stream: cudaStream_t) -> Result<Progress> {
         let _ = nccl.group_start()?;
         // SAFETY: guaranteed by the caller.

@@ -60,8 +60,8 @@ impl Library {
 /// The id that all ranks of one communicator share (`ncclUniqueId`). One rank creates the id and sends it to all other
 /// ranks.
 ///
-/// The id contains the address at which that rank listens. Therefore it is valid for one communicator, and only while
-/// the process of that rank runs.
+/// The id contains the address at which that rank listens. Therefore the id is valid for one communicator, and only
+/// while the process of that rank runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; Self::BYTES]);
 
@@ -69,7 +69,7 @@ impl UniqueId {
     /// The length of a unique id in bytes.
     pub const BYTES: usize = NCCL_UNIQUE_ID_BYTES;
 
-    /// Creates a unique id (`ncclGetUniqueId`). This opens a port of this process.
+    /// Creates a unique id (`ncclGetUniqueId`). The call opens a port of this process.
     pub fn new(library: &Library) -> Result<Self> {
         let id = library.nccl().unique_id()?;
         Ok(Self(id.internal.map(c_char::cast_unsigned)))

@@ -10,13 +10,13 @@ use crate::{Error, Result};
 
 /// The first pause between two polls of NCCL. Each later pause is twice as long as the previous one.
 const SHORTEST: Duration = Duration::from_micros(20);
-/// The longest pause between two polls. It is also the maximum time until a completed operation is noticed.
+/// The longest pause between two polls. This pause is also the maximum time until a completed operation is noticed.
 const LONGEST: Duration = Duration::from_millis(5);
 
-/// The time limit of a communicator for three waits: until all peers join its creation, until a peer joins the first
-/// exchange with it, and until all peers join its end.
+/// The time limit of a communicator for three waits: until all peers join the creation of the communicator, until a
+/// peer joins the first exchange with this rank, and until all peers join the end of the communicator.
 ///
-/// It does not limit data transfers, because the caller waits for these on the stream.
+/// The limit does not apply to data transfers, because the caller waits for data transfers on the stream.
 pub struct Wait {
     limit: Duration,
     watch: Box<Watch>,
