@@ -12,7 +12,7 @@ pub const POINTS: [&str; 24] = [
     "begin-made",
     "begin-created-lease",
     "begin-leased",
-    "doubted",
+    "invalidated",
     "carried",
     "record-before",
     "record-created",

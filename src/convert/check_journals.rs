@@ -17,7 +17,7 @@ use crate::exec::sidecar_files::{SidecarFile, is_copied};
 use crate::progress::Task;
 use crate::publish::Staging;
 use crate::publish::completed_work::{ChangedRange, CompletedWork, RecordedRange, changed};
-use crate::publish::journal::doubt;
+use crate::publish::journal::invalidate;
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
@@ -62,7 +62,7 @@ impl JournalSet<'_> {
     ///
     /// # Errors
     /// `Io`, `Stopped`.
-    pub fn believed(&self, own: &Extents, verify: bool) -> Result<CompletedWork> {
+    pub fn validated(&self, own: &Extents, verify: bool) -> Result<CompletedWork> {
         let (folder, files) = (self.staging.folder(), self.files());
         let (mut known, mut misfits) = self.known_and_misfits(own)?;
         let contradicts = |known: &CompletedWork, misfits: &BTreeMap<u32, String>| {
@@ -76,10 +76,10 @@ impl JournalSet<'_> {
             })?;
         }
         let of_misfits = |taken: &&RecordedRange| misfits.contains_key(&taken.file);
-        let mut doubted: Vec<&RecordedRange> = known.taken.iter().filter(of_misfits).collect();
+        let mut invalid: Vec<&RecordedRange> = known.taken.iter().filter(of_misfits).collect();
         let mut warnings: Vec<String> = Vec::new();
         for (index, found) in &misfits {
-            let bytes: u64 = doubted.iter().filter(|taken| taken.file == *index).map(|taken| taken.len_bytes()).sum();
+            let bytes: u64 = invalid.iter().filter(|taken| taken.file == *index).map(|taken| taken.len_bytes()).sum();
             if bytes > 0 {
                 let file = &files[*index as usize];
                 let (path, len) = (folder.join(&file.path), file.len);
@@ -107,9 +107,9 @@ impl JournalSet<'_> {
                 taken.range.end,
                 taken.digest
             ));
-            doubted.push(taken);
+            invalid.push(taken);
         }
-        if doubted.is_empty() {
+        if invalid.is_empty() {
             return Ok(known);
         }
         let more = warnings.len().saturating_sub(MOST_WARNINGS);
@@ -117,7 +117,7 @@ impl JournalSet<'_> {
         if more > 0 {
             self.run.progress.warning(&format!("{more} more ranges that are recorded as done are written again"));
         }
-        doubt(self.staging.journal(), known.doubts(&doubted), self.sync)?;
+        invalidate(self.staging.journal(), known.invalidated_entries(&invalid), self.sync)?;
         self.known()
     }
 
@@ -175,7 +175,7 @@ impl JournalSet<'_> {
             if !known.taken.iter().any(|taken| partial.overlaps(taken.file, &taken.range)) {
                 return Ok(());
             }
-            self.doubt(&known, &partial)?;
+            self.invalidate(&known, &partial)?;
         }
     }
 
@@ -183,9 +183,9 @@ impl JournalSet<'_> {
     ///
     /// # Errors
     /// `Io`.
-    pub fn doubt(&self, known: &CompletedWork, bytes: &Extents) -> Result<()> {
+    pub fn invalidate(&self, known: &CompletedWork, bytes: &Extents) -> Result<()> {
         let is_meant = |taken: &&RecordedRange| bytes.overlaps(taken.file, &taken.range);
-        let doubted: Vec<&RecordedRange> = known.taken.iter().filter(is_meant).collect();
-        doubt(self.staging.journal(), known.doubts(&doubted), self.sync)
+        let invalid: Vec<&RecordedRange> = known.taken.iter().filter(is_meant).collect();
+        invalidate(self.staging.journal(), known.invalidated_entries(&invalid), self.sync)
     }
 }

@@ -195,10 +195,10 @@ impl DestinationWriter<'_> {
         let (files, part) = (self.files(), self.part());
         let verify = self.args.execute.verify;
         let own = conversion.division(part);
-        let mut known = self.records.believed(&own, verify)?;
+        let mut known = self.records.validated(&own, verify)?;
         let peers = conversion.source.peers.as_ref();
         if let Some(peers) = peers.filter(|peers| peers.reducing() == ReductionMethod::Nccl) {
-            known = self.made_alike(peers)?;
+            known = self.without_partial_replicas(peers)?;
         }
         let todo = own.without(&known.done);
         let before = EarlierWork::of(&known);
@@ -251,7 +251,7 @@ impl DestinationWriter<'_> {
 
     /// Invalidates replicas that are only partly written, and returns the completed work. NCCL must reduce all replicas
     /// of a value in one operation, because otherwise the replicas may differ in their last bits. Collective.
-    fn made_alike(&self, peers: &Peers) -> Result<CompletedWork> {
+    fn without_partial_replicas(&self, peers: &Peers) -> Result<CompletedWork> {
         // The first barrier waits until no process invalidates entries any more. The second barrier prevents that a
         // process writes before process 0 has invalidated entries.
         peers.barrier()?;
@@ -353,7 +353,7 @@ impl DestinationWriter<'_> {
         if self.args.execute.verify {
             let hint = if known.is_some() { WRONG_AND_KEPT } else { WRONG };
             if let Some(wrong) = read_back(conversion, staging.folder(), hint, run)? {
-                known.map_or(Ok(()), |known| self.records.doubt(&known, &wrong.bytes))?;
+                known.map_or(Ok(()), |known| self.records.invalidate(&known, &wrong.bytes))?;
                 return Err(wrong.error);
             }
         }

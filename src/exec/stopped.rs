@@ -16,7 +16,7 @@ pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("US
 
 /// The error of a run that a signal stopped, in this process or another process. Nothing was published.
 #[derive(Debug, thiserror::Error)]
-#[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
+#[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), kept_output(kept.as_ref()))]
 #[non_exhaustive]
 pub struct Stopped {
     /// The name of the signal: `TERM`.
@@ -50,7 +50,7 @@ fn at_peer(peer: Option<&Peer>) -> String {
     peer.map_or_else(String::new, |peer| format!(" at {peer}"))
 }
 
-fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
+fn kept_output(kept: Option<&(PathBuf, String)>) -> String {
     kept.map_or_else(
         || String::from("nothing was written at the destination"),
         |(path, much)| format!("{} keeps {much}; use options::resume to continue", path.display()),

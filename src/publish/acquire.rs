@@ -94,7 +94,7 @@ pub(super) fn preflight(
             let leases = states(&found, &mut LeaseWatch::new(pace));
             match admission(&leases, claim.part, found.plan.is_of(plan) && !claim.restart) {
                 Admission::Conflict(name) => return Err(destination.another_run(&found, name)),
-                Admission::Watch => return Ok(Preflight::Unsure(destination.in_doubt())),
+                Admission::Watch => return Ok(Preflight::Unsure(destination.may_be_in_use())),
                 Admission::Resume { .. } if !claim.resume => return Err(destination.unfinished(claim)),
                 Admission::Resume { .. } | Admission::Join { .. } => Preflight::Resumes,
                 Admission::Replace if claim.restart => Preflight::Fresh,
@@ -103,7 +103,7 @@ pub(super) fn preflight(
         }
         // A process that was killed right after publishing may have left the partial folder.
         FoundPartial::Nothing | FoundPartial::Partial(_)
-            if claim.takes_what_is_done() && published_xattr::is(path, plan.fingerprint) =>
+            if claim.accepts_finished_output() && published_xattr::is(path, plan.fingerprint) =>
         {
             return Ok(Preflight::Done);
         }
@@ -211,7 +211,7 @@ impl Acquiring<'_> {
     fn start(&mut self) -> Result<NextStep> {
         finish_replacement(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);
-        if self.claim.takes_what_is_done() && published_xattr::is(&self.destination.path, self.plan.fingerprint) {
+        if self.claim.accepts_finished_output() && published_xattr::is(&self.destination.path, self.plan.fingerprint) {
             return Ok(NextStep::Begun(Beginning::Done));
         }
         free?;
@@ -445,7 +445,7 @@ impl Destination {
         )
     }
 
-    fn in_doubt(&self) -> Error {
+    fn may_be_in_use(&self) -> Error {
         Error::usage(
             format!("{} exists, and a run on another node may be working in it", self.partial().display()),
             "a real run watches it for about 20 seconds first; use options::resume to continue it if no process works \
@@ -487,11 +487,11 @@ impl Destination {
     fn is_taken(&self, claim: &Claim) -> Error {
         let destination = self.path.display();
         let (message, hint) = match published_xattr::read(&self.path) {
-            Some(_) if claim.takes_what_is_done() => (
+            Some(_) if claim.accepts_finished_output() => (
                 format!("{destination} exists and is complete, but was made from another source or with other options"),
                 "choose another destination, or replace it with options::overwrite",
             ),
-            None if claim.takes_what_is_done() => (
+            None if claim.accepts_finished_output() => (
                 format!("{destination} exists, but does not record what it was made from"),
                 "if it may be complete, check it with `dtshard verify`, also against SRC if one process sees all SRC: \
                  some file systems do not store the attribute that records the plan. Use options::overwrite to \

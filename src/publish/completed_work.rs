@@ -60,7 +60,7 @@ impl RecordedRange {
         self.range.end - self.range.start
     }
 
-    fn doubt(&self) -> InvalidatedEntry {
+    fn invalidated_entry(&self) -> InvalidatedEntry {
         InvalidatedEntry { journal: self.journal.to_string(), file: self.file, start: self.range.start }
     }
 }
@@ -90,10 +90,10 @@ impl CompletedWork {
                 }
             }
         }
-        let doubts: HashSet<InvalidatedEntry> =
-            records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
+        let invalidated: HashSet<InvalidatedEntry> =
+            records.iter().flat_map(|(_, record)| record.invalidated.iter().cloned()).collect();
         for (journal, record) in records {
-            known.take(&journal, record, &doubts);
+            known.take(&journal, record, &invalidated);
         }
         for (file, sums) in &mut known.sums {
             sums.sort_unstable_by_key(|part| part.offset);
@@ -102,10 +102,10 @@ impl CompletedWork {
         Ok(known)
     }
 
-    fn take(&mut self, journal: &Arc<str>, record: JournalRecord, doubts: &HashSet<InvalidatedEntry>) {
+    fn take(&mut self, journal: &Arc<str>, record: JournalRecord, invalidated: &HashSet<InvalidatedEntry>) {
         for FinishedRange { file, range, digest, checksum_parts: sums, cast_losses: lost } in record.entries {
             let taken = RecordedRange { journal: Arc::clone(journal), file, range: range.clone(), digest };
-            if !doubts.is_empty() && doubts.contains(&taken.doubt()) {
+            if !invalidated.is_empty() && invalidated.contains(&taken.invalidated_entry()) {
                 continue;
             }
             if self.done.overlaps(file, &range) {
@@ -134,14 +134,14 @@ impl CompletedWork {
         lengths
     }
 
-    /// Returns the entries that must be invalidated, so that the ranges `doubted` no longer count as finished. More
+    /// Returns the entries that must be invalidated, so that the ranges `ranges` no longer count as finished. More
     /// than one journal may record the same bytes.
     #[must_use]
-    pub fn doubts(&self, doubted: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
+    pub fn invalidated_entries(&self, ranges: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
-        doubted.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));
+        ranges.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));
         let spare = self.spare.iter().filter(|taken| bytes.overlaps(taken.file, &taken.range));
-        doubted.iter().copied().chain(spare).map(RecordedRange::doubt).collect()
+        ranges.iter().copied().chain(spare).map(RecordedRange::invalidated_entry).collect()
     }
 }
 

@@ -50,14 +50,14 @@ pub(super) struct JournalRecord {
     #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<u32>,
     #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
-    pub doubts: Vec<InvalidatedEntry>,
+    pub invalidated: Vec<InvalidatedEntry>,
 }
 
 impl JournalRecord {
     pub fn append(&mut self, later: Self) {
         self.entries.extend(later.entries);
         self.carried.extend(later.carried);
-        self.doubts.extend(later.doubts);
+        self.invalidated.extend(later.invalidated);
     }
 
     /// Returns the CRC-32 values of byte ranges that are not combined into complete checksums yet, each with the index
@@ -67,7 +67,7 @@ impl JournalRecord {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty() && self.carried.is_empty() && self.doubts.is_empty()
+        self.entries.is_empty() && self.carried.is_empty() && self.invalidated.is_empty()
     }
 
     /// Sorts the entries by file and offset, and joins adjacent entries.
@@ -112,7 +112,7 @@ impl JournalRecord {
         };
         self.entries.iter().all(is_entry_possible)
             && self.carried.iter().all(|number| (*number as usize) < carried)
-            && self.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
+            && self.invalidated.iter().all(|entry| (entry.file as usize) < files.len())
     }
 }
 
@@ -143,14 +143,14 @@ impl From<InvalidatedEntry> for (String, u32, u64) {
 ///
 /// # Errors
 /// `Io` if the journal cannot be written.
-pub fn doubt(journal: &AnchoredPath, doubts: Vec<InvalidatedEntry>, sync: bool) -> Result<()> {
-    if doubts.is_empty() {
+pub fn invalidate(journal: &AnchoredPath, invalidated: Vec<InvalidatedEntry>, sync: bool) -> Result<()> {
+    if invalidated.is_empty() {
         return Ok(());
     }
-    let name = Path::new(journal.file_name()).with_extension(format!("doubts-{}.{EXTENSION}", unique()));
+    let name = Path::new(journal.file_name()).with_extension(format!("invalidated-{}.{EXTENSION}", unique()));
     let mut made = Journal::create(&journal.with_file_name(name))?;
-    made.append(&JournalRecord { doubts, ..JournalRecord::default() }, boot_of(sync))?;
-    crate::fault::point("doubted");
+    made.append(&JournalRecord { invalidated, ..JournalRecord::default() }, boot_of(sync))?;
+    crate::fault::point("invalidated");
     Ok(())
 }
 

@@ -100,7 +100,7 @@ impl Claim {
     /// Returns true if the run succeeds when the destination already has the finished output of its plan. For example,
     /// a part that does not wait for the others may start after all work is finished, because it has no bytes to write
     /// or because it is restarted.
-    fn takes_what_is_done(&self) -> bool {
+    fn accepts_finished_output(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
 

@@ -140,7 +140,7 @@ fn key(name: &str) -> Path {
 }
 
 #[test]
-fn what_is_written_is_what_pytorch_wrote() {
+fn written_files_equal_those_of_pytorch() {
     for (case, folders) in CASES {
         let truth = Truth::open(case);
         let catalog = &truth.checkpoint.catalog;

@@ -146,7 +146,7 @@ fn fill(source: &Checkpoint, reservation: &Reservation, folder: &Path) {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn written_rank_files_are_read_back() {
     for case in ["fsdp4", "fsdp_tp", "hsdp", "tp2", "odd4", "replicated_plain"] {
         check(case, &mesh("fsdp=6", &[]), "S(0)", Release::V2_13);
         check(case, &mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)", Release::V2_10);

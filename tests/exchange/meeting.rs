@@ -115,7 +115,7 @@ fn unshared_destination_is_refused() {
 
 /// A waiting process prints the process that it waits for, unless `--quiet` is given.
 #[test]
-fn waiting_processes_print_whom_they_wait_for() {
+fn waiting_processes_print_the_missing_processes() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
     let outcomes =
         wait_all((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));

@@ -207,7 +207,7 @@ fn invalidated_output_stays_invalidated_after_a_kill() {
     let interrupted = InterruptedRun::new(FOLDER);
     let (file, at) = recorded(&interrupted.job);
     flip(&file, at);
-    assert_eq!(interrupted.job.run("--resume --verify", Some("doubted")).signal, Some(9));
+    assert_eq!(interrupted.job.run("--resume --verify", Some("invalidated")).signal, Some(9));
     interrupted.job.run("--resume", Some("none")).assert_succeeded();
     interrupted.job.assert_done("without a look");
 }

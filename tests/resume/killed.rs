@@ -103,7 +103,7 @@ fn assert_resumes_after_kills(kind: Kind, ways: &[(Victim, bool)]) {
     for (victim, overwrites) in ways.iter().copied() {
         let hit = kill_everywhere(&job, victim, overwrites);
         let is_expected = |point: &&str| match *point {
-            "doubted" => true,
+            "invalidated" => true,
             point if OF_RESTARTS.contains(&point) => true,
             point if OF_SWAPS.contains(&point) => !overwrites || victim == Victim::First,
             "carried" => !carries || victim == Victim::Last,

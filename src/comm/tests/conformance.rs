@@ -64,7 +64,7 @@ pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     for end in [End::Dropped, End::Failed, End::Stopped, End::Panicked] {
         for operation in [Operation::Exchange, Operation::AllGather, Operation::Gather, Operation::Barrier] {
             for gone in [0, 1, 2] {
-                names_who_is_gone(fleet, operation, end, gone);
+                names_the_ended_process(fleet, operation, end, gone);
             }
         }
     }
@@ -85,7 +85,7 @@ pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
     for end in [End::Dropped, End::Failed, End::Stopped, End::Panicked] {
         for operation in [Operation::Gather, Operation::Barrier] {
             for gone in [0, 1, 2] {
-                names_who_is_gone(&fleet, operation, end, gone);
+                names_the_ended_process(&fleet, operation, end, gone);
             }
         }
     }
@@ -371,7 +371,7 @@ enum End {
 
 /// Checks that the other ranks get an error that names a rank that has ended. One of three ranks ends after some
 /// rounds, while the others are in the next round.
-fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
+fn names_the_ended_process<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
     let case = format!("{operation:?}, rank {gone} {end:?}");
     let names_it = {
         let case = case.clone();

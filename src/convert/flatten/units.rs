@@ -221,7 +221,7 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         ));
     }
     if !without_state.is_empty() {
-        return Err(doubt(&without_state, &divided.parameters));
+        return Err(missing_state(&without_state, &divided.parameters));
     }
     if !buffer_names.is_empty() {
         let number = count(buffer_names.len(), "tensor");
@@ -244,7 +244,7 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
 
 /// Returns the error for floating-point tensors that have no optimizer state although other tensors have optimizer
 /// state.
-fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
+fn missing_state(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
     let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
     let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, ..)| fqn == name).map(|(.., entry)| &entry.shape);
     let tied = names.iter().find_map(|name| {

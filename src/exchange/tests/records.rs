@@ -169,7 +169,7 @@ fn process_that_never_comes_is_named() {
 }
 
 #[test]
-fn process_that_waits_reports_whom_it_waits_for() {
+fn waiting_process_names_the_missing_processes() {
     let shared = Shared::new();
     let said = Mutex::new(Vec::new());
     let print = |words: &str| said.lock().unwrap().push(words.to_owned());

@@ -183,8 +183,8 @@ fn invalidated_entry_counts_only_after_repeated_work() {
     let mut at = in_folder(folder.path(), "b.journal");
     for round in 0..3 {
         let first = known().taken.iter().find(|taken| taken.file == 0).unwrap().clone();
-        doubt(&at, known().doubts(&[&first]), true).unwrap();
-        doubt(&at, Vec::new(), true).unwrap();
+        invalidate(&at, known().invalidated_entries(&[&first]), true).unwrap();
+        invalidate(&at, Vec::new(), true).unwrap();
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
         // The journal entry of the repeated work may be invalidated, too.
@@ -196,7 +196,7 @@ fn invalidated_entry_counts_only_after_repeated_work() {
         assert_eq!(known().lost, lost(1));
     }
     let wrong = InvalidatedEntry { journal: "a.journal".into(), file: 2, start: 0 };
-    doubt(&at, vec![wrong], true).unwrap();
+    invalidate(&at, vec![wrong], true).unwrap();
     assert_eq!(known().done.len_bytes(), 401);
 }
 
@@ -210,7 +210,7 @@ fn invalidation_covers_overlapping_entries_of_all_journals() {
     let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
     let all = known();
     let first = all.taken.iter().find(|taken| taken.range == (0..40)).unwrap();
-    doubt(&in_folder(folder.path(), at.file_name().unwrap().to_str().unwrap()), all.doubts(&[first]), true).unwrap();
+    invalidate(&in_folder(folder.path(), at.file_name().unwrap().to_str().unwrap()), all.invalidated_entries(&[first]), true).unwrap();
     assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 40..60), (1, 80..90)]);
 }
 
