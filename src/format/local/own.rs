@@ -1,8 +1,8 @@
 //! Assigns each value that differs between ranks to the ranks of the target.
 //!
-//! If the values of several ranks differ only in the content of tensors (the state of a random number generator), they
-//! become one value: each tensor in it has different content on each rank. Values with other differences are stored
-//! separately, each with its ranks.
+//! If the values of several ranks differ only in the content of tensors (the state of a random number generator), these
+//! values become a single value, and each tensor in the value has different content on each rank. If values differ in
+//! another way, they stay separate values, each with a list of its ranks.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
-/// The tensors of the target that have different content on each rank. Their ids follow the ids of the source's
-/// tensors.
+/// The tensors of the target that have different content on each rank. The ids of these tensors begin after the last id
+/// of the source's tensors.
 #[derive(Debug)]
 pub struct PerRankTensors {
     first: usize,
-    /// For each tensor of the target, the source tensor that gives its content on each rank.
+    /// For each such tensor, a map from a rank to the source tensor with the content for this rank.
     by_rank: Vec<BTreeMap<Rank, TensorId>>,
 }
 
