@@ -299,7 +299,7 @@ impl Checkpoint {
         self.engine.work(&self.progress, |run| Inspection::new(&self.inner, options, run))
     }
 
-    /// Returns the layout of the tensors as a layout file: a JSON document, and the same document as TOML.
+    /// Returns the layout of the tensors as a layout file: a JSON document, and this document converted to TOML.
     ///
     /// # Errors
     /// `Unsupported` if the files do not record a layout, or record more than one.

@@ -145,7 +145,7 @@ impl Conversion {
     }
 
     /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, the placements of the source are kept if
-    /// the mesh has the same dimensions; otherwise, on a mesh of one dimension, tensors get `S(0)`.
+    /// the mesh has the dimensions of the source mesh; otherwise, on a mesh of one dimension, tensors get `S(0)`.
     ///
     /// # Errors
     /// `Layout` for an invalid mesh.

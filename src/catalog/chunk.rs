@@ -25,8 +25,8 @@ pub enum FileLocation {
     /// local header of the zip record. This header is read together with the chunk, not when the checkpoint is opened.
     Record { file: FileId, record: Record, within: u64 },
     /// The chunk is an item of a DCP data file: a torch.save archive at this range of the file. The ZIP directory and
-    /// the pickle of this archive record the offset and strides of the chunk. They are read together with the chunk,
-    /// not when the checkpoint is opened.
+    /// the pickle of this archive record the offset and strides of the chunk. The directory and the pickle are read
+    /// together with the chunk, not when the checkpoint is opened.
     Item(FileRange),
     /// The chunk is empty and stored nowhere.
     Empty,

@@ -95,7 +95,7 @@ impl Sharding {
 /// The Python class in which ranks store a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
-    /// A plain tensor. Without a [`Sharding`] it is complete on every rank, and with a [`Sharding`] each rank has a
+    /// A plain tensor. Without a [`Sharding`], every rank has the complete tensor. With a [`Sharding`], each rank has a
     /// local shard. Tensors of formats that do not record placements (DCP) also have this class.
     #[default]
     Tensor,

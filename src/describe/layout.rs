@@ -159,7 +159,8 @@ fn lies(
     }))
 }
 
-/// Returns every tensor with the layout that `reshard` would give it if `reshard` wrote the format of the source.
+/// Returns every tensor, with the layout that `reshard` would give the tensor if `reshard` wrote the format of the
+/// source.
 fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<NamedTensor>> {
     // ShardedTensors are sharded by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));

@@ -89,7 +89,7 @@ pub struct Span {
     pub ground: Option<u8>,
 }
 
-/// Returns the layout of a checkpoint as a layout file: a JSON document, and the same document as TOML.
+/// Returns the layout of a checkpoint as a layout file: a JSON document, and this document converted to TOML.
 ///
 /// # Errors
 /// `Unsupported` if the files do not record a layout, or record more than one.

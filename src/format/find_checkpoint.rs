@@ -106,8 +106,8 @@ pub fn may_lead_on(name: &str) -> bool {
         || is_lightning(name)
 }
 
-/// If SRC is a single file, returns the other files of its folder that belong to it: rank files of the same series, and
-/// index files. If SRC is an index, returns all other files of the folder.
+/// If SRC is a single file, returns the other files of its folder that a reader may also read, or that messages may
+/// count: rank files of the same series, and index files. If SRC is an index, returns all other files of the folder.
 ///
 /// # Errors
 /// `Io` if the folder of the file cannot be listed.

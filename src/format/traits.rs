@@ -174,7 +174,8 @@ pub struct WholeTarget<'a> {
     pub destination: Option<&'a FilePath>,
     /// The maximum number of bytes of tensor data in one file, if the output is a folder.
     pub max_shard_bytes: u64,
-    /// The output file of each tensor name, if the output is a folder with the same files as the source.
+    /// The output file of each tensor name, if the output is a folder with the file names of the source; otherwise
+    /// `None`.
     pub placing: Option<Placing>,
 }
 

@@ -15,8 +15,8 @@
 //!     P(a)            P(b)                              an error
 //! ```
 //!
-//! If source and target have the same mesh, "source" is the placement on the same mesh dim. Otherwise it is any Partial
-//! mesh dim of the source.
+//! If source and target have the same mesh, "source" is the placement on the same mesh dim. Otherwise "source" is any
+//! Partial mesh dim of the source.
 //!
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py`, and `redistribute_local_tensor`
 //! in `_redistribute.py`, which has the second row of the table but refuses to divide.

@@ -249,8 +249,8 @@ impl MeshLayout {
         SharedTensor { placements, splits: default.unwrap_or(splits), slice: None }
     }
 
-    /// If the tensor is on a slice of the mesh in the source, puts it on the slice with the same mesh dims in the
-    /// target. An example is the FSDP slice, which has the norms under FSDP and TP.
+    /// If the source has the tensor on a slice of its mesh, returns placements on the slice of the target mesh whose
+    /// dims have the same names. For example, under FSDP and TP, norms are on the FSDP slice.
     ///
     /// A slice that a rule sets takes precedence. The slice of the source is used only if the tensor is replicated on
     /// all other mesh dims.

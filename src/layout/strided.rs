@@ -21,12 +21,13 @@ pub struct MeshChange<'a> {
 }
 
 impl MeshChange<'_> {
-    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if `Shard` has the same effect. `sharded`
-    /// is the tensor dim that each mesh dim shards.
+    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if a plain `Shard` is enough there.
+    /// `sharded` is the tensor dim that each mesh dim shards.
     ///
     /// Consider the mesh dims to the right of `at` that shard the same tensor dim. If the split factor equals the
-    /// product of their sizes, it becomes the product of their sizes on the new mesh. Mesh dims that are to the left of
-    /// `at` on the new mesh do not count, because they split first; if none remains, `Shard` has the same effect.
+    /// product of the sizes of these mesh dims, the new split factor is the product of their sizes on the new mesh.
+    /// Mesh dims that are to the left of `at` on the new mesh are left out of this product, because they split the
+    /// tensor dim first. If no mesh dim remains, the result is `None`.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();

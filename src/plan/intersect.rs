@@ -69,8 +69,8 @@ impl<'a> SourceTensor<'a> {
     }
 }
 
-/// The sources of a target tile: overlaps with source chunks. Together they hold every element of the tile exactly
-/// once, except elements that will be zero.
+/// The sources of a target tile: overlaps with source chunks. The overlaps together hold every element of the tile
+/// exactly once, except elements that will be zero.
 #[derive(Debug)]
 pub struct TilePlan {
     /// The shape of the target's local tensor.

@@ -24,8 +24,8 @@ impl<'o> UsedPatterns<'o> {
         Self { patterns, used: vec![false; patterns.len()] }
     }
 
-    /// Returns whether any pattern covers any of the names. After the first match, the function tries only patterns
-    /// that have not matched any leaf so far, to record whether they match.
+    /// Returns whether any pattern covers any of the names. After the first match, the function compares only those
+    /// patterns that have not matched a leaf so far, to record which patterns match anything.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {

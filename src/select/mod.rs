@@ -1,8 +1,8 @@
 //! Selects tensors and objects of a checkpoint, and sets their names and dtypes.
 //!
-//! [`select`] makes a catalog of the selection. It has the tensors of the source in the order of the source, so that a
-//! [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state dict with
-//! references to the selected tensors. It reads and writes no tensor data.
+//! [`select`] makes a catalog of the selection. The catalog has the tensors of the source in the order of the source,
+//! so that a [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state
+//! dict with references to the selected tensors. The function reads and writes no tensor data.
 //!
 //! The steps, in order: wrapper components are removed from names; the include and exclude patterns are compared with
 //! these names; the root is removed; prefixes are stripped; names are renamed; a prefix is added; all names are put

@@ -2,7 +2,8 @@
 //!
 //! A name is a list of keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. If
 //! the old and the new name begin or end with equal components, the old keys are kept for these components. If the
-//! components between have the same number in both names, they are divided into keys as in the old name:
+//! remaining middle components are equally many in both names, the middle of the new name is divided into keys at the
+//! positions at which the old name is divided:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight

@@ -374,7 +374,8 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    /// Returns the name of a leaf, and the position of its parameter's name in it.
+    /// Returns the name of a leaf. If the leaf is optimizer state, also returns the position of the parameter's name in
+    /// this name.
     pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {

@@ -216,8 +216,8 @@ fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     positions
 }
 
-/// Returns the minimum width of each column for the names in it. Ignores areas (places for a name) that span several
-/// columns, because such areas nearly always have enough room.
+/// Returns the minimum width of each column, so that the names in the column fit. Ignores areas (places for a name)
+/// that span several columns, because such areas nearly always have enough room.
 fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
     let mut least = vec![1; columns];
     for area in areas.iter().filter(|area| area.columns.len() == 1) {

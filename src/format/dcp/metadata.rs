@@ -394,7 +394,8 @@ impl<'a> ItemPositions<'a> {
         Ok(Self { columns, rows, starts })
     }
 
-    /// Returns the items of an FQN. `nth` is the expected index of the FQN, which makes the lookup fast if it is right.
+    /// Returns the items of an FQN. `nth` is the expected index of the FQN; the lookup is fast if the FQN has this
+    /// index.
     fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
         let names = &self.columns.names.texts;
         let is_likely = |name: &&Arc<str>| ***name == *fqn;

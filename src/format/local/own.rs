@@ -33,7 +33,8 @@ impl PerRankTensors {
     }
 }
 
-/// Returns the state dict for `world_size` ranks, and the tensors in it whose content differs between ranks.
+/// Returns the state dict for a target of `world_size` ranks, and the tensors of this state dict whose content differs
+/// between ranks.
 #[must_use]
 pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();

@@ -46,8 +46,8 @@ pub enum PlainKind {
     Parts,
 }
 
-/// Returns the catalog of a file that belongs to no series. If the file has a DTensor, it has only the local part of
-/// one rank. The later coverage check then reports the missing elements.
+/// Returns the catalog of a file that belongs to no series. If the file contains a DTensor, the file has only the local
+/// part of one rank. The later coverage check then reports the missing elements.
 ///
 /// # Errors
 /// `Malformed` for an invalid file, `Conflict` for a contradiction in the file.
@@ -109,7 +109,7 @@ struct TensorOfRank {
 struct Merger<'a> {
     files: &'a [RankFile],
     plain: PlainKind,
-    /// For each tensor of the merged state dict, the tensors of the ranks that it consists of.
+    /// For each tensor of the merged state dict, the tensors in the rank files that were merged to this tensor.
     tensors: Vec<Vec<TensorOfRank>>,
 }
 

@@ -24,7 +24,7 @@ impl FilePosition<'_> {
         format!("{} line {}{section}", self.name, self.line)
     }
 
-    /// Returns the same position on another line.
+    /// Returns this position with another line number.
     pub fn at_line(self, line: usize) -> Self {
         Self { line, ..self }
     }

@@ -8,7 +8,7 @@ use std::{fmt, str::FromStr};
 use super::super::{LayoutError, TensorDim};
 
 /// The way to shard the parameters of a module over tensor parallelism. `blocks` is the number of weights in a fused
-/// weight; each of these weights is sharded separately. It is 1 for an ordinary weight.
+/// weight; each of these weights is sharded separately. For an ordinary weight, `blocks` is 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ParallelStyle {
     /// Shards the outputs of a linear module.

@@ -150,8 +150,8 @@ impl Memo {
         self.fetched.contains_any(next..next + entries)
     }
 
-    /// Counts the next `entries` entries as written, without storing them. The caller must store those of them that a
-    /// GET fetches.
+    /// Counts the next `entries` entries as written, without storing them. The caller must store each of these entries
+    /// that a GET fetches.
     pub fn skip(&mut self, entries: u32) {
         self.written.below += entries;
     }

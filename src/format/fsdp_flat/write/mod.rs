@@ -3,7 +3,7 @@
 //! The file of a rank has the state dict with the rank's shards. The state dict is planned once for all ranks: each
 //! tensor of the target is a [`TreeTensor`](plan::TreeTensor), which is a view of a
 //! [`PlannedStorage`](plan::PlannedStorage). A tensor or storage has the same index on all ranks; the flat layout
-//! determines the elements of it that each rank holds. A storage contains the data of parameters, and padding bytes of
+//! determines which of its elements each rank holds. A storage contains the data of parameters, and padding bytes of
 //! known value between the parameters.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`].
