@@ -37,7 +37,7 @@ pub const POINTS: [&str; 24] = [
 /// copy files of SRC.
 pub const COPY_POINTS: [&str; 3] = ["source-copying", "source-copied", "source-recorded"];
 
-/// Kills the process here, if a test has selected the crash point with this name.
+/// Kills the process if a test has selected the crash point `name`.
 #[cfg(debug_assertions)]
 pub fn point(name: &str) {
     debug_assert!(POINTS.contains(&name) || COPY_POINTS.contains(&name), "{name} is not listed");

@@ -21,7 +21,7 @@ pub trait Progress: Send + Sync {
     /// Counts `bytes` more bytes of the task as completed by this run.
     fn advance(&self, _bytes: u64) {}
 
-    /// Tells the receiver that the task enters a phase.
+    /// Records that the task enters another phase.
     fn enter(&self, _phase: Phase) {}
 
     /// Ends the task.

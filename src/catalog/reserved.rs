@@ -92,7 +92,7 @@ impl OutputFile {
         Self { rank: Some(rank), ..Self::new(path) }
     }
 
-    /// Appends bytes that are known in advance to the file.
+    /// Appends header bytes to the file: bytes that are known before tensor data is copied.
     pub fn push_header(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
         let bytes = bytes.into();
         let offset = self.len;

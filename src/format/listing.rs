@@ -70,7 +70,7 @@ pub fn is_metadata_file(name: &str) -> bool {
     Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
 }
 
-/// How certain it is that files are a checkpoint of a format.
+/// The certainty with which detected files are a checkpoint of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Match {
     /// The file names or the first bytes occur only in this format.

@@ -88,9 +88,9 @@ pub struct NameOptions {
 /// The selection, and the names that were left out.
 #[derive(Debug)]
 pub struct Selected {
-    /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.
-    /// Tensors that were not selected are still in the list of tensors, but not in the state dict. The archives and
-    /// warnings of the source are not copied.
+    /// The catalog of the selection. Each tensor has the dtype to write and its first new name, but no chunks. Tensors
+    /// that were not selected are still in the list of tensors, but not in the state dict. The archives and warnings of
+    /// the source are not copied.
     pub catalog: Catalog,
     pub left_out: LeftOut,
     /// The numbers of tensors that are cast, and of tensors that keep their dtype although a cast rule matches.

@@ -237,7 +237,7 @@ struct FileWriter<'a> {
     mesh: &'a DeviceMesh,
     /// The distinct headers of the files. Most ranks have equal headers, and equal headers are in memory only once.
     headers: HashSet<Arc<Vec<u8>>>,
-    /// For each name, the written chunks of each source tensor.
+    /// For each name, the chunks to write, by the source tensor from which the content of the chunks comes.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
 

@@ -57,7 +57,7 @@ pub struct Cover {
 enum CoverIndex {
     /// The tensor has no elements, so it needs no tiles.
     Empty,
-    /// The tile with this index is the complete tensor.
+    /// A single tile is the complete tensor. The number is the index of this tile in the caller's list.
     Whole(usize),
     Grid(Grid),
     Slabs(Slabs),

@@ -186,7 +186,7 @@ impl<'a> Pickle<'a> {
         self.node(self.root)
     }
 
-    /// Returns the node of an id of this pickle.
+    /// Returns a reference to the node with this id. The id must come from this pickle.
     pub fn node(&self, id: NodeId) -> Ref<'_> {
         Ref::new(self, id)
     }

@@ -223,8 +223,8 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// Adds the local header of a zip record, padded so that its data starts at a multiple of the alignment. Returns
-    /// the offset of the header in the archive.
+    /// Adds the local header of a zip record, with padding so that the data of the zip record starts at a multiple of
+    /// the alignment. Returns the offset of the header in the archive.
     fn header(&mut self, name: &str, len: u64) -> u64 {
         let header = self.position();
         let name = self.full(name);
@@ -325,7 +325,8 @@ impl<'a> ArchiveWriter<'a> {
 /// The offset of the CRC-32 in a directory entry, in bytes.
 const DIRECTORY_CRC_OFFSET: u64 = 16;
 
-/// Returns the flags of a zip entry: its name is UTF-8, and it has a data descriptor if it has data.
+/// Returns the flags of a zip entry with `len` bytes of data. The flags say that the name is UTF-8 and, if there is
+/// data, that a data descriptor follows.
 fn flags(len: u64) -> u16 {
     if len == 0 { 0x0800 } else { 0x0808 }
 }
