@@ -1,5 +1,5 @@
-//! An open checkpoint: the names, shapes and chunk positions of its tensors, and the files that store them. Offsets and
-//! sizes of boxes count elements; lengths of buffers are in bytes.
+//! An open checkpoint: the names, shapes and chunk positions of the tensors, and the files that store the tensors.
+//! Offsets and sizes of boxes count elements; lengths of buffers are in bytes.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -24,43 +24,49 @@ use crate::progress::{NoProgress, Progress};
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
-    /// The format of the source, the resources for reading it, and the layout that its files do not record.
+    /// The format of the source, the resources for reading it, and a declared layout, for a source whose files do not
+    /// record the layout.
     pub source: SourceOptions,
-    /// The parts of a checkpoint folder that are read.
+    /// The components of a checkpoint folder to read: model, optimizer, other files.
     pub contents: Contents,
-    /// A checkpoint of the same model. It gives the shapes of FSDP1 flat parameters if the source lacks them.
+    /// Another checkpoint of the same model. It gives the shapes of parameters if the source has FSDP1 flat parameters
+    /// without these shapes.
     pub like: Option<PathBuf>,
-    /// True to open a set of files even if some are missing. [`Checkpoint::missing`] lists the missing files.
+    /// If true, a set (files that form one checkpoint together) is opened even if some of its files are missing.
+    /// [`Checkpoint::missing`] lists the missing files.
     pub incomplete: bool,
-    /// True to read FSDP1 flat parameters as 1-d tensors if nothing gives the shapes of their parameters.
+    /// If true, FSDP1 flat parameters are read as 1-d tensors if the shapes of their parameters are unknown. If false,
+    /// unknown shapes are an error.
     pub raw_flat: bool,
-    /// True to keep wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) in the names that patterns match.
+    /// If true, patterns are compared with names that keep wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`). If
+    /// false, patterns are compared with names without these prefixes.
     pub keep_names: bool,
     /// The identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,
-    /// The options of the operation that follows. Processes that exchange bytes must set this field, because they
-    /// compare these options. With `None`, options for FSDP1 flat parameters are refused if the source has no flat
-    /// parameters.
+    /// The options of the conversion that follows; `None` if no conversion follows. Processes that exchange bytes must
+    /// set this field, because they check that these options are equal on all processes. With `None`, it is an error to
+    /// set `like` or `raw_flat` for a source without FSDP1 flat parameters.
     pub writes: Option<Writes>,
 }
 
-/// Options of a conversion that are needed when its source is opened. Processes that exchange bytes compare these
-/// options.
+/// Options of a conversion that are already needed when the source of the conversion is opened. Processes that exchange
+/// bytes check that these options are equal on all processes.
 #[derive(Clone, Debug, Default)]
 pub struct Writes {
-    /// The destination. Processes that exchange bytes find each other in a hidden folder beside it.
+    /// The destination. Processes that exchange bytes find each other in a hidden folder in the parent folder of the
+    /// destination.
     pub destination: Option<PathBuf>,
     /// Options for writing the destination.
     pub execute: ExecuteOptions,
-    /// True if nothing will be written.
+    /// If true, the conversion writes nothing to the destination.
     pub dry_run: bool,
     /// Options for exchanging bytes between the processes of a run.
     pub exchange: ExchangeOptions,
-    /// The checks before anything is written.
+    /// Options for the checks that run before anything is written.
     pub checks: CheckOptions,
 }
 
-/// The parts of a checkpoint folder that are read.
+/// The components of a checkpoint folder that are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
     /// The model, the optimizer, and the other files in the folder are read.
@@ -90,17 +96,17 @@ impl Contents {
 /// Opening reads headers and metadata files only, so a checkpoint of terabytes opens in seconds. A file that is
 /// replaced while the checkpoint is open is detected when a conversion is published.
 pub struct Checkpoint {
-    /// The catalog of the checkpoint and its files.
+    /// The catalog and the files of the checkpoint.
     pub(crate) inner: format::Checkpoint,
-    /// The other processes of the run, or `None` if the processes do not exchange bytes.
+    /// The connection to the other processes of the run, or `None` if the processes do not exchange bytes.
     pub(crate) peers: Option<convert::Peers>,
     /// Threads and resources, which the conversions of this checkpoint share.
     pub(crate) engine: Arc<Engine>,
-    /// The options with which the checkpoint was opened. A conversion starts from them.
+    /// The options with which the checkpoint was opened. A conversion of this checkpoint starts with these options.
     pub(crate) convert: ConvertOptions,
-    /// The receiver of progress and messages.
+    /// The object that receives progress and messages.
     pub(crate) progress: Arc<dyn Progress>,
-    /// The tensors by name. The map is built at the first lookup.
+    /// The tensors by name. The map is built when a tensor is first looked up by name.
     by_name: OnceLock<HashMap<String, TensorId>>,
 }
 
@@ -181,7 +187,7 @@ impl Checkpoint {
         &self.inner.missing
     }
 
-    /// Returns the tensors under every name they have, in the order of the state dict.
+    /// Returns all tensors in the order of the state dict. A tied tensor is returned once for each of its names.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         let named = state_dict::all_tensors(&self.inner.catalog.state);
         named.into_iter().map(|(name, id)| self.tensor_info(name.to_string(), id))
@@ -213,20 +219,21 @@ impl Checkpoint {
     /// Reads a complete tensor into `buffer`: its elements in row-major order, in little-endian byte order.
     ///
     /// # Errors
-    /// `Usage` if no tensor has this name, or if `buffer` has another length than the tensor; `Io` and `Malformed` from
-    /// reading files.
+    /// `Usage` if no tensor has this name, or if the length of `buffer` is not the number of bytes of the tensor; `Io`
+    /// and `Malformed` from reading files.
     pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
         let info = self.tensor(name).ok_or_else(|| self.unknown(name))?;
         let shape = info.shape().to_vec();
         self.read_box(name, &vec![0; shape.len()], &shape, buffer)
     }
 
-    /// Reads one box of a tensor into `buffer`, and no other data of the tensor. The box begins at `offsets` and has
-    /// the given `sizes`. The elements are in row-major order, in little-endian byte order. Partial values are reduced.
+    /// Reads one box of a tensor into `buffer`. Does not read tensor data outside the box. The box begins at `offsets`
+    /// and has the given `sizes`. The elements are in row-major order, in little-endian byte order. Partial values are
+    /// reduced.
     ///
     /// # Errors
-    /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than
-    /// the box; `Io` and `Malformed` from reading files.
+    /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if the length of `buffer` is not
+    /// the number of bytes of the box; `Io` and `Malformed` from reading files.
     pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
         /// The number of bytes that one thread reads at a time.
         const BLOCK_BYTES: usize = 4 << 20;
@@ -266,7 +273,7 @@ impl Checkpoint {
         })
     }
 
-    /// Returns a checkpoint of the same files for use by this process alone, without the other processes of the run.
+    /// Returns a copy of this checkpoint, with the same files, that does not exchange bytes with other processes.
     pub(crate) fn clone_alone(&self) -> Self {
         Self {
             inner: self.inner.clone(),
@@ -292,7 +299,7 @@ impl Checkpoint {
         self.engine.work(&self.progress, |run| Inspection::new(&self.inner, options, run))
     }
 
-    /// Returns the layout of the tensors as a layout file: a JSON document, and the same document as TOML.
+    /// Returns the layout of the tensors as a layout file: a JSON document, and this document converted to TOML.
     ///
     /// # Errors
     /// `Unsupported` if the files do not record a layout, or record more than one.
@@ -364,7 +371,7 @@ impl TensorInfo<'_> {
     }
 
     /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. Returns `None` if the
-    /// format does not record placements, as DCP.
+    /// format does not record placements; DCP is such a format.
     #[must_use]
     pub fn placements(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)

@@ -1,5 +1,5 @@
-//! Conversions: a builder that describes the output, a plan in which every output file is laid out, and the execution
-//! of the plan.
+//! Conversions: [`Conversion`] is a builder that describes the output, and [`Plan`] has the layout of every output file
+//! and executes the conversion.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use crate::progress::Progress;
 use crate::quantity::{count, human_bytes};
 use crate::select::{Root, Wrappers};
 
-/// The kind of result of a conversion.
+/// The kind of result that a conversion writes, with the options of this kind.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// The result has every tensor and object, sharded for a mesh: other placements, another world size, or another
-    /// format.
+    /// The result has every tensor and object, sharded for a mesh. Placements, world size and format may differ from
+    /// the source.
     Sharded(ReshardOptions),
-    /// The result has complete tensors in the nested state dict.
+    /// The result has complete tensors, in the nested state dict of the source.
     Whole(UnshardOptions),
     /// The result has FSDP1 flat parameters.
     Flat(FlattenOptions),
@@ -35,7 +35,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// Returns the parts of a checkpoint folder that this target needs.
+    /// Returns the components of a checkpoint folder that a conversion to this target reads.
     #[must_use]
     pub fn contents(&self) -> Contents {
         match self {
@@ -45,7 +45,8 @@ impl Target {
         }
     }
 
-    /// Returns the path of the `like` checkpoint, which has the same model and may give shapes that the source lacks.
+    /// Returns the path of the checkpoint in the option `like`: another checkpoint of the model, which may give shapes
+    /// that the source lacks.
     #[must_use]
     pub fn like(&self) -> Option<&Path> {
         match self {
@@ -71,7 +72,8 @@ impl Target {
     }
 }
 
-/// A builder that describes the output of a conversion. It starts with every tensor and object, unchanged.
+/// A builder that describes the output of a conversion. Without further calls, the output has every tensor and object,
+/// unchanged.
 ///
 /// Patterns match complete names: `*` matches within one component, `**` matches across dots, `{a,b}` matches either
 /// alternative. A pattern that matches a module covers every name below it.
@@ -92,15 +94,15 @@ impl From<Checkpoint> for Conversion {
 
 impl Conversion {
     /// Starts from all tensors and objects of a checkpoint, which stays open. The catalog of the checkpoint is copied,
-    /// and planning reports no progress. Processes that exchange bytes must use [`Conversion::from`], which takes the
-    /// checkpoint itself.
+    /// and planning reports no progress. Processes that exchange bytes must use [`Conversion::from`], which takes
+    /// ownership of the checkpoint.
     #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
         checkpoint.clone_alone().into()
     }
 
-    /// Keeps only names that `pattern` covers, and their optimizer state. If this is called several times, a name is
-    /// kept if any of the patterns covers it.
+    /// Keeps only names that `pattern` covers, and their optimizer state. If this method is called several times, a
+    /// name is kept if at least one of the patterns covers the name.
     ///
     /// # Errors
     /// `Layout` for an invalid pattern. Planning fails if the pattern covers nothing.
@@ -120,7 +122,7 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets all options of names and dtypes. Replaces earlier settings of names and dtypes.
+    /// Sets all options for names and dtypes. Replaces the settings of earlier calls for names and dtypes.
     #[must_use]
     pub fn select(mut self, select: SelectOptions) -> Self {
         self.convert.select = select;
@@ -143,7 +145,7 @@ impl Conversion {
     }
 
     /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, the placements of the source are kept if
-    /// the mesh has the same dimensions; otherwise `S(0)` is used on a mesh of one dimension.
+    /// the mesh has the dimensions of the source mesh; otherwise, on a mesh of one dimension, tensors get `S(0)`.
     ///
     /// # Errors
     /// `Layout` for an invalid mesh.
@@ -165,8 +167,8 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets the placements of tensors that no rule matches, one for each mesh dimension. A tensor is replicated on a
-    /// mesh dimension where the placement does not fit it.
+    /// Sets the placements of tensors that no rule matches, one for each mesh dimension. If a placement does not fit a
+    /// tensor, the tensor is replicated on that mesh dimension.
     ///
     /// # Errors
     /// `Layout` for invalid placements.
@@ -204,15 +206,16 @@ impl Conversion {
         self
     }
 
-    /// Sets the version of PyTorch, such as `2.9`, whose form DTensors in rank files get.
+    /// Sets the version of PyTorch that must be able to load the output, such as `2.9`. DTensors in rank files are
+    /// written in the form of this version.
     #[must_use]
     pub fn torch_version(mut self, version: impl Into<String>) -> Self {
         self.convert.destination.torch_version = Some(version.into());
         self
     }
 
-    /// Sets the destination. Its suffix determines the format. If the output is a single file, its name is the name of
-    /// the file.
+    /// Sets the destination. Its suffix determines the format. If the output is a single file, the last component of
+    /// the path is the name of this file.
     #[must_use]
     pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
         self.convert.dst = Some(path.into());
@@ -254,7 +257,7 @@ impl Conversion {
     }
 }
 
-/// The plan of a conversion, in which every output file is laid out. `Display` prints a summary.
+/// The plan of a conversion, which has the layout of every output file. `Display` prints a summary.
 pub struct Plan {
     prepared: Prepared,
     convert: ConvertOptions,
@@ -266,7 +269,7 @@ impl Plan {
     /// Computes the number of bytes that an execution would read, and the memory that it would need. Also checks the
     /// destination, if [`Conversion::destination`] has set one.
     ///
-    /// Processes that exchange bytes disconnect after a preview, so the plan cannot be executed after a preview.
+    /// After a preview, processes that exchange bytes are disconnected, so they cannot execute the plan any more.
     ///
     /// # Errors
     /// Errors of reading the source.
@@ -276,11 +279,11 @@ impl Plan {
     }
 
     /// Moves the bytes and publishes the result at `destination`. Missing parent folders are created. If several
-    /// processes share a conversion, each writes only its own part; [`Report::outcome`] shows whether the destination
-    /// is complete.
+    /// processes share a conversion, each process writes only its own share of the output; [`Report::outcome`] shows
+    /// whether the destination is complete.
     ///
-    /// A single output file is written at exactly this path. Its suffix does not choose the format; the suffix given to
-    /// [`Conversion::destination`] does.
+    /// A single output file is written at exactly this path. The suffix of `destination` does not select the format;
+    /// the suffix of the path given to [`Conversion::destination`] does.
     ///
     /// # Atomicity
     /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that is killed leaves

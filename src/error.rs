@@ -35,7 +35,7 @@ pub enum Error {
     #[error(transparent)]
     Format(#[from] FormatError),
 
-    /// The chunks of a tensor do not fit together, or ranks disagree about a value.
+    /// The chunks of a tensor do not fit together, or ranks stored different values where one value is expected.
     #[error(transparent)]
     Catalog(#[from] CatalogError),
 
@@ -69,7 +69,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns a function that adds the action and the path to an error of the operating system.
+    /// Returns a function for `map_err` that converts an error of the operating system to an [`Error`], with the action
+    /// (such as `open`) and the path.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let of = StorageError::of(action, path);
         move |source| of(source).into()
@@ -100,7 +101,7 @@ impl Error {
         CommError { rank: rank.into(), op, detail: detail.into(), hint: None }.into()
     }
 
-    /// Adds the complete list of names, of which the message shows only some.
+    /// Returns this error with the complete list of names, if the message of the error shows only some of these names.
     #[must_use]
     pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
         let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
@@ -141,7 +142,8 @@ impl Error {
         }
     }
 
-    /// Returns the path of the checkpoint that contains the tensor that the error is about.
+    /// If the error is about a tensor and was wrapped in [`Error::Within`], returns the path of the checkpoint that
+    /// contains the tensor.
     fn folder(&self) -> Option<&Path> {
         match self {
             Self::Within { path, .. } => Some(path),
@@ -150,7 +152,8 @@ impl Error {
         }
     }
 
-    /// Returns the path of the damaged file, and the hint, so that the caller can set a more specific hint.
+    /// If the error is about a damaged file, returns the path of the file and the hint, so that the caller can set a
+    /// more specific hint.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self.innermost_mut() {
             Self::Format(error) => error.damaged_mut(),
@@ -158,7 +161,7 @@ impl Error {
         }
     }
 
-    /// Returns the other process that the error names.
+    /// Returns the other process that the error names, for modification; `None` if the error names no other process.
     pub(crate) fn peer_mut(&mut self) -> Option<&mut Peer> {
         match self {
             Self::Comm(error) => Some(&mut error.rank),
@@ -167,7 +170,7 @@ impl Error {
         }
     }
 
-    /// Adds the path of the checkpoint to an error that names only a tensor of it.
+    /// Adds the path of the checkpoint to an error that names a tensor but no file.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {
@@ -194,7 +197,7 @@ impl Error {
     }
 
     /// Returns the JSON document of the error: `kind`, `message`, `file`, `fqn`, `expected`, `found`, `hint`, and
-    /// `names` if it lists names.
+    /// `names` if the error lists names.
     #[must_use]
     pub fn to_json(&self) -> Json {
         let mut document = json!({

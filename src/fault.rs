@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-/// The names of all crash points, in the order in which an undisturbed run passes them.
+/// The names of all crash points, in the order in which a run without errors reaches the crash points.
 pub const POINTS: [&str; 24] = [
     "begin-draft",
     "begin-planned",
@@ -33,11 +33,11 @@ pub const POINTS: [&str; 24] = [
     "commit-left",
 ];
 
-/// The names of the crash points that only a run with `options::source per-rank` passes, while processes copy files of
-/// SRC.
+/// The names of the crash points that only a run with `options::source per-rank` reaches, at the time when processes
+/// copy files of SRC.
 pub const COPY_POINTS: [&str; 3] = ["source-copying", "source-copied", "source-recorded"];
 
-/// Kills the process here, if a test has selected the crash point with this name.
+/// Kills the process if a test has selected the crash point `name`.
 #[cfg(debug_assertions)]
 pub fn point(name: &str) {
     debug_assert!(POINTS.contains(&name) || COPY_POINTS.contains(&name), "{name} is not listed");
@@ -50,13 +50,14 @@ pub fn point(name: &str) {
 #[cfg(not(debug_assertions))]
 pub fn point(_name: &str) {}
 
-/// Returns whether a crash test runs. Such a test needs small steps of work and short waits.
+/// Returns whether this process runs in a crash test, as shown by the environment. Crash tests use small units of work
+/// and short waiting times.
 #[must_use]
 pub fn is_testing_faults() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()
 }
 
-/// Returns how long to wait for other processes: `hurried` in a crash test, otherwise `usual`.
+/// Returns the time to wait for other processes: `hurried` in a crash test, otherwise `usual`.
 #[must_use]
 pub fn wait_time(usual: Duration, hurried: Duration) -> Duration {
     if is_testing_faults() { hurried } else { usual }

@@ -15,8 +15,8 @@ pub struct JsonMismatch {
     pub found: String,
 }
 
-/// Describes an error of serde_json, without its line and column. `document` describes the whole text. It is the expected
-/// content if serde_json does not name a type or a key that it expects.
+/// Describes an error of serde_json, without its line and column. `document` is a description of the complete text. It
+/// is used as the expected content if serde_json does not name an expected type or key.
 #[must_use]
 pub fn mismatch(error: &serde_json::Error, document: &str) -> JsonMismatch {
     let text = error.to_string();
@@ -32,13 +32,15 @@ pub fn malformed(path: &Path, error: &serde_json::Error, document: &str) -> Erro
     Error::malformed(path, format!("line {}, column {}", error.line(), error.column()), expected, found)
 }
 
-/// Returns the error of a part of a file, such as a key: `PATH: KEY: expected ..., found ... (line 1, column 3)`.
+/// Returns the error for one part of a file, such as the value of a key: `PATH: KEY: expected ..., found ... (line 1,
+/// column 3)`.
 pub fn malformed_part(path: &Path, part: impl Into<String>, error: &serde_json::Error, document: &str) -> Error {
     let JsonMismatch { expected, found } = mismatch(error, document);
     Error::malformed(path, part, expected, format!("{found} (line {}, column {})", error.line(), error.column()))
 }
 
-/// Returns the expected and the found content, if a value has the wrong type or a key is missing.
+/// Returns the expected and the found content, if the error text of serde_json is about a value of the wrong type or a
+/// missing key.
 fn wrong_type(text: &str) -> Option<(String, String)> {
     let mismatch = text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "));
     if let Some((value, expected)) = mismatch.and_then(|rest| rest.rsplit_once(", expected ")) {
@@ -53,7 +55,8 @@ fn wrong_type(text: &str) -> Option<(String, String)> {
     Some((format!("the key {key}"), String::from("an object without this key")))
 }
 
-/// Returns the found content if the text is not JSON, or has a key that is not allowed.
+/// Returns the found content for any other error text of serde_json: the document is not JSON, or has a key that is not
+/// allowed.
 fn wrong_text(text: &str) -> String {
     if let Some(key) = text.strip_prefix("duplicate field ") {
         return format!("the key {key} twice");

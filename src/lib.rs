@@ -1,7 +1,8 @@
 //! Converts sharded PyTorch checkpoints between layouts and formats.
 //!
-//! A checkpoint is a set of named tensors. Each tensor is cut into chunks, and each chunk is a box of the tensor that lies
-//! somewhere in a file. A conversion cuts the same tensors differently and writes them in any format.
+//! A checkpoint is a set of named tensors. Each tensor is cut into chunks, and each chunk is a box of the tensor that
+//! is stored in a file. A conversion writes the tensors of a checkpoint again, cut into other chunks or in another
+//! format.
 //!
 //! 1. [`Checkpoint::open`] reads names, shapes and chunk positions. It never reads tensor data.
 //! 2. [`Conversion`] describes the result: which tensors, under which names, in which dtypes, on which mesh.
@@ -44,8 +45,8 @@
 //!
 //! # Read a tensor
 //!
-//! [`Checkpoint::read`] reads one tensor, [`Checkpoint::read_box`] a box of it, into a buffer of the caller. Only the bytes
-//! of the box are read, from whatever chunks they are in.
+//! [`Checkpoint::read`] reads one tensor into a buffer of the caller, and [`Checkpoint::read_box`] reads one box of a
+//! tensor. Only the bytes of the box are read, even if the box spans several chunks.
 //!
 //! ```
 //! use dtshard::Checkpoint;
@@ -94,7 +95,8 @@
 //!
 //! # Verify
 //!
-//! [`verify()`] checks that a checkpoint is sound, or that two hold the same values, whatever their layouts and formats.
+//! [`verify()`] checks that a checkpoint is sound, or that two checkpoints have equal values. The layouts and formats
+//! of the two may differ.
 //!
 //! ```
 //! use dtshard::{NoProgress, Setup, VerifyOptions, verify};
@@ -116,8 +118,8 @@
 //! - **Bounded memory.** Memory grows with the number of chunks, not with their bytes. See
 //!   [`SourceOptions::max_memory`](options::SourceOptions::max_memory).
 //! - **Safe.** Pickles are decoded as data. No class or function named in a file is ever imported.
-//! - **Quiet.** Nothing is printed, no signal handler is installed, and the process is never ended. A program that wants
-//!   signals to stop a run connects them to a [`Stop`].
+//! - **Quiet.** The library prints nothing, installs no signal handler, and never ends the process. A program that
+//!   wants signals to stop a conversion connects the signals to a [`Stop`].
 
 #![warn(missing_docs)]
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
@@ -184,7 +186,8 @@ mod progress;
 pub mod text; // escapes, option spellings
 mod verify; // soundness of one checkpoint, comparison of two
 
-/// Declares the interior of the library: private, but for the tests, benches and examples of this repository.
+/// Declares the internal modules of the library. They are private, except in builds for the tests, benches and examples
+/// of this repository.
 macro_rules! interior {
     ($($module:ident)*) => {
         $(

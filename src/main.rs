@@ -1,4 +1,4 @@
-//! Parses the arguments, runs the verb, prints an error with its hint, and returns the exit code.
+//! Parses the arguments, runs the verb, prints an error together with its hint, and returns the exit code.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 

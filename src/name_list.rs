@@ -1,8 +1,8 @@
-//! Short lists of names for messages: a few names, consecutive numbers as ranges, and the number of names that are left
-//! out.
+//! Short lists of names for messages: a list shows a few names, consecutive numbers as ranges, and the number of names
+//! that are left out.
 //!
 //! A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it names a few of
-//! them. Errors keep all names for JSON output: [`Error::naming`](crate::error::Error::naming).
+//! these. Errors keep all names for the JSON output: [`Error::naming`](crate::error::Error::naming).
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -11,7 +11,8 @@ use std::ops::{Range, RangeInclusive};
 /// The maximum number of entries that a list of files or tensors shows.
 pub const FEW: usize = 4;
 
-/// The maximum number of entries that a list of ranks, processes or parts shows. Their names are short, so more fit.
+/// The maximum number of entries that a list of ranks, processes or parts shows. These entries are shorter than file
+/// names, so a message has space for more of them.
 pub const FEW_NUMBERS: usize = 8;
 
 /// Formats at most `most` entries of a list: `a, b and 3 more`.
@@ -44,7 +45,7 @@ pub fn numbered(noun: &str, plural: &str, numbers: impl IntoIterator<Item = u32>
 pub struct Numbers(Vec<RangeInclusive<u32>>);
 
 impl Numbers {
-    /// Returns the numbers in `all` that are not in `present`, or `None` if all are present.
+    /// Returns the numbers in `all` that are not in `present`, or `None` if all numbers in `all` are in `present`.
     #[must_use]
     pub fn missing(all: RangeInclusive<u32>, present: impl IntoIterator<Item = u32>) -> Option<Self> {
         let (mut next, last) = (u64::from(*all.start()), u64::from(*all.end()));
@@ -123,15 +124,15 @@ fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
     (shown, names.len() - covered)
 }
 
-/// The minimum number of names in a run that is shown as a range.
+/// The minimum length of a run (names with consecutive numbers) that is shown as a range.
 const SHORTEST_RUN: usize = 3;
 
-/// Groups names into runs. The names of a run differ in one number, which increases by one from name to name. A run is
-/// in the position of its first name.
+/// Groups names into runs. The names of a run differ in one number, which increases by one from name to name. In the
+/// result, a run has the position of its first name.
 fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     struct NumberRun {
         members: Vec<usize>,
-        /// The index of the number that increases from name to name. It is known when the run has two names.
+        /// The index of the number that increases from name to name. `None` while the run has only one name.
         counting: Option<usize>,
     }
     let mut order: Vec<usize> = (0..names.len()).collect();
@@ -184,8 +185,8 @@ fn numbers_in(name: &str) -> Vec<Range<usize>> {
     numbers
 }
 
-/// Returns the name with the number at `place` increased by one (`00009` becomes `00010`), or `None` if that is not
-/// possible.
+/// Returns the name with the number at `place` increased by one (`00009` becomes `00010`), or `None` if the increased
+/// number would be too large.
 fn counted_up(name: &str, place: Range<usize>) -> Option<String> {
     let number = name[place.clone()].parse::<u64>().ok()?.checked_add(1)?;
     let width = place.len();

@@ -1,11 +1,11 @@
 //! Finds the names nearest to a pattern that matches nothing, for the hints of errors.
 //!
-//! Unit of distances: edited characters.
+//! A distance is the number of edited characters.
 
 use crate::layout::Pattern;
 
-/// Returns the names with the smallest edit distance from a pattern. Wildcards are ignored. A pattern may name a
-/// module, so it is compared with every part of a name that has the same number of components.
+/// Returns the names with the smallest edit distance from a pattern. Wildcards are ignored. Because a pattern may name
+/// a module, it is compared with every sequence of components in a name that is as long as the pattern.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;

@@ -1,7 +1,7 @@
 //! Reports of a long operation while it runs: bytes done, phases and messages.
 //!
-//! The library prints nothing. It passes byte counts and messages to a [`Progress`], which a terminal, a log or a test
-//! implements. Progress is counted in bytes.
+//! The library prints nothing. It passes byte counts and messages to a [`Progress`], which the caller implements, for
+//! example for a terminal, a log or a test. Progress is counted in bytes.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ pub trait Progress: Send + Sync {
     /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next task begins.
     fn begin(&self, _task: &'static str, _bytes: u64) {}
 
-    /// Counts bytes of the task that an earlier run has completed.
+    /// Counts `bytes` bytes of the task as completed by an earlier run of the program, which this run resumes.
     fn skip(&self, _bytes: u64) {}
 
-    /// Counts bytes of the task that this run has completed.
+    /// Counts `bytes` more bytes of the task as completed by this run.
     fn advance(&self, _bytes: u64) {}
 
-    /// Enters another phase of the task.
+    /// Records that the task enters another phase.
     fn enter(&self, _phase: Phase) {}
 
     /// Ends the task.
@@ -72,9 +72,9 @@ impl<P: Progress + ?Sized> Progress for Arc<P> {
 pub enum Level {
     /// The message is a detail, for verbose output.
     Detail,
-    /// The message is a fact about the result, equal in all processes of a run.
+    /// The message is a fact about the result, and all processes of a run report the same fact.
     Note,
-    /// The message is the result of this process; other processes may have another result.
+    /// The message describes the result of this process. Other processes of the run may report another result.
     Outcome,
     /// The message is about a result that may differ from what the user wanted.
     Warning,
@@ -108,7 +108,7 @@ impl dyn Progress + '_ {
     }
 }
 
-/// One task of a [`Progress`]. Dropping it ends the task.
+/// One task of a [`Progress`]. When this value is dropped, the task ends.
 pub(crate) struct Task<'a>(&'a dyn Progress);
 
 impl<'a> Task<'a> {
@@ -118,7 +118,7 @@ impl<'a> Task<'a> {
         Self(progress)
     }
 
-    /// Counts bytes of the task that an earlier run has completed.
+    /// Counts `bytes` bytes of the task as completed by an earlier run of the program, which this run resumes.
     pub fn skip(&self, bytes: u64) {
         self.0.skip(bytes);
     }

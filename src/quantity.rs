@@ -55,7 +55,7 @@ pub fn human_bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
-/// Formats a rate: `1.53 GB/s`. Returns `None` if the time is too short for a meaningful rate.
+/// Formats a rate: `1.53 GB/s`. Returns `None` if `time` is too short for a meaningful rate.
 pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     let rate = bytes as f64 / time.as_secs_f64();
@@ -63,7 +63,7 @@ pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
     (time >= SHORTEST_RATED).then(|| format!("{}/s", human_bytes(rate as u64)))
 }
 
-/// The shortest time for which a rate is shown. A shorter time consists mostly of start-up time.
+/// The shortest time for which a rate is shown. In a shorter time, start-up would dominate the rate.
 const SHORTEST_RATED: Duration = Duration::from_millis(100);
 
 /// Formats a number with its noun: `1 file`, `7 files`.

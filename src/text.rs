@@ -1,8 +1,8 @@
 //! Prepares messages of the library for display in a front end.
 //!
-//! Messages name an option as `options::` and its field; [`spell_options`] replaces it with the name in the front end.
-//! [`escape_invisible`] makes text safe to display. Names in a checkpoint are untrusted: they must not send escape
-//! codes to a terminal, and must not imitate other names or output of the program.
+//! Messages name an option as `options::` and its field; [`spell_options`] replaces this text by the name of the option
+//! in the front end. [`escape_invisible`] makes text safe to display. Names in a checkpoint are untrusted: a name must
+//! not send escape codes to a terminal, and must not look like another name or like output of the program.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -36,7 +36,7 @@ pub fn spell_options(text: &str, spell: impl Fn(&str) -> String) -> Cow<'_, str>
     Cow::Owned(spelled)
 }
 
-/// Escapes invisible characters, for example as `\u{1b}`. Escaping the result again changes nothing.
+/// Escapes invisible characters, for example as `\u{1b}`. A text that was already escaped is returned unchanged.
 pub fn escape_invisible(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -45,8 +45,8 @@ pub fn escape_invisible(text: &str) -> String {
     escaped
 }
 
-/// Escapes invisible characters in a JSON document as `\uXXXX`. JSON parsers read these escapes as the original
-/// characters.
+/// Escapes invisible characters in a JSON document as `\uXXXX`. A JSON parser converts these escapes back to the
+/// original characters.
 pub fn escape_invisible_json(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! Starts threads that each have a single task. Threads that share work belong to rayon.
+//! Starts threads that each run a single function. For work that is shared by several threads, the program uses rayon.
 
 use std::io;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};

@@ -3,8 +3,9 @@
 //! Bounds, sizes and strides count elements; locations are in bytes. A chunk is a [`Tile`] of its tensor (nearly always
 //! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a row stores
 //! only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for chunks that are
-//! not contiguous, and tiles only for chunks of several boxes. Other checkpoints have a hundred thousand tensors of one
-//! chunk each, so a single row is stored inline in the table. PyTorch's counterpart is `TensorStorageMetadata.chunks`.
+//! not contiguous, and tiles only for chunks of several boxes. Some checkpoints have a hundred thousand tensors with a
+//! single chunk each, so the first row of a table is stored without allocation. PyTorch's counterpart is
+//! `TensorStorageMetadata.chunks`.
 
 use std::collections::BTreeMap;
 
@@ -20,11 +21,12 @@ use crate::storage::{FileId, FileRange};
 pub enum FileLocation {
     /// The chunk starts at this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// The chunk starts `within` bytes after the start of the data of a stored zip record. The data's start is in the
-    /// local header of the zip record, which is read together with the chunk.
+    /// The chunk starts `within` bytes after the start of a zip record's data. The start of the data follows from the
+    /// local header of the zip record. This header is read together with the chunk, not when the checkpoint is opened.
     Record { file: FileId, record: Record, within: u64 },
-    /// The chunk is an item of a DCP data file: a torch.save archive at this range of the file. The directory and
-    /// pickle of this archive have the offset and strides of the chunk, and are read together with the chunk.
+    /// The chunk is an item of a DCP data file: a torch.save archive at this range of the file. The ZIP directory and
+    /// the pickle of this archive record the offset and strides of the chunk. The directory and the pickle are read
+    /// together with the chunk, not when the checkpoint is opened.
     Item(FileRange),
     /// The chunk is empty and stored nowhere.
     Empty,
@@ -52,10 +54,10 @@ impl FileLocation {
     }
 }
 
-/// A byte range of a file with the CRC-32 that the writer of the file stored for it.
+/// A byte range of a file, with the CRC-32 that the file records for this range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChecksummedRange {
-    /// The absolute offset of the data.
+    /// The offset of the first byte in the file.
     pub start: u64,
     pub len: u64,
     pub crc: u32,
@@ -69,7 +71,7 @@ impl ChecksummedRange {
     }
 }
 
-/// The resolved location of element 0 of a chunk, and the strides of its elements.
+/// The location of a chunk in its file: the offset of element 0, and the strides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedLocation {
     pub file: FileId,
@@ -81,7 +83,7 @@ pub struct StridedLocation {
     pub checksum: Option<ChecksummedRange>,
 }
 
-/// One row of a [`ChunkTable`].
+/// A chunk of a tensor, which is one row of a [`ChunkTable`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
     pub tile: Tile,
@@ -98,12 +100,12 @@ pub struct ChunkTable {
     ndim: usize,
     /// For each chunk, `ndim` offsets followed by `ndim` sizes.
     bounds: SmallVec<[u64; 4]>,
-    /// The location and the rank of each chunk.
+    /// The location and the rank number of each chunk.
     locations: SmallVec<[(FileLocation, u32); 1]>,
     rare: Option<Box<RareColumns>>,
 }
 
-/// Columns of the chunk table in which only few chunks have a value. The values are found by the index of the chunk.
+/// Columns of the chunk table in which only few chunks have a value. The key of a value is the index of the chunk.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct RareColumns {
     strides: BTreeMap<u32, Dims>,
@@ -194,7 +196,8 @@ impl ChunkTable {
         self.locations[index].0
     }
 
-    /// Adds `by` to the file id of every chunk, after the files of the table were appended to a list of `by` files.
+    /// Adds `by` to the file id of every chunk. This is needed if the files of the table were appended to a list that
+    /// already had `by` files.
     pub fn shift_files(&mut self, by: u32) {
         for (place, _) in &mut self.locations {
             match place {
@@ -214,7 +217,7 @@ impl ChunkTable {
         Some(self.locations[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
     }
 
-    /// Returns the strides of a chunk, or `None` if it is row-major contiguous.
+    /// Returns the strides of a chunk, or `None` if the chunk is row-major contiguous.
     #[must_use]
     pub fn strides(&self, index: usize) -> Option<&Dims> {
         self.rare.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
@@ -231,7 +234,7 @@ impl ChunkTable {
         }
     }
 
-    /// Passes an encoding of the table to `emit`. Different tables have different encodings.
+    /// Passes an encoding of the table to `emit`. Unequal tables have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.ndim as u64);
         emit(self.len() as u64);
@@ -272,7 +275,7 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
 }
 
 /// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. The stride of a dim of size 1 may be
-/// any number, so the result is also `None` if a stride exceeds the number of elements.
+/// any number, so a tensor with a stride larger than its number of elements also gives `None`.
 #[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;
@@ -280,7 +283,8 @@ pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     (is_permuted && StorageOrder::of_strides(shape, strides).is_some()).then(|| strides.clone())
 }
 
-/// Returns the number of elements from the first to the last element of a view, or `None` on overflow.
+/// Returns the number of storage elements from the first to the last element of a view, both included, or `None` on
+/// overflow.
 #[must_use]
 pub fn span(sizes: &[u64], strides: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {

@@ -4,7 +4,8 @@
 
 use std::fmt;
 
-/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, its shapes are in bytes.
+/// The element type of a tensor. `F4E2m1fnX2` packs two values into one byte; as in PyTorch, the shape of a tensor with
+/// this dtype counts bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     /// Boolean, one byte (`torch.bool`).
@@ -82,7 +83,7 @@ const TABLE: [Row; 22] = [
     (Dtype::F4E2m1fnX2, "f4_e2m1fn_x2", "float4_e2m1fn_x2", None, Some("F4"), 1),
 ];
 
-/// Other common names, some of which are attributes of `torch`.
+/// Further names of dtypes, in addition to the names in the table. Some of these names are attributes of `torch`.
 const ALIASES: [(&str, Dtype); 9] = [
     ("half", Dtype::F16),
     ("fp16", Dtype::F16),
@@ -141,7 +142,8 @@ impl Dtype {
         self.row().4
     }
 
-    /// Returns the dtype of a short name, a `torch` attribute (with or without `torch.`) or a common alias.
+    /// Returns the dtype with this name: a short name, a `torch` attribute (with or without `torch.`) or another common
+    /// name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         let name = name.strip_prefix("torch.").unwrap_or(name);
@@ -149,13 +151,13 @@ impl Dtype {
             .or_else(|| ALIASES.iter().find(|alias| alias.0 == name).map(|alias| alias.1))
     }
 
-    /// Returns the dtype of a typed storage class of `torch`.
+    /// Returns the dtype whose typed storage class in `torch` has this name.
     #[must_use]
     pub fn from_storage_class(class: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.3 == Some(class)).map(|row| row.0)
     }
 
-    /// Returns the dtype of a safetensors tag.
+    /// Returns the dtype with this tag in safetensors headers.
     #[must_use]
     pub fn from_safetensors_tag(tag: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.4 == Some(tag)).map(|row| row.0)

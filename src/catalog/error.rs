@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum CatalogError {
-    /// The chunks of a tensor do not cover it exactly once.
+    /// The chunks of a tensor do not hold every element of the tensor exactly once.
     #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
     Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
 
@@ -16,26 +16,26 @@ pub enum CatalogError {
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
 }
 
-/// Returns the name of a tensor or value for messages. For the state dict itself, whose path is empty, returns a
-/// description.
+/// Returns the name of a tensor or value for messages. The state dict itself has an empty name; for an empty name,
+/// returns a description.
 fn shown(fqn: &str) -> &str {
     if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }
 
-/// The way in which chunks fail to tile their tensor.
+/// The kind of coverage error: the way in which the chunks of a tensor fail to hold every element exactly once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CoverageKind {
-    /// No chunk covers a region.
+    /// No chunk holds the elements of the region.
     Gap,
-    /// Two different chunks cover a region.
+    /// Two chunks that are not replicas both hold the elements of the region.
     Overlap,
-    /// A chunk reaches beyond the tensor.
+    /// A chunk reaches beyond the end of the tensor.
     OutOfBounds,
 }
 
 impl CoverageKind {
-    /// Returns the word used in messages and in `--json`.
+    /// Returns the word for this kind in messages and JSON documents.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -68,7 +68,7 @@ impl CatalogError {
         }
     }
 
-    /// Returns the fields that this error adds to the JSON document.
+    /// Returns the fields that this error adds to the JSON document of the error.
     pub(crate) fn fields(&self) -> Json {
         let (expected, found) = match self {
             Self::Coverage { kind, region, detail, .. } => {

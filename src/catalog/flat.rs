@@ -1,10 +1,10 @@
 //! The flat layout of an FSDP1 model: its units, and the parameters of each flat parameter in order.
 //!
-//! Sizes and alignments count elements. Names are relative to the model. FSDP1 files record this layout only in part
-//! or not at all, and a wrong order of equal shapes would scramble a model silently. The layout is read from files if
-//! possible, or given by the user, and is written next to every flat output. Invariant: a layout that passes
-//! [`FlatLayout::check`] has each name once. PyTorch's counterpart is `FlatParamHandle` in
-//! `torch/distributed/fsdp/_flat_param.py`.
+//! Sizes and alignments count elements. Names are relative to the model. FSDP1 files record this layout only in part or
+//! not at all. If the order of two parameters with equal shapes were wrong, their values would be swapped without an
+//! error. So the layout is read from the files if they record it, or given by the user, and is written into every
+//! output folder with flat parameters. Invariant: in a layout that passes [`FlatLayout::check`], each name occurs once.
+//! PyTorch's counterpart is `FlatParamHandle` in `torch/distributed/fsdp/_flat_param.py`.
 
 use std::collections::HashSet;
 
@@ -28,7 +28,7 @@ pub struct FlatLayout {
     /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
     /// The names of the parameters that the optimizer updates: one list for each parameter group, in the optimizer's
-    /// order. With `use_orig_params` these are names of parameters, otherwise names of flat parameters.
+    /// order. If `use_orig_params` is true, the lists have names of parameters, otherwise names of flat parameters.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -38,10 +38,12 @@ pub struct FlatUnit {
     /// The path of the module; empty for the root.
     pub module: Box<str>,
     pub dtype: Option<Dtype>,
-    /// The alignment of parameters under `use_orig_params`: 16 bytes of the dtype of the forward pass.
+    /// The alignment of parameters in elements, if `use_orig_params` is true: the number of elements of the forward
+    /// pass's dtype in 16 bytes.
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
-    /// Additional names of tied parameters. The parameter that has the additional name may belong to any unit.
+    /// Additional names of tied parameters. A parameter with an additional name may belong to this unit or to another
+    /// unit.
     pub shared: Vec<SharedName>,
 }
 
@@ -50,7 +52,7 @@ pub struct FlatUnit {
 pub struct FlatParam {
     pub fqn: Fqn,
     pub shape: Dims,
-    /// The strides in elements, if they are not row-major.
+    /// The strides of the parameter in elements, if the parameter is not row-major; otherwise `None`.
     pub stride: Option<Dims>,
 }
 
@@ -58,7 +60,7 @@ pub struct FlatParam {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedName {
     pub fqn: Fqn,
-    /// The name of the parameter that also has the name `fqn`.
+    /// The first name of the parameter. The parameter also has the name `fqn`.
     pub with: Fqn,
 }
 
@@ -100,8 +102,8 @@ impl FlatLayout {
     /// units. The flat parameter of the root is registered first, even if the first parameter of the model is in
     /// another unit.
     ///
-    /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. In the second case,
-    /// callers that know the optimizer must refuse the layout.
+    /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. If a flat parameter
+    /// would be in two groups, a caller that knows the optimizer must refuse the layout.
     #[must_use]
     pub fn optimizer_of_units(&self) -> Option<Vec<Vec<Fqn>>> {
         let groups = self.optimizer.as_ref()?;
@@ -152,7 +154,8 @@ impl FlatLayout {
         self.check_shared(&names)
     }
 
-    /// Checks that every additional name refers to a parameter, and that no name is used twice.
+    /// Checks that every additional name of a tied parameter refers to an existing parameter, and that no name occurs
+    /// twice.
     fn check_shared(&self, names: &HashSet<&Fqn>) -> Result<(), Wrong> {
         for unit in &self.units {
             for SharedName { fqn, with } in &unit.shared {
@@ -232,7 +235,7 @@ impl FlatParam {
         crate::layout::numel(&self.shape).unwrap_or(u64::MAX)
     }
 
-    /// Returns the storage order of the elements, or `None` if the strides leave gaps.
+    /// Returns the storage order of the elements, or `None` if the strides leave gaps between elements.
     #[must_use]
     pub fn order(&self) -> Option<StorageOrder> {
         match &self.stride {
@@ -307,8 +310,8 @@ mod tests {
         }
     }
 
-    /// The flat parameter of the root is registered first, although a parameter of another unit comes first in the
-    /// model. This occurs if the root unit has a norm after a wrapped embedding.
+    /// The flat parameter of the root is registered first, although the first parameter of the model is in another
+    /// unit. An example is a model whose root unit has a norm after a wrapped embedding.
     #[test]
     fn flat_parameter_of_the_root_is_first() {
         let names = |names: &[&str]| names.iter().map(|name| Fqn::from(*name)).collect::<Vec<_>>();

@@ -1,9 +1,10 @@
 //! The catalog: the content of a checkpoint, independent of its format.
 //!
 //! Shapes and boxes count elements; offsets in files are in bytes. A catalog has logical tensors, each covered by
-//! chunks that are stored in files, and the Python values around them. Reading any format gives a [`Catalog`]; a target
-//! layout gives another catalog, and a conversion copies the elements that both catalogs have. Invariant: nothing here
-//! depends on a format. PyTorch's counterpart is `Metadata` in `torch/distributed/checkpoint/metadata.py`.
+//! chunks that are stored in files, and the Python values around them. A reader of any format returns a [`Catalog`] of
+//! the source. A target layout gives a catalog of the result, and a conversion copies the elements of the result from
+//! the source. Invariant: nothing here depends on a format. PyTorch's counterpart is `Metadata` in
+//! `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
 mod dtype;
@@ -39,7 +40,8 @@ use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, FileRange};
 
-/// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Clones share the text.
+/// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Clones of an FQN share
+/// one text in memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fqn(Arc<str>);
 
@@ -69,8 +71,8 @@ impl fmt::Display for Fqn {
     }
 }
 
-/// The index of a mesh in [`Catalog::meshes`]. A mesh belongs to a tensor, not to the checkpoint: under FSDP2 with TP,
-/// norm weights are on a 1-d submesh that differs from rank to rank.
+/// The index of a mesh in [`Catalog::meshes`]. Each tensor has its own mesh id, because tensors of a checkpoint may be
+/// on several meshes: under FSDP2 with TP, norm weights are on a 1-d submesh that differs from rank to rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MeshId(pub u32);
 
@@ -93,13 +95,13 @@ impl Sharding {
 /// The Python class in which ranks store a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
-    /// A plain tensor. Without a [`Sharding`] it is complete on every rank, and with a [`Sharding`] each rank has a
-    /// local shard. Tensors of formats that do not record placements (DCP) are plain tensors too.
+    /// A plain tensor. Without a [`Sharding`], every rank has the complete tensor. With a [`Sharding`], each rank has a
+    /// local shard. Tensors of formats that do not record placements (DCP) also have this class.
     #[default]
     Tensor,
     /// A `DTensor`, which has a [`Sharding`].
     DTensor,
-    /// A `ShardedTensor` of FSDP1. The format records its boxes and their ranks, but no mesh.
+    /// A `ShardedTensor` of FSDP1. Files record the boxes of the tensor and the rank of each box, but no mesh.
     ShardedTensor,
 }
 
@@ -112,19 +114,19 @@ pub struct TensorEntry {
     /// The global shape, in elements.
     pub shape: Dims,
     pub class: Class,
-    /// The mesh and placements, if the format records them (DCP does not).
+    /// The mesh and placements, if the format records these (DCP does not), otherwise `None`.
     pub sharding: Option<Box<Sharding>>,
     /// The strides of the global tensor in elements, if the tensor was dense in memory but not row-major
     /// (`channels_last`) and the format records the strides. Each chunk also has its own strides.
     pub stride: Option<Box<Dims>>,
-    /// The partial values of the tensor, if it has a `Placement::Partial`.
+    /// The assignment of chunks to partial values, if the tensor has a `Placement::Partial`; otherwise `None`.
     pub partial_values: Option<Box<PartialValues>>,
     /// Every stored chunk, including replicas.
     pub chunks: ChunkTable,
 }
 
-/// The number of the partial value to which each chunk belongs, and the reduction of the partial values to the complete
-/// value.
+/// The partial values of a tensor with a `Placement::Partial`: which chunks belong to which partial value, and how the
+/// partial values are reduced to the complete value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialValues {
     pub reduction: PartialReduction,
@@ -167,8 +169,8 @@ impl TensorEntry {
         entry
     }
 
-    /// Returns whether the tensor is known to be distributed. If not, every rank has the complete tensor, or the format
-    /// does not record whether the tensor is distributed (DCP).
+    /// Returns whether the tensor is known to be sharded or replicated over ranks. Returns false if every rank has the
+    /// complete tensor as a plain tensor, or if the format does not record placements (DCP).
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.class != Class::Tensor || self.sharding.is_some()
@@ -227,16 +229,16 @@ pub struct Catalog {
     pub tensors: Vec<TensorEntry>,
     /// The state dict: containers and non-tensor values as saved, and tensors as references into `tensors`.
     pub state: Value,
-    /// The byte ranges of the torch.save archives that the reader has read. Their checksums can be verified. Archives
-    /// that are opened later (DCP items) are not in this list.
+    /// The byte ranges of the `torch.save` archives that the reader has read, so that `verify` can verify their
+    /// checksums. Archives that are read only when their data is needed (DCP items) are not in this list.
     pub archives: Vec<FileRange>,
     /// Objects that the reader left out because their classes are unknown, as `FQN (symbol)`.
     pub dropped: Vec<String>,
-    /// The flat layout of an FSDP1 source, if it is known.
+    /// The flat layout of an FSDP1 source, if the flat layout is known; otherwise `None`.
     pub flat: Option<flat::FlatLayout>,
     /// Problems that a reader found and the user should know.
     pub warnings: Vec<String>,
-    /// Actions that a reader took because an option asked for them.
+    /// Texts about actions of a reader that an option requested.
     pub notes: Vec<String>,
     /// Further details for the user, which are shown only on request.
     pub details: Vec<String>,

@@ -1,4 +1,4 @@
-//! Modules: the module of a tensor name, and the modules that a state dict lists.
+//! Finds the module in the name of a tensor, and the modules that a state dict lists.
 //!
 //! A tensor name is the path of its module, a dot and an attribute, as in `layers.0.weight`. The path of the root
 //! module is empty.
@@ -8,7 +8,7 @@
 use super::wrappers::clean_name;
 use super::{Dict, Value};
 
-/// The attribute of a state dict with the versions of modules, by their paths.
+/// The name of the attribute of a state dict that maps the path of each module to the version of the module.
 pub const METADATA: &str = "_metadata";
 
 /// Returns the path of the module that contains a tensor or a child module.
@@ -30,7 +30,7 @@ pub fn metadata(dict: &Dict) -> Option<&Dict> {
 }
 
 /// Returns the modules of a model in registration order, without wrapper components, if the state dict records them. A
-/// wrapped module appears twice.
+/// wrapped module appears twice in the list.
 #[must_use]
 pub fn registered_modules(dict: &Dict) -> Option<Vec<String>> {
     let paths = metadata(dict)?.entries.iter().filter_map(|(path, _): &(Value, Value)| path.as_str());

@@ -1,7 +1,7 @@
 //! Finds the parameter of each tensor in an optimizer state dict.
 //!
 //! `get_optimizer_state_dict` uses parameter names as keys and in `params`. `optimizer.state_dict()` uses numbers, in
-//! the order of the parameters given to the optimizer, and does not record their names.
+//! the order in which parameters were given to the optimizer, and does not record the names of parameters.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `torch/distributed/checkpoint/state_dict.py`.
 
@@ -23,10 +23,10 @@ pub fn is_optimizer_key(key: &str) -> bool {
 pub const STATE: &str = "state";
 /// The key of an optimizer state dict under which the parameter groups are stored: a list of dicts of options.
 pub const GROUPS: &str = "param_groups";
-/// The key of a parameter group under which its parameters are listed.
+/// The key of a parameter group under which the parameters of the group are listed.
 pub const PARAMS: &str = "params";
-/// The key of a parameter group under which PyTorch 2.6 and later list the names of its parameters, beside their
-/// numbers.
+/// The key of a parameter group under which PyTorch 2.6 and later list the names of the group's parameters, in addition
+/// to the list of their numbers.
 pub const PARAM_NAMES: &str = "param_names";
 
 /// The optimizer and the parameter of a state tensor.
@@ -38,8 +38,8 @@ pub struct OptimizerState {
     pub parameter: Fqn,
 }
 
-/// Returns the optimizer and the parameter of a path such as `optim.state.FQN.exp_avg`. `state` may be a dict, or the
-/// start of a key that `flatten_optimizer_state_dict` has written.
+/// Returns the optimizer and the parameter of a path such as `optim.state.FQN.exp_avg`. The component `state` may be a
+/// key of its own, or the start of a longer key that `flatten_optimizer_state_dict` has written.
 #[must_use]
 pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
@@ -54,7 +54,7 @@ pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     (!parameter.is_empty()).then(|| OptimizerState { optimizer: to(state), parameter: Path(parameter.to_vec()).fqn() })
 }
 
-/// Returns the parameter that an optimizer state tensor at this path belongs to.
+/// Returns the name or number of the parameter to which an optimizer state tensor at this path belongs.
 #[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     optimizer_state(path).map(|state| state.parameter)
@@ -68,10 +68,11 @@ pub fn reads_as_optimizer_state(name: &str) -> bool {
     parts.any(is_optimizer_key) && parts.next() == Some("state")
 }
 
-/// Returns the parameter names of each group of the first optimizer that records names, or `None` if there is none.
+/// Returns the parameter names of each group of the first optimizer that records names, or `None` if no optimizer
+/// records names.
 #[must_use]
 pub fn named_groups(state: &Value) -> Option<Vec<Vec<Fqn>>> {
-    /// The maximum depth of an optimizer, as in `app.optim.param_groups`.
+    /// The maximum number of keys above `param_groups`, as in `app.optim.param_groups`.
     const DEPTH: usize = 2;
     groups_within(state, DEPTH)
 }

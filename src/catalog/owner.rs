@@ -1,8 +1,10 @@
-//! Finds the parameter that owns an optimizer state tensor or a gradient, and the names that rules match for it.
+//! Finds the parameter that owns an optimizer state tensor or a gradient, and the names of this tensor that placement
+//! rules match.
 //!
-//! Optimizer state and gradients follow their parameter: a rule for `layers.0.w1` also applies to its gradient and its
-//! moments. An optimizer refers to parameters by name or by number; see [`optimizer`]. Invariant: a number is resolved
-//! only if exactly one assignment is possible.
+//! Optimizer state and gradients follow their parameter: a rule for the parameter `layers.0.w1` also applies to the
+//! gradient and the moments of this parameter. An optimizer refers to parameters by name or by number; see
+//! [`optimizer`]. Invariant: a number is resolved to a parameter only if exactly one assignment of numbers to
+//! parameters is possible.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,7 +14,7 @@ use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
 /// The parameter that an optimizer state tensor or a gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// True if the optimizer refers to the parameter by number.
+    /// True if the optimizer refers to the parameter by number instead of name.
     pub by_number: bool,
     /// The name of the parameter; `None` for a number that could not be resolved.
     pub name: Option<Fqn>,
@@ -27,7 +29,8 @@ pub struct Owners<'a> {
     pub model_root: Path,
     /// The tensors of the model, by name.
     pub parameters: HashMap<Fqn, TensorId>,
-    /// For each optimizer that was looked up, its parameters by number, or `None` if the numbers could not be resolved.
+    /// A cache: for each optimizer that was looked up, the parameters in the order of their numbers, or `None` if the
+    /// numbers could not be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
 }
 
@@ -64,9 +67,9 @@ impl<'a> Owners<'a> {
         })
     }
 
-    /// Returns the names of a tensor that rules are matched with. `other_shape` is true if the shape of an optimizer
-    /// state tensor differs from the shape of its parameter (a step, a factored moment), so rules for the parameter do
-    /// not apply. A parameter number is never returned as a name.
+    /// Returns the names of a tensor that placement rules are compared with. `other_shape` is true if the shape of an
+    /// optimizer state tensor differs from the shape of its parameter (a step, a factored moment), so placement rules
+    /// for the parameter do not apply to the state tensor. A parameter number is never returned as a name.
     #[must_use]
     pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
         let mut names = state_dict::rule_names(path, &self.model_root);
@@ -87,8 +90,9 @@ impl<'a> Owners<'a> {
 /// `model.parameters()`, which is the order of the model's state dict without buffers and frozen parameters.
 ///
 /// Returns `None` unless exactly one assignment is possible: there is one parameter group, numbered from 0, and exactly
-/// one subsequence of the model's tensors in which all state tensors with dims have the shape of their parameter, and
-/// are DTensors if and only if their parameter is a DTensor. `may_be` excludes tensors that are not parameters.
+/// one subsequence of the model's tensors matches the state. A subsequence matches if every state tensor with at least
+/// one dim has the shape of its parameter, and is a DTensor if and only if its parameter is a DTensor. The function
+/// `may_be` returns false for tensors that are not parameters.
 #[must_use]
 pub fn numbered_parameters(
     catalog: &Catalog,

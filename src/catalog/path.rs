@@ -2,7 +2,7 @@
 //!
 //! The rules follow `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always traversed, a
 //! list only if it contains (at any depth) a tensor or a dict, and a tuple never. A name is the path joined with dots.
-//! One addition: [`tensors`] also visits tensors in tuples, so that no tensor is missed.
+//! In contrast to PyTorch, [`tensors`] also visits tensors in tuples, so that no tensor is missed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -76,8 +76,8 @@ pub enum StateLeaf<'a> {
     Object(&'a Value),
 }
 
-/// Returns the leaves of a state dict in its order. The leaves are the entries that DCP makes when it flattens the
-/// state dict.
+/// Returns the leaves of a state dict, in the order of the state dict. The leaves are the entries that DCP makes when
+/// it flattens the state dict.
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
@@ -106,8 +106,8 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether a list that contains this item is traversed. Lists with a tensor or a dict, at any depth, are
-/// traversed.
+/// Returns whether a list with the item `value` is traversed: true if `value` is, or contains at any depth, a tensor or
+/// a dict.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
@@ -123,12 +123,12 @@ pub fn object_names(state: &Value) -> Vec<String> {
     objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
 }
 
-/// The action that a visitor requests for a leaf.
+/// The action that the function `visit` requests for a leaf of a state dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeafAction {
     Keep,
-    /// Removes the leaf. A dict loses the key, and a dict that becomes empty is removed too. In a list, `None` replaces
-    /// the leaf.
+    /// Removes the leaf. In a dict, the key is removed, too; a dict that becomes empty is also removed. In a list,
+    /// `None` replaces the leaf.
     Remove,
 }
 
@@ -179,7 +179,7 @@ pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     found
 }
 
-/// Returns the key under which the value of one rank is stored among the values of all ranks: `rank_3`.
+/// Returns the key under which a format stores the value of one rank, if the values of ranks differ: `rank_3`.
 #[must_use]
 pub fn rank_key(rank: Rank) -> Key {
     Key::Name(format!("rank_{rank}").into())
@@ -228,15 +228,15 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
     }
 }
 
-/// Returns the path of the first dict with a tensor in a key. Names refer to values and never to keys, so such a tensor
-/// cannot be selected, cast, compared or written by name.
+/// Returns the path of the first dict with a tensor in a key. A tensor in a key of a dict has no name, because names
+/// refer only to values. So it cannot be selected, cast, compared or written by name.
 #[must_use]
 pub fn dict_with_tensor_key(state: &Value) -> Option<Path> {
     let mut path = Path::default();
     tensor_key_below(state, &mut path).then_some(path)
 }
 
-/// Returns whether the value has a tensor in a dict key. If it has, `path` becomes the path of this dict.
+/// Returns whether the value contains a dict with a tensor in a key. If so, `path` becomes the path of this dict.
 fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
     let mut step = |key: Key, child: &Value| {
         path.0.push(key);
@@ -282,8 +282,8 @@ pub fn key_text(key: &Value) -> Arc<str> {
 }
 
 /// A builder of a state dict from flat paths, like `unflatten_state_dict` in
-/// `torch/distributed/checkpoint/_nested_dict.py`. A container is a list if the next key of the path is a position,
-/// otherwise a dict. Lists are padded with `None`.
+/// `torch/distributed/checkpoint/_nested_dict.py`. A container becomes a list if the next key in the path is a
+/// position, otherwise a dict. Lists are padded with `None`.
 #[derive(Debug, Default)]
 pub struct Unflatten {
     root: IndexMap<Arc<str>, NestedNode, RandomState>,
@@ -296,15 +296,15 @@ enum NestedNode {
     List(BTreeMap<u64, NestedNode>),
 }
 
-/// The maximum number of list positions without a value, over all lists of one state dict. A state dict with more such
-/// positions is damaged.
+/// The maximum number of list positions without a value, over all lists of one state dict. A state dict with more list
+/// positions without a value is damaged.
 const MAX_PADDING: u64 = 1 << 16;
 
 impl Unflatten {
     /// Inserts `value` at `path`.
     ///
     /// # Errors
-    /// A text with the reason why the path contradicts earlier paths.
+    /// A text that explains why the path contradicts paths that were inserted before.
     pub fn insert(&mut self, path: &Path, value: Value) -> Result<(), String> {
         let Some((last, parents)) = path.0.split_last() else {
             return Err(String::from("an empty path"));

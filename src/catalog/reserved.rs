@@ -2,8 +2,9 @@
 //!
 //! All sizes and offsets are in bytes. A format *reserves* its files: it serialises everything except tensor data
 //! (headers, pickles, indexes) and gives each chunk of tensor data an offset. The executor then *fills* the files
-//! without knowledge of the format. CRC-32 values, which depend on the data, have fixed offsets and are written when
-//! their range is complete. Invariant: header bytes and chunks together cover each file exactly once.
+//! without knowledge of the format. CRC-32 values depend on the data; they have fixed offsets, and each is written when
+//! all bytes of its range are written. Invariant: every byte of a file belongs either to the header bytes or to exactly
+//! one chunk.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -21,8 +22,8 @@ use crate::layout::distinct_tiles::SharedTensor;
 #[derive(Debug, Default)]
 pub struct Reservation {
     pub files: Vec<OutputFile>,
-    /// The tensors, in the order of their bytes in the files. Each chunk is contiguous and row-major. Its location is
-    /// [`FileLocation::Bytes`], where the file id is an index in `files`.
+    /// The tensors, in the order of their bytes in the files. Each chunk is contiguous and row-major. The location of a
+    /// chunk is [`FileLocation::Bytes`], whose file id is an index in `files`.
     pub tensors: Vec<Reserved>,
     /// The names of objects that are not written, because the format cannot store them.
     pub left_out: Vec<String>,
@@ -30,35 +31,36 @@ pub struct Reservation {
     pub notes: Vec<String>,
 }
 
-/// A target tensor, and the source tensor of its content.
+/// A tensor of the result, and the source tensor from which its values come.
 #[derive(Debug)]
 pub struct Reserved {
     pub source: TensorId,
     pub entry: TensorEntry,
-    /// For each chunk, the partial values of the source that it gets and their reduction. The list is empty if every
-    /// chunk gets the complete value.
+    /// For each chunk, the partial values of the source that are read for the chunk, and how these are reduced. The
+    /// list is empty if every chunk gets the complete value of the source tensor.
     pub shares: Vec<Arc<Share>>,
-    /// The placements of the target tensor, if it is distributed.
+    /// The placements of the target tensor, if the tensor is sharded or replicated over ranks; otherwise `None`.
     pub shared: Option<Box<SharedTensor>>,
 }
 
 /// An output file: its path, its length, and its content except tensor data.
 #[derive(Debug, Default)]
 pub struct OutputFile {
-    /// The path relative to the destination folder; a single-file format has one file.
+    /// The path relative to the destination folder; if the destination is a single file, the path is the name of this
+    /// file.
     pub path: PathBuf,
     /// The rank that writes this file in PyTorch, if the format has files for ranks.
     pub rank: Option<Rank>,
     pub len: u64,
-    /// The bytes that are known before tensor data is copied, ascending and disjoint. Together with the chunks of the
-    /// tensors they cover the file.
+    /// The bytes that are known before tensor data is copied, as disjoint ranges with ascending offsets. All other
+    /// bytes of the file belong to chunks of tensors.
     pub header_bytes: Vec<HeaderBytes>,
-    /// The ranges that have a CRC-32, ascending and disjoint.
+    /// The ranges for which the file stores a CRC-32. The ranges are disjoint and ascend.
     pub checksums: Vec<ChecksumSpan>,
 }
 
-/// Bytes of an output file that are known before tensor data is copied. Clones share the bytes, because headers may be
-/// large, and items of equal shape and dtype have equal headers.
+/// Bytes of an output file that are known before tensor data is copied. Clones share one copy of the bytes, because
+/// headers may be large and many items (tensors with equal shape and dtype) have equal headers.
 #[derive(Clone, Debug)]
 pub struct HeaderBytes {
     pub offset: u64,
@@ -68,9 +70,9 @@ pub struct HeaderBytes {
 /// The length of a CRC-32 in bytes.
 pub const CRC_BYTES: u64 = 4;
 
-/// A range of tensor data whose CRC-32 (IEEE, little-endian) is written at each of `crc_offsets`. Each entry of
-/// `header_bytes` is either completely inside or completely outside the range. All ranges of a file have the same
-/// number of CRC offsets. For every n, the n-th CRC offsets ascend in the order of the ranges.
+/// A range of a file whose CRC-32 (IEEE, little-endian) is written at each offset in `crc_offsets`. Each entry of
+/// `header_bytes` is completely inside or completely outside the range. All ranges of a file have equally many CRC
+/// offsets. In the order of the ranges, the first CRC offsets of all ranges ascend, and so do the second CRC offsets.
 #[derive(Clone, Debug)]
 pub struct ChecksumSpan {
     pub range: Range<u64>,
@@ -90,7 +92,7 @@ impl OutputFile {
         Self { rank: Some(rank), ..Self::new(path) }
     }
 
-    /// Appends bytes that are known in advance to the file.
+    /// Appends header bytes to the file: bytes that are known before tensor data is copied.
     pub fn push_header(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
         let bytes = bytes.into();
         let offset = self.len;
@@ -107,8 +109,8 @@ impl OutputFile {
         offset
     }
 
-    /// Appends the layout of another file, including its tensor data, and returns the offset at which it starts in this
-    /// file.
+    /// Appends the layout of another file, including its tensor data, and returns the offset in this file at which the
+    /// other file starts.
     pub fn append(&mut self, other: &Self) -> u64 {
         let base = self.len;
         self.len += other.len;
@@ -155,9 +157,9 @@ impl Reservation {
     /// count once), chunk tables, and the plan of the tensor with the most chunks.
     #[must_use]
     pub fn planning_bytes(&self, source: &Catalog) -> u64 {
-        /// The number of bytes that a chunk with two dims needs for its bounds, location and rank.
+        /// The number of bytes that a chunk table needs for one chunk with two dims: bounds, location and rank.
         const CHUNK_BYTES: u64 = 64;
-        /// The number of bytes that the plan of one chunk needs. All chunks of a tensor are planned at once.
+        /// The number of bytes that the plan of one chunk needs. All chunks of a tensor are planned together.
         const PLANNED_BYTES: u64 = 1400;
         let mut seen = HashSet::new();
         let literals = self.files.iter().flat_map(|file| &file.header_bytes);
@@ -168,12 +170,13 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
-    /// Returns the memory in bytes of pending checksums, for write blocks of `write_block_bytes`. A checksum is not
-    /// pending if its range and its CRC offsets are inside one write block.
+    /// Returns the memory in bytes of pending checksums. A checksum is pending if its range and its CRC offsets are not
+    /// in a single write block of `write_block_bytes` bytes, so that its value must be kept until all of these blocks
+    /// are written.
     #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
-        /// The number of bytes of a CRC-32 value. A pending checksum also needs its range and its open offsets, in
-        /// lists that may have twice the needed capacity.
+        /// The number of bytes of a CRC-32 value. In addition to this value, a pending checksum needs its range and its
+        /// unwritten CRC offsets, in lists that may have twice the needed capacity.
         const VALUE_BYTES: u64 = 4;
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
         let of_sum = |sum: &ChecksumSpan| {
@@ -239,14 +242,15 @@ impl Reserved {
         self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
-    /// Returns the number of source tiles that all chunks of this tensor read: one for each chunk, or one for each
-    /// partial value of each chunk.
+    /// Returns the number of source tiles that are read for all chunks of this tensor: one tile for each chunk, or, if
+    /// the source has partial values, one tile for each partial value of each chunk.
     #[must_use]
     pub fn tiles_read(&self, source: &TensorEntry) -> usize {
         (0..self.entry.chunks.len()).map(|index| self.tiles_read_by_chunk(index, source)).fold(0, usize::saturating_add)
     }
 
-    /// Returns the number of source tiles that one chunk reads: one, or one for each partial value that it gets.
+    /// Returns the number of source tiles that are read for one chunk: one tile, or, if the source has partial values,
+    /// one tile for each partial value that the chunk needs.
     #[must_use]
     pub fn tiles_read_by_chunk(&self, index: usize, source: &TensorEntry) -> usize {
         let whole = || source.partial_values.as_ref().map_or(1, |partial| partial.reduction.count());

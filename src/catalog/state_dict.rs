@@ -1,7 +1,7 @@
-//! Finds the parts of a state dict: the model, the gradients and their parameters, the state of random number generators.
-//! [`Value`] is the state dict itself.
+//! Finds the components of a state dict: the model, the gradients and their parameters, and the state of random number
+//! generators. [`Value`] is the state dict itself.
 //!
-//! Invariant: the nesting of the state dict decides, not the dots in names.
+//! Invariant: only the nesting of dicts counts; dots in a key do not.
 
 use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
@@ -11,7 +11,7 @@ use super::{Dict, Fqn, Key, Path, TensorId, Value};
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
 
 /// Keys at the top level of a state dict that do not belong to the model, even if the tensors of the model are at the
-/// top level too. Keys of optimizers do not belong to the model either, but are not in this list.
+/// top level, too. This list has no keys of optimizers, although they do not belong to the model either.
 const BESIDE: [&str; 13] = [
     "lr_scheduler",
     "lr_schedulers",
@@ -118,7 +118,7 @@ fn collect(value: &Value, path: &Path, found: &mut Vec<(Fqn, TensorId)>) {
     tensors(value, path, &mut |path, id| found.push((path.fqn(), id)));
 }
 
-/// Returns the first of `keys` whose value is a dict with tensors.
+/// Returns the first key in `keys` whose value in the dict is itself a dict with tensors, together with this value.
 fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     let Value::Dict(dict) = value else { return None };
     keys.iter().find_map(|key| {
@@ -137,8 +137,8 @@ pub fn is_random_state(name: &str) -> bool {
     parts.any(|part| part.ends_with(b"_rng_state") || NAMES.iter().any(|known| known.as_bytes() == part))
 }
 
-/// Returns whether a top-level key does not belong to a model at the top level. The value matters, because a tensor
-/// called `scaler` is a parameter.
+/// Returns whether a top-level key does not belong to a model at the top level. The function also examines the value,
+/// because a tensor at the key `scaler` is a parameter, and a dict at this key is not.
 #[must_use]
 pub fn is_beside_model(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
@@ -157,7 +157,8 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
 }
 
-/// Returns the path of the dict of gradients that is stored beside the model, or `None` if there is none.
+/// Returns the path of the dict of gradients that is stored beside the model, or `None` if the state dict has no
+/// gradients.
 #[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
@@ -166,8 +167,8 @@ pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
 }
 
-/// Returns the names that rules match for a tensor: its own name, its name in the model, and for optimizer state or a
-/// gradient the name of its parameter.
+/// Returns the names of a tensor that placement rules are compared with: its own name, its name in the model, and for
+/// optimizer state or a gradient the name of its parameter.
 #[must_use]
 pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     let mut names = vec![path.to_string()];

@@ -1,13 +1,13 @@
 //! Proves that the chunks of a tensor cover it exactly once.
 //!
-//! Shapes and offsets count elements. Replicas overlap by intent, so chunks with equal tiles are grouped, and one chunk
-//! of each group is picked. The picked chunks must cover every element exactly once. If ranks hold partial values, this
-//! applies to the chunks of each partial value. Invariant: the planner uses the proof as its index, so a tensor whose
-//! coverage was not checked cannot be planned.
+//! Shapes and offsets count elements. Replicas have equal tiles, so chunks with equal tiles are counted as one. The
+//! distinct tiles must hold every element of the tensor exactly once. If ranks hold partial values, the chunks of each
+//! partial value are checked separately. Invariant: the planner finds chunks through the [`Tiling`] that this check
+//! returns, so it cannot plan a tensor whose coverage was not checked.
 //!
 //! PyTorch has the same check at save time: `_validate_global_plan` in
-//! `torch/distributed/checkpoint/default_planner.py`. It has no check at load time, where elements in a gap silently
-//! keep their old values.
+//! `torch/distributed/checkpoint/default_planner.py`. PyTorch has no such check at load time: elements in a gap
+//! silently keep their old values.
 
 use std::collections::HashSet;
 
@@ -21,7 +21,7 @@ use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
 
-/// The indices of the chunks that hold one tile (a chunk and its replicas), in the order of the chunk table.
+/// The indices of the chunks that hold one tile: a chunk and its replicas. The indices ascend.
 pub type Holders = SmallVec<[u32; 4]>;
 
 /// A list of tiles. Most tensors have one tile, which is stored without allocation.
@@ -63,8 +63,8 @@ impl TensorEntry {
         (0..).zip(of_each).map(|(number, chunks)| self.tiling(chunks, Some((&partial.reduction, number)))).collect()
     }
 
-    /// Checks that `chunks` cover the tensor exactly once. If `partial_value` is given, `chunks` are the chunks of that
-    /// partial value.
+    /// Checks that `chunks` hold every element of the tensor exactly once. If `partial_value` is given, `chunks` are
+    /// the chunks of that partial value.
     fn tiling(
         &self,
         chunks: impl IntoIterator<Item = u32, IntoIter: ExactSizeIterator>,
@@ -148,7 +148,7 @@ pub fn list_ranks(ranks: &[Rank]) -> String {
 }
 
 impl Fqn {
-    /// Returns the error for two ranks that describe one tensor differently.
+    /// Returns the error for two ranks whose files describe one tensor differently, for example with different shapes.
     #[must_use]
     pub fn disagreement(&self, what: &'static str, between: impl Into<String>, detail: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {

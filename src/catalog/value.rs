@@ -1,7 +1,8 @@
 //! The Python values of a checkpoint, apart from tensor data.
 //!
 //! Values are independent of formats: pickle readers make them, and writers of any format take them. A tensor in a
-//! value is a reference to an entry of the catalog. A value is a tree, so objects that Python shares are repeated.
+//! value is a reference to an entry of the catalog. A value is a tree: if several Python containers share an object,
+//! the value contains the object several times.
 //!
 //! Invariant: a value is nested at most 256 deep (the limit of the pickle reader), so comparing, printing and dropping
 //! it may recurse. Code that builds values must keep this limit.
@@ -13,13 +14,14 @@ pub use torch_pickle::{Construct, DictKind, Symbol};
 use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
 
-/// A Python value. [`Value::Other`] is a value that differs between ranks; only checkpoints of several ranks have it.
+/// A Python value. [`Value::Other`] is a value that differs between ranks; only checkpoints of several ranks have such
+/// values.
 pub type Value = torch_pickle::Value<TensorId, Vec<RankValue>>;
 
 /// A dict in insertion order.
 pub type Dict = torch_pickle::Dict<TensorId, Vec<RankValue>>;
 
-/// An object of a known class, stored as its constructor call and state.
+/// An object of a known class, stored as the call that creates the object, and the state of the object.
 pub type Object = torch_pickle::Object<TensorId, Vec<RankValue>>;
 
 /// The index of a tensor in the catalog.
@@ -32,7 +34,8 @@ impl fmt::Display for TensorId {
     }
 }
 
-/// One of the different values that ranks stored for an object, and the ranks that stored it, ascending.
+/// One value of an object for which ranks stored different values, and the ranks that stored this value, in ascending
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankValue {
     pub value: Value,
@@ -40,9 +43,9 @@ pub struct RankValue {
 }
 
 impl RankValue {
-    /// Returns the value for rank `r` of the target. If a rank of the same number stored a value, the result is that
-    /// value. Otherwise the `n` ranks that stored a value are numbered from 0, and the result is the value of number `r
-    /// mod n`.
+    /// Returns the value for rank `r` of the target. If rank `r` of the source stored a value, returns that value.
+    /// Otherwise the `n` source ranks that stored a value are numbered from 0, and the function returns the value of
+    /// number `r mod n`.
     #[must_use]
     pub fn value_for(rank_values: &[Self], rank: Rank) -> Option<&Value> {
         if let Some(own) = rank_values.iter().find(|rank_value| rank_value.ranks.contains(&rank)) {
@@ -80,7 +83,8 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
     }
 }
 
-/// Adds `by` to every tensor id in a value, after the tensors of the value were appended to a list of `by` tensors.
+/// Adds `by` to every tensor id in a value. This is needed if the tensors of the value were appended to a list that
+/// already had `by` tensors.
 pub fn shift_tensors(value: &mut Value, by: u32) {
     value.map_tensors(&mut |id| TensorId(id.0 + by));
 }

@@ -1,7 +1,8 @@
 //! Removes the components that wrapper modules add to parameter names.
 //!
-//! FSDP1, `torch.compile` and activation checkpointing wrap modules, and the attribute of the wrapped module becomes a
-//! component of parameter names. Invariant: names with and without these components refer to the same parameter.
+//! FSDP1, `torch.compile` and activation checkpointing wrap modules, and the attribute in which a wrapper holds the
+//! wrapped module becomes a component of parameter names, such as `_orig_mod`. Invariant: names with and without these
+//! components refer to the same parameter.
 //!
 //! Source: `torch/distributed/fsdp/_common_utils.py`, `torch/_dynamo/eval_frame.py` and
 //! `torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.

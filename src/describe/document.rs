@@ -6,8 +6,8 @@ use super::{Inspection, parts};
 use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::layout::DeviceMesh;
 
-/// Returns the JSON document of `inspect`. `tensors` and `bytes` cover the tensors selected with `--tensor`; all other
-/// fields cover the complete checkpoint.
+/// Returns the JSON document of `inspect`. The fields `tensors` and `bytes` describe the tensors that `--tensor`
+/// selects; all other fields describe the complete checkpoint.
 pub fn document(view: &Inspection<'_>) -> Json {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let meshes: Vec<Json> = catalog.meshes.iter().map(mesh_document).collect();
@@ -42,7 +42,7 @@ pub fn document(view: &Inspection<'_>) -> Json {
     document
 }
 
-/// Returns the document of a value that is not a tensor: `{"type": "int", "value": 1000}`.
+/// Returns the JSON document of an object, which is a value that is not a tensor: `{"type": "int", "value": 1000}`.
 pub fn object_document(value: &Value) -> Json {
     json!({ "type": value.type_name(), "value": object_value(value) })
 }

@@ -1,9 +1,10 @@
 //! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
 //!
 //! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
-//! of placements becomes the fallback, which is the list for all tensors without a rule. Other tensors of the model get
-//! rules. Then the same resolver reads the finished document, which shows the tensors that still need a rule.
-//! Invariant: a printed document gives every tensor the layout that it has in the checkpoint.
+//! of placements becomes the fallback, which is the list for all tensors without a rule. Tensors of the model with
+//! other placements get rules. Then the [`PlacementResolver`] reads the finished document. Tensors that get a wrong
+//! layout from the document then get rules, too. Invariant: a printed document gives every tensor the layout that it
+//! has in the checkpoint.
 
 #[cfg(test)]
 mod tests;
@@ -99,7 +100,8 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Returns true if the tensor needs no rule: the fallback gives it its layout, or it is a plain 0-d tensor.
+    /// Returns true if the tensor needs no rule: the fallback gives the tensor exactly the layout that it has, or the
+    /// tensor is a plain 0-d tensor.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.lies {
             PlacementChoice::Plain => self.ndim == 0,
@@ -126,7 +128,7 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-/// Returns the layout that `reshard` would give a tensor if it wrote the same format again.
+/// Returns the layout that `reshard` would give a tensor if `reshard` wrote the format of the source.
 fn lies(
     resolver: &mut PlacementResolver,
     format: Format,
@@ -157,7 +159,8 @@ fn lies(
     }))
 }
 
-/// Returns every tensor with the layout that `reshard` would give it if it wrote the same format again.
+/// Returns every tensor, with the layout that `reshard` would give the tensor if `reshard` wrote the format of the
+/// source.
 fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<NamedTensor>> {
     // ShardedTensors are sharded by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
@@ -181,8 +184,8 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
 
 /// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// The number of placement lists that are tried as the fallback. The most frequent list does not always fit the
-    /// most tensors, but the list that fits the most tensors is frequent.
+    /// The number of placement lists, the most frequent ones, that are tried as the fallback. Several lists are tried,
+    /// because the most frequent list is not always the list that fits the most tensors as a fallback.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -209,21 +212,21 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
     Ok(best.1)
 }
 
-/// The form of the patterns that rules use to name tensors.
+/// The form of the patterns in printed rules.
 #[derive(Clone, Copy)]
 enum RuleNames {
-    /// Rules use names within the model, complete or with `*` for numbers.
+    /// A pattern is a name within the model, either the complete name or the name with `*` in place of numbers.
     InModel,
-    /// Rules use names in the state dict, complete, with `*` for numbers, or reduced to the first and last component:
-    /// `optim.**.exp_avg`.
+    /// A pattern is a name in the state dict: the complete name, the name with `*` in place of numbers, or only the
+    /// first and the last component (`optim.**.exp_avg`).
     Wide,
-    /// Each rule uses the complete name of one tensor, without wildcards.
+    /// A pattern is the complete name of one tensor, without wildcards.
     Whole,
 }
 
 impl RuleNames {
-    /// Returns patterns that are tried before the complete name. A pattern is used if all tensors that it covers have
-    /// the same layout.
+    /// Returns the patterns that are tried before the complete name. The caller uses a pattern only if all tensors that
+    /// the pattern covers have one layout.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
         let numbers: Vec<usize> = (0..parts.len()).filter(|at| is_number(parts[*at])).collect();
@@ -294,7 +297,7 @@ fn rules_of(
     found.into_iter().map(rule).collect()
 }
 
-/// Returns the split rules that tensors with these placements have if no rule sets a split.
+/// Returns the split rules of a tensor with the placements `spec` for which no rule sets a split.
 fn usual_splits(spec: &PlacementList, layout: &MeshLayout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
@@ -304,8 +307,8 @@ fn is_number(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Returns a pattern for one name. Each character of the name that is special in patterns becomes `?`, which matches
-/// any character.
+/// Returns a pattern for one name. In the pattern, `?` (any character) replaces each character that has a special
+/// meaning in patterns.
 fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
@@ -317,7 +320,7 @@ const MAX_TRIALS: usize = 1 << 24;
 /// Checks that the number of pairs of a pattern and a tensor is not too large.
 ///
 /// # Errors
-/// `Unsupported` if the tensors have too many different layouts.
+/// `Unsupported` if the number is too large, because the tensors have too many different layouts.
 fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     if patterns.saturating_mul(tensors) <= MAX_TRIALS {
         return Ok(());
@@ -330,8 +333,8 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     ))
 }
 
-/// Reads the printed layout again, and returns the indices of the tensors to which it gives another layout than the
-/// checkpoint.
+/// Reads the printed layout again, and returns the indices of the tensors whose layout in the checkpoint differs from
+/// the layout that the printed layout gives them.
 fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;

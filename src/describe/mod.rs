@@ -1,7 +1,7 @@
 //! Descriptions of a checkpoint's contents and layout, for `inspect`.
 //!
-//! Programs get one JSON document. People get a summary and a table of tensors, or tables of chunks or drawings of
-//! single tensors.
+//! Programs read one JSON document. People read a summary and a table of all tensors, or, for single tensors, tables of
+//! chunks or drawings.
 
 mod document;
 mod draw;
@@ -24,8 +24,8 @@ use crate::text::escape_invisible;
 pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
-/// The tensors of a checkpoint to describe, under every name they have, in the order of the state dict. They have
-/// digests if the user asked for digests.
+/// The tensors of a checkpoint to describe, under every name of each tensor, in the order of the state dict. If the
+/// user asked for digests, each tensor has a digest.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,
@@ -66,7 +66,7 @@ impl<'a> Inspection<'a> {
         table::chunks(self)
     }
 
-    /// Draws the parts of each tensor, with the rank or file that stores each part. The drawings are at most `columns`
+    /// Draws the boxes of each tensor, with the rank or file that stores each box. The drawings are at most `columns`
     /// characters wide.
     #[must_use]
     pub fn drawings(&self, columns: usize) -> Vec<Vec<Span>> {
@@ -80,7 +80,7 @@ impl<'a> Inspection<'a> {
     }
 }
 
-/// A part of a line of a drawing, with or without a background colour.
+/// A piece of a line of a drawing: text with one background colour, or without background colour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The text, which may contain any characters.
@@ -89,7 +89,7 @@ pub struct Span {
     pub ground: Option<u8>,
 }
 
-/// Returns the layout of a checkpoint as a layout file: a JSON document, and the same document as TOML.
+/// Returns the layout of a checkpoint as a layout file: a JSON document, and this document converted to TOML.
 ///
 /// # Errors
 /// `Unsupported` if the files do not record a layout, or record more than one.
@@ -99,7 +99,7 @@ pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
     Ok((document, text))
 }
 
-/// Returns the path of the model in the state dict. Users may give names without this path.
+/// Returns the path of the model in the state dict. Users may omit this path in the names of tensors.
 fn model_root(catalog: &Catalog) -> Option<String> {
     Some(state_dict::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
@@ -163,8 +163,9 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
 }
 
 impl Inspection<'_> {
-    /// Returns one digest for all tensors shown, or `None` if one of them has no digest. It is equal in every layout
-    /// and format: BLAKE3 over one line `DIGEST "NAME"` for each tensor, sorted by name, with names quoted as in JSON.
+    /// Returns one digest for all tensors shown, or `None` if a tensor has no digest. The result is a BLAKE3 hash of
+    /// one line `DIGEST "NAME"` for each tensor. The lines are sorted by name, and names are quoted as in JSON. So the
+    /// result depends neither on the layout nor on the format of the checkpoint.
     fn digest(&self) -> Option<String> {
         let mut listed: Vec<(&str, &String)> =
             self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
@@ -203,7 +204,7 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     }
 }
 
-/// Returns the rank or file that holds a chunk. An empty chunk may have neither.
+/// Returns the rank or file that holds a chunk. An empty chunk may have no rank and no file.
 fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
     let file = || file_name(view, chunk.location).map(ChunkHolder::File);
     chunk.rank.map(ChunkHolder::Rank).or_else(file)

@@ -200,11 +200,11 @@ fn tied(view: &Inspection<'_>) -> Vec<String> {
 const STEP: [&str; 3] = ["step", "global_step", "iteration"];
 
 /// The dicts that may hold the training step, besides the top level of the state dict. The optimizer is not in the
-/// list, because it may count steps differently.
+/// list, because the step counters of an optimizer may differ from the training step.
 const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
 
 /// Returns the training step: an integer, or a 0-d integer tensor as torchtitan stores it. Ignores a damaged tensor,
-/// because `verify` reports it.
+/// because `verify` reports the damage.
 fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     let state = &view.checkpoint.catalog.state;
     let Some(top) = state.as_dict().filter(|_| !is_optimizer(state)) else { return Ok(None) };

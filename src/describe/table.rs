@@ -30,7 +30,8 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
 }
 
-/// Returns true if the format records boxes of tensors, but neither ranks nor placements. DCP is such a format.
+/// Returns true if the format records boxes of tensors, but neither ranks nor placements. For example, DCP is such a
+/// format.
 fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
@@ -66,7 +67,7 @@ fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     Some(format!("S({dim}) x {parts}"))
 }
 
-/// Returns the chunks of every tensor, as a table below the tensor's name.
+/// Returns, for every tensor, the name of the tensor followed by a table of its chunks.
 pub fn chunks(view: &Inspection<'_>) -> String {
     let mut text = String::new();
     for (name, id) in &view.names {
@@ -81,15 +82,16 @@ pub fn chunks(view: &Inspection<'_>) -> String {
     text
 }
 
-/// The maximum width of a column, in characters. A longer cell does not widen the column. `format!` panics for widths
-/// of 2^16 or more.
+/// The maximum width of a column, in characters. A longer cell does not widen the column. The limit exists because
+/// `format!` panics for widths of 2^16 or more.
 const MAX_WIDTH: usize = 4096;
 
 fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Pads each column to its widest cell, but at most to `MAX_WIDTH`. Names come from files and may be of any length.
+/// Pads each column to the width of its widest cell, but to at most `MAX_WIDTH`, because names from files may have any
+/// length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];

@@ -1,6 +1,6 @@
-//! Connects torch.save archives with the files of a checkpoint: the source of their bytes, the conversion of their
-//! errors, and their layout in output files. Unit of offsets and lengths: bytes. The format is that of
-//! `torch/serialization.py`.
+//! Connects `torch.save` archives with the files of a checkpoint: reads the bytes of an archive from a file, converts
+//! the errors of an archive to errors of the file, and adds archives to output files. Unit of offsets and lengths:
+//! bytes. Source of the format: `torch/serialization.py`.
 
 use std::collections::HashSet;
 use std::io;
@@ -34,7 +34,7 @@ impl<'a> ArchiveSource<'a> {
     /// Reads the ZIP directory of the archive that fills a byte range of the file.
     ///
     /// # Errors
-    /// `Malformed` if the range is not an archive, `Unsupported` if entries are compressed, `Io`.
+    /// `Malformed` if the byte range does not contain an archive, `Unsupported` if entries are compressed, `Io`.
     pub fn archive(self, file_range: FileRange) -> Result<Archive> {
         Archive::read_at(&self, file_range.offset, file_range.len).map_err(|error| self.error(error))
     }
@@ -89,7 +89,8 @@ pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
     zip::data_offset(&source, record).map_err(|error| source.error(error))
 }
 
-/// The known bytes of many output archives. Equal blocks of bytes are kept in memory once.
+/// The header bytes of many output archives: all bytes except tensor data. Equal blocks of bytes are in memory only
+/// once.
 #[derive(Debug, Default)]
 pub struct SharedBytes(HashSet<Arc<Vec<u8>>>);
 
@@ -119,8 +120,8 @@ impl SharedBytes {
     }
 }
 
-/// Writes the leaves of a state dict that have no pickle opcode: tensors with the closure `tensors`, and values that
-/// differ between ranks with the value of one rank.
+/// Writes the leaves of a state dict that have no pickle opcode. The closure `tensors` writes a tensor. For a value
+/// that differs between ranks, the value of the rank `rank` is written.
 pub struct Leaves<F> {
     /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
     pub rank: Option<Rank>,

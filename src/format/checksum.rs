@@ -1,6 +1,7 @@
-//! Verifies the CRC-32s in torch.save archives: whole files, and every item of DCP data files. Unit of lengths: bytes.
+//! Verifies the CRC-32s in `torch.save` archives. An archive is a complete file, or one item of a DCP data file. Unit
+//! of lengths: bytes.
 //!
-//! torch.load never verifies them, so it loads a file with a flipped bit without an error.
+//! `torch.load` never verifies the CRC-32s, so `torch.load` loads a file with a flipped bit without an error.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,8 +11,8 @@ use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Returns the byte range of each archive in a checkpoint. An archive of a single tensor comes with the name of the
-/// tensor. The list is empty if the format has no checksums.
+/// Returns the byte range of each archive in a checkpoint. If an archive stores a single tensor, the entry also has the
+/// name of the tensor; otherwise `None`. The list is empty if the format has no checksums.
 #[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =

@@ -1,4 +1,4 @@
-//! Detects the format of a path from file names and first bytes. Every format of the table checks the path.
+//! Detects the format of a path from file names and first bytes. Every format in the table of formats checks the path.
 
 use std::path::{Path, PathBuf};
 
@@ -22,9 +22,10 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     }
 }
 
-/// Detects the format of a path like [`detect`], but returns `None` for a folder that may contain checkpoints in
-/// subfolders. The order is: files that identify themselves, then subfolders, then a torch file that does not identify
-/// itself. verl, for example, leaves a `data.pt` above its checkpoints.
+/// Detects the format of a path like [`detect`], with one difference: returns `None` for a folder whose subfolders may
+/// contain checkpoints. The function first looks for files whose names show the format, then for subfolders, and last
+/// for a single torch file whose name does not show the format. Subfolders come before such a torch file, because verl,
+/// for example, saves a `data.pt` in the folder above the checkpoints.
 ///
 /// # Errors
 /// The errors of [`detect`].
@@ -59,8 +60,8 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> R
     Ok(found.pop())
 }
 
-/// Returns whether the format can change from `found` to `from` when the files are read. A reader finds flat parameters
-/// in rank files only when it reads the files.
+/// Returns whether files that were detected as the format `found` may turn out to have the format `from` when they are
+/// read. For example, a reader finds flat parameters in rank files only when the reader opens the files.
 fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
@@ -73,8 +74,8 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     )
 }
 
-/// Returns the only file of a folder that may be a checkpoint, if no file in the folder shows its format by its name. A
-/// model file has priority over other files that trainers save.
+/// Returns the only file of a folder that may be a checkpoint, if no file in the folder shows its format by its name.
+/// If one of several files is a model, as shown by its name, this file is returned.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.

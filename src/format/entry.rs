@@ -1,8 +1,8 @@
 //! The row type of the table of formats.
 //!
-//! Each format has a folder in [`crate::format`], whose `entry.rs` has the row, and one line in
-//! [the table](super::Format::ALL). Detection, `--from`, `--to`, their help texts and the table in the README are derived
-//! from the rows.
+//! Each format has a folder in [`crate::format`], and the file `entry.rs` in this folder has the row of the format.
+//! [The table](super::Format::ALL) has one line for each format. Detection, `--from`, `--to`, their help texts and the
+//! table in the README are derived from the rows.
 
 use super::known_files::KnownFile;
 use super::traits::{Read, WriteShards, WriteWhole};
@@ -17,30 +17,32 @@ pub struct FormatEntry {
     pub files: &'static str,
     /// Suffixes of DST that select the format if `--to` is not given.
     pub suffixes: &'static [&'static str],
-    /// The suffix of the files that an index of this format names: `safetensors` for `model.safetensors.index.json`.
-    /// `None` if the format has no index.
+    /// The suffix of tensor files that have an index: `safetensors`, because the index is
+    /// `model.safetensors.index.json`. `None` if the format has no index.
     pub index_suffix: Option<&'static str>,
     /// Suffixes of files that contain metadata but no tensor data.
     pub metadata_suffixes: &'static [&'static str],
-    /// Suffixes of data files. The locations of the tensors and objects in a data file are recorded in other files.
+    /// Suffixes of files that contain data only. Other files (such as `.metadata`) record which tensors and objects are
+    /// in a data file, and at which offset.
     pub data_suffixes: &'static [&'static str],
-    /// The kinds of files in a folder of this format, which `--overwrite` may replace.
+    /// The kinds of files that a folder of this format may contain. `--overwrite` may replace such files.
     pub known_files: &'static [KnownFile],
     /// A function that recognises a file that is a complete checkpoint, by its first bytes and its length. `None` if no
     /// single file is a checkpoint.
     pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
     /// The way in which the format stores tensors that ranks share.
     pub tensors: TensorStorage,
-    /// True if the format can store values that are not tensors.
+    /// True if the format can store values that are not tensors, such as a step.
     pub holds_objects: bool,
-    /// True if there is one file per rank, and a folder may have several series of such files.
+    /// True if there is one file per rank, and a folder may have several series of such files (`model_...`,
+    /// `optim_...`).
     pub has_rank_files: bool,
     /// True if tensors keep the order and the strides that they have in the state dict of a module.
     pub keeps_order: bool,
     /// True if the order of tensors is the order in which modules registered them.
     pub is_in_module_order: bool,
-    /// True if each rank file contains the names of all tensors of the rank, so that the writer needs memory for all
-    /// these names before it writes.
+    /// True if each rank file contains the names of all tensors of the rank, so the writer needs memory for the names
+    /// of all ranks before it writes the first file.
     pub names_tensors_by_rank: bool,
     /// The reader.
     pub read: &'static dyn Read,
@@ -55,11 +57,11 @@ pub struct FormatEntry {
 pub enum TensorStorage {
     /// Every tensor is stored in full, and the format has no mesh.
     Whole,
-    /// The format stores boxes of tensors, each box once. The mesh decides which rank writes which box, and is not
-    /// recorded.
+    /// The format stores boxes of tensors, each box once. The mesh determines which rank writes which box. The format
+    /// does not record the mesh.
     Boxes,
     /// The format stores the shard of each rank, with the mesh and the placements.
     Ranks,
-    /// The format stores the shard of each rank of FSDP1's flat parameters.
+    /// For each rank, the format stores the rank's shard of each FSDP1 flat parameter.
     Flat,
 }

@@ -42,8 +42,8 @@ impl Wrong {
         Self { at: at.into(), expected: expected.into(), found: found.into() }
     }
 
-    /// Returns a fault from the message of another error. If the message has the form `expected ..., found ...`, the
-    /// fault takes both texts from it, so that the final message has the word `expected` only once.
+    /// Returns a fault from the message of another error. If `message` has the form `expected ..., found ...`, both
+    /// texts of the fault come from `message`, so that the final message has the word `expected` only once.
     pub fn from_message(at: impl Into<String>, expected: &str, message: &str) -> Self {
         if let Some((expected, found)) = message.strip_prefix("expected ").and_then(|rest| rest.rsplit_once(", found "))
         {
@@ -85,8 +85,8 @@ impl FormatError {
         }
     }
 
-    /// Returns the error of a file whose name has another rank than its content. `class` is the class of the tensor at
-    /// `at`, which rank `saved_by` saved.
+    /// Returns the error for a file whose name states the rank `named`, but whose content was saved by the rank
+    /// `saved_by`. `class` is the class of the tensor at the position `at`, which shows the saving rank.
     pub(crate) fn wrong_rank(path: &Path, at: &str, named: Rank, class: &str, saved_by: Rank) -> Self {
         Self::Malformed {
             path: path.to_path_buf(),
@@ -128,8 +128,8 @@ impl FormatError {
     }
 }
 
-/// Returns whether a user may have written the file by hand: a flat layout, but not an index of safetensors or torch
-/// files.
+/// Returns true for a kind of file that users may write by hand, such as a flat layout. Returns false for the index of
+/// safetensors or torch files.
 fn is_written_by_hand(path: &Path) -> bool {
     let is_index = path.file_name().is_some_and(|name| name.to_string_lossy().contains(".index."));
     let is_ours = path.file_name().is_some_and(|name| name == "layout.json");

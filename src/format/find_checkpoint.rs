@@ -1,8 +1,8 @@
 //! Finds the folders of a checkpoint below the folder that the user gives.
 //!
 //! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
-//! exactly one folder matches, it is used; if several match, the error lists them. The content of `latest` is untrusted
-//! text. It may only name a folder in the same folder.
+//! exactly one subfolder matches, this subfolder is used; if several subfolders match, the error lists these
+//! subfolders. The content of `latest` is untrusted: it may only name a folder that is in the same folder as `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate
@@ -19,10 +19,10 @@ use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
 
-/// The parts of a checkpoint folder that a verb needs.
+/// The components of a checkpoint folder that a verb needs: model, optimizer and other files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Want {
-    /// The model, the optimizer, and the files beside them.
+    /// The model, the optimizer, and all other files in the folder.
     #[default]
     All,
     /// The model and the optimizer. Other files are not examined.
@@ -36,7 +36,7 @@ pub enum Want {
 pub struct CheckpointLocation {
     /// The file or folder of the checkpoint.
     pub root: PathBuf,
-    /// The folders of the checkpoint, relative to the root, with the files detected in each.
+    /// The folders of the checkpoint, relative to the root, each with the files that were detected in the folder.
     pub folders: Vec<(PathBuf, DetectedFiles)>,
 }
 
@@ -96,7 +96,7 @@ fn is_candidate(name: &str) -> bool {
     STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
 }
 
-/// Returns whether a folder of this name may contain a checkpoint.
+/// Returns whether a folder of this name may contain a checkpoint, or a subfolder with a checkpoint.
 #[must_use]
 pub fn may_lead_on(name: &str) -> bool {
     name == "latest"
@@ -106,8 +106,8 @@ pub fn may_lead_on(name: &str) -> bool {
         || is_lightning(name)
 }
 
-/// Returns the files in the same folder that belong to a single file given as SRC: the reader may read them, or
-/// messages may count them.
+/// If SRC is a single file, returns the other files of its folder that a reader may also read, or that messages may
+/// count: rank files of the same series, and index files. If SRC is an index, returns all other files of the folder.
 ///
 /// # Errors
 /// `Io` if the folder of the file cannot be listed.
@@ -127,7 +127,7 @@ pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns whether accelerate gives this name to the folder of a model.
+/// Returns whether a folder of this name is a model folder of accelerate.
 fn is_model(name: &str) -> bool {
     is_numbered(name, "pytorch_model_fsdp", "_", true)
 }
@@ -150,7 +150,8 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders }))
 }
 
-/// Returns whether a name is `BASE`, separator and number, or is only `BASE` if `alone` is true.
+/// Returns whether a name consists of `base`, `separator` and a number. If `alone` is true, also returns true if the
+/// name is `base`.
 fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     let Some(rest) = name.strip_prefix(base) else { return false };
     if rest.is_empty() {
@@ -160,7 +161,8 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The names of folders for one training step: the text before the number, and its separator.
+/// The names of folders for one training step. Each pair has the text at the start of the name, and the separator
+/// before the number.
 const STEPS: [(&str, &str); 6] =
     [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
 
@@ -204,9 +206,9 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
 }
 
 /// Returns the next folder on the path to a checkpoint of Lightning:
-/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder with the suffix
-/// `.ckpt`. Files with that suffix beside such folders are checkpoints as well. The intended checkpoint may also be a
-/// torch file in a folder above. `last.ckpt` may be a link to another checkpoint.
+/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A folder or a file with the suffix `.ckpt` is a
+/// checkpoint. If `last.ckpt` is a link to another checkpoint in the folder, `last.ckpt` is ignored. Returns `None` if
+/// the folder has no such name, or if `folder` itself contains a torch file that may be the intended checkpoint.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
     let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
@@ -242,7 +244,7 @@ fn is_version(name: &str) -> bool {
     is_numbered(name, "version", "_", false)
 }
 
-/// Returns whether Lightning gives this name to a checkpoint or to a folder above it.
+/// Returns whether Lightning gives this name to a checkpoint, or to a folder that contains checkpoints.
 fn is_lightning(name: &str) -> bool {
     is_checkpoint_name(name) || ["checkpoints", "lightning_logs"].contains(&name) || is_version(name)
 }
@@ -278,7 +280,7 @@ fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Reads the text file that names the newest checkpoint of a folder, if it exists.
+/// Reads the text file that names the newest checkpoint of a folder, if this text file exists.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     const LIMIT: u64 = 256;
     let Some(file) = pointer_file(folder)? else { return Ok(None) };
@@ -298,7 +300,8 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
 const MAX_NAME_BYTES: usize = 255;
 
 impl Pointer {
-    /// Returns the folder that the text names. The text is the name of the folder, or the step number in the name.
+    /// Returns the folder that the text names. The text is the complete name of the folder, or only the step number
+    /// that the name of the folder contains.
     fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];
@@ -319,7 +322,7 @@ impl Pointer {
 /// Checks that all folders have the same format.
 ///
 /// # Errors
-/// `Unsupported` with two folders that differ.
+/// `Unsupported` naming two folders with different formats.
 pub fn same_format(root: &Path, formats: &[(PathBuf, Format)]) -> Result<()> {
     let differing = formats.array_windows().find(|[first, second]| first.1 != second.1);
     let Some([first, second]) = differing else { return Ok(()) };

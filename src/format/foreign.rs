@@ -1,8 +1,7 @@
 //! Detects formats of other frameworks and addresses that are not paths, and refuses them with an error that names the
 //! format and a way to convert it.
 //!
-//! Only names and the first bytes of files are examined. The detection must never refuse a file that this crate can
-//! read.
+//! Only names and the first bytes of files are examined. This module must never refuse a file that this crate can read.
 
 use std::fs::File;
 use std::io::Read;
@@ -94,7 +93,7 @@ const FOLDERS: [ForeignFolder; 5] = [
     },
 ];
 
-/// Refuses formats of other frameworks by the names of the files in a folder.
+/// Returns an error if the names of the files in a folder show that the folder has a format of another framework.
 ///
 /// # Errors
 /// `Unsupported` naming the format.
@@ -108,8 +107,8 @@ pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> R
     Ok(())
 }
 
-/// Returns a shortfall if a file reads as a torch file but is the file of one rank in another framework's format. The
-/// shortfall lists the files of the other ranks.
+/// Returns a shortfall (the missing files of a set) if a torch file is one rank's file of another framework, such as
+/// `mp_rank_00_model_states.pt` of DeepSpeed. The shortfall lists the files of the other ranks.
 ///
 /// # Errors
 /// `Io` if the folder of the files cannot be listed.
@@ -181,10 +180,10 @@ fn is_torch_dist(path: &Path) -> Result<bool> {
     Ok(json.is_ok_and(|json| json.get("sharded_backend").is_some()))
 }
 
-/// Returns the first bytes of a file, which are enough to distinguish formats.
+/// Returns the first bytes of a file, by which formats are distinguished.
 ///
 /// # Errors
-/// `Io` if it is not a regular file or cannot be read.
+/// `Io` if the path is not a regular file or cannot be read.
 pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     let mut head = Vec::new();
     regular_file(path)?;
@@ -197,9 +196,11 @@ pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
 struct ForeignFile {
     what: &'static str,
     hint: &'static str,
-    /// The offset and value of the bytes that identify the format.
+    /// The bytes that identify the format: their offset in the file, and their value. `None` if no bytes identify the
+    /// format.
     start: Option<(usize, &'static [u8])>,
-    /// Suffixes that identify the format; a number follows a suffix that ends in a hyphen.
+    /// Parts of file names that identify the format. A file name must end with the text, or contain the text if the
+    /// text ends in a hyphen.
     suffixes: &'static [&'static str],
 }
 
@@ -266,7 +267,7 @@ impl ForeignFile {
     }
 }
 
-/// Refuses formats of other frameworks by the first bytes or the name of a file.
+/// Returns an error if the first bytes or the name of a file show a format of another framework.
 ///
 /// # Errors
 /// `Unsupported` naming the format.

@@ -25,7 +25,7 @@ pub fn is_index(name: &str) -> bool {
     format_of(name).is_some()
 }
 
-/// Returns the format of the files that an index names, as shown by the name of the index.
+/// Returns the format of the files that an index lists. The name of the index shows this format.
 fn format_of(name: &str) -> Option<Format> {
     Format::ALL.iter().copied().find(|format| is_index_of(name, *format))
 }
@@ -41,7 +41,8 @@ pub fn is_index_of(name: &str, format: Format) -> bool {
     })
 }
 
-/// Returns the index that loaders read: the index with the usual name, otherwise an index without a variant.
+/// Returns the index that loaders read: the index with the name `usual`, otherwise an index whose name has no variant
+/// such as `fp16`.
 pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
     names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
@@ -91,7 +92,7 @@ impl ShardIndex {
         self.path.parent().unwrap_or(Path::new("."))
     }
 
-    /// Returns the names of all files that the index names.
+    /// Returns the file names of all files that the index lists.
     pub fn names(&self) -> BTreeSet<String> {
         self.weight_map.values().cloned().collect()
     }
@@ -111,8 +112,8 @@ impl ShardIndex {
         Ok(found)
     }
 
-    /// Returns a shortfall if files that the index names are missing, or if files of the same set have no entry in the
-    /// index. `read` are the files that the index names and that exist.
+    /// Returns a shortfall (the missing files of a set) if files that the index names are missing, or if the folder has
+    /// files of the set that the index does not name. `read` are the files that the index names and that exist.
     pub fn files_left_out(&self, read: &[PathBuf]) -> Result<Option<Shortfall>> {
         let mut missing = self.names();
         let expected = format!("{} beside it", count(missing.len(), "file"));
@@ -152,7 +153,7 @@ impl ShardIndex {
         Ok(Some(Shortfall::new(others, error)))
     }
 
-    /// Returns the names of tensor files that are in the folder of the index and have no entry in it.
+    /// Returns the names of tensor files that are in the folder of the index but that the index does not name.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
         let suffix = format_of(&name_of(&self.path)).and_then(|format| format.entry().index_suffix);
@@ -170,8 +171,8 @@ impl ShardIndex {
         Ok(names)
     }
 
-    /// Returns the files without an entry in the index whose numbered names belong to the same set: for example
-    /// `model-00003-of-00004`, if the index has an entry for `model-00001-of-00002`.
+    /// Returns the files that the index does not name, although their numbered names show the same set as the names in
+    /// the index: for example `model-00003-of-00004`, if the index names `model-00001-of-00002`.
     fn unnamed_of_set(&self) -> Result<Vec<String>> {
         let series = |name: &String| {
             let name = RankName::parse(Path::new(name))?;
@@ -184,8 +185,9 @@ impl ShardIndex {
     }
 
     /// Returns the first difference between an index and the tensors of its files. The index must list every tensor
-    /// with the file that has it, and may list further names of tensors. `holder` returns the file that has the tensor
-    /// of a name. `stored` lists the tensors of the files in `read`. A tensor without data may be in any file.
+    /// with the file that stores the tensor, and may list further names of tied tensors. `holder` returns, for a name,
+    /// the file that stores the tensor. `stored` lists the tensors of the files in `read`. For a tensor without
+    /// elements, the index may list any file.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,

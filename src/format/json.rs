@@ -1,5 +1,5 @@
-//! Helpers for reading JSON from untrusted files, for tasks that serde does not do: they require distinct keys and limit
-//! the length.
+//! Helpers for reading JSON from untrusted files. In contrast to serde, these helpers refuse duplicate keys and limit
+//! the length of a file.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -37,7 +37,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for DistinctVisitor<V> {
     }
 }
 
-/// Returns the entries of a JSON object, for serde visitors that also accept values of other types.
+/// Returns the entries of a JSON object, for serde visitors that accept an object or a value of another type.
 ///
 /// # Errors
 /// A custom error if a key occurs twice.

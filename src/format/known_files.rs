@@ -1,9 +1,10 @@
 //! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking which
-//! program wrote them. Each format has its own rows; this file has the other rows.
+//! program wrote them. Each format has rows for its own files; this file has the rows of files that belong to no single
+//! format.
 //!
 //! A row matches by name if the name is distinctive enough. For other names (`.pt`, `layout.json`), the first bytes
-//! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows the same table;
-//! a test compares the two.
+//! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows this table; a
+//! test compares that page with the table.
 
 use std::path::{Component, Path};
 use std::sync::LazyLock;
@@ -22,7 +23,7 @@ pub enum FileRole {
     Checkpoint,
     /// A file that loaders need beside the weights, and that consolidate copies.
     Asset,
-    /// A file that trainers and loaders keep beside the weights, and that loaders do not need.
+    /// A file that trainers or loaders keep in the folder of the weights, although loaders do not need the file.
     Beside,
 }
 
@@ -30,10 +31,11 @@ pub enum FileRole {
 #[derive(Clone, Copy)]
 pub enum FileSignature {
     Any,
-    /// The first bytes and the length of the file must satisfy this function.
+    /// This function must return true for the first bytes and the length of the file.
     Like(fn(&[u8], u64) -> bool),
-    /// Users may give this name to their own files, and the content cannot be recognised. consolidate copies such a
-    /// file; `--overwrite` replaces it only if it is a copy that consolidate made.
+    /// Nothing is required of the first bytes, because the content cannot be recognised. Users may give this name to
+    /// their own files. The verb `consolidate` copies such a file. `--overwrite` replaces such a file only if
+    /// `consolidate` wrote it.
     Unknown,
 }
 
@@ -43,7 +45,7 @@ pub struct KnownFile {
     pub pattern: &'static str,
     /// The purpose of the files.
     pub role: FileRole,
-    /// The requirement on the first bytes of the files.
+    /// The requirement that the first bytes of a file must fulfil.
     pub start: FileSignature,
 }
 

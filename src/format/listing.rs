@@ -1,5 +1,5 @@
-//! Folder listings, and the files that formats detect in them. A folder is listed once, and every format looks at the
-//! same names.
+//! Folder listings, and the files that formats detect in them. A folder is listed once, and all formats examine this
+//! list of names.
 
 use std::path::{Path, PathBuf};
 
@@ -51,8 +51,8 @@ fn has_suffix(name: &str, format: Format) -> bool {
     !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
 }
 
-/// Returns whether a file is a data file, as shown by its name. Other files record which tensors and objects are in a
-/// data file.
+/// Returns whether the name of a file shows a data file: a file whose tensors and objects are listed in another file,
+/// such as `.metadata`.
 #[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
@@ -64,20 +64,20 @@ pub fn format_of_data(path: &Path) -> Option<Format> {
     Format::ALL.iter().copied().find(|format| format.entry().data_suffixes.contains(&suffix))
 }
 
-/// Returns whether a file has metadata and no tensor data, as shown by its name.
+/// Returns whether the name of a file shows that the file has metadata and no tensor data.
 pub fn is_metadata_file(name: &str) -> bool {
     let Some((_, suffix)) = name.rsplit_once('.') else { return false };
     Format::ALL.iter().any(|format| format.entry().metadata_suffixes.contains(&suffix))
 }
 
-/// How certain it is that files are a checkpoint of a format.
+/// The certainty with which detected files are a checkpoint of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Match {
     /// The file names or the first bytes occur only in this format.
     Certain,
-    /// The file names occur in other formats as well.
+    /// Other formats use such file names as well.
     Likely,
-    /// The file counts as part of a checkpoint only if a format finds other files in the same folder.
+    /// The file belongs to a checkpoint only if a format finds other files of a checkpoint in the same folder.
     Possible,
 }
 
@@ -90,9 +90,9 @@ pub struct DetectedFiles {
     pub certainty: Match,
     /// The paths of the files.
     pub paths: Vec<PathBuf>,
-    /// The index file, which names the other files.
+    /// The index file, which names the files in `paths`; `None` without an index.
     pub index: Option<PathBuf>,
-    /// The rank files, grouped by series.
+    /// The rank files, grouped by series (`model_...`, `optim_...`); `None` for formats without rank files.
     pub series: Option<SeriesSet>,
 }
 
@@ -102,7 +102,7 @@ impl DetectedFiles {
         Self { format, certainty, paths, index: None, series: None }
     }
 
-    /// Returns the files that an index names, as a match that is certain.
+    /// Returns detected files that an index names. The certainty is [`Match::Certain`].
     pub fn indexed(format: Format, paths: Vec<PathBuf>, index: PathBuf) -> Self {
         Self { index: Some(index), ..Self::new(format, Match::Certain, paths) }
     }

@@ -1,12 +1,12 @@
 //! Metadata ranges: the byte ranges of a file that are not tensor data. The metadata mirror copies these ranges.
 //!
-//! The ranges are found by running the readers and recording which bytes they read. So a mirror of the ranges shows the
-//! same missing files and the same damage as the original, and only the reader of a format knows its rules. The state
-//! of random number generators counts as metadata: it may differ between ranks, and dtshard must find that out before
-//! it copies data.
+//! To find the ranges, dtshard runs the reader of each format and records which bytes the reader reads. So reading the
+//! mirror reports the same missing files and the same damage as reading the original files, and only the reader of a
+//! format needs to know the rules of the format. The state of random number generators counts as metadata: such state
+//! may differ between ranks, and dtshard must know these differences before it copies data.
 //!
-//! All sizes and offsets are in bytes. Invariant: damaged files have metadata ranges as well, and no range reaches
-//! beyond the end of its file.
+//! All sizes and offsets are in bytes. Invariant: a damaged file has metadata ranges, too, and no range reaches beyond
+//! the end of the file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,14 +25,15 @@ const WHOLE_BYTES: u64 = 16 << 20;
 /// The maximum length of a document, such as a JSON file, in bytes. Documents are always mirrored completely.
 const DOCUMENT_BYTES: u64 = 4 << 30;
 
-/// The metadata mirror of a checkpoint folder of which each process sees only some files.
+/// A checkpoint folder of which each process sees only some files, and its metadata mirror: a sparse copy of the
+/// metadata of all files.
 #[derive(Clone, Debug)]
 pub struct MirrorOf {
     /// The original folder.
     pub folder: PathBuf,
-    /// The folder of the mirror.
+    /// The path of the mirror, which is a folder.
     pub mirror: PathBuf,
-    /// The byte ranges that the mirror has of each file, by the path in the mirror.
+    /// For each file, the byte ranges that the mirror contains. The key is the path of the file in the mirror.
     pub holdings: Arc<MirroredFiles>,
 }
 
@@ -43,15 +44,16 @@ impl MirrorOf {
 }
 
 impl Checkpoint {
-    /// Returns the path at which this process can read a file without tensors, such as a configuration file: its copy
-    /// in the mirror, or `path` itself.
+    /// Returns the path at which this process can read a file without tensors, such as a configuration file. If the
+    /// checkpoint was read from a mirror, and `path` is in the checkpoint folder, this is the path of the copy in the
+    /// mirror; otherwise `path`.
     #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
         self.mirror.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
     }
 
-    /// Returns the original path and the modification time of the file at the path `place` in the mirror. Returns
-    /// `None` if the path is not in a mirror.
+    /// Returns the original path of the file that has the path `place` in the mirror, and the modification time of the
+    /// original. Returns `None` if the path is not in a mirror.
     #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
         let mirror = self.mirror.as_ref()?;
@@ -95,7 +97,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Returns the metadata ranges of a file that itself records which of its bytes are tensor data.
+/// Returns the metadata ranges of a file, except for data files. Such a file itself shows which of its bytes are tensor
+/// data.
 ///
 /// # Errors
 /// `Io`; `Unsupported` for a document longer than any real document.
@@ -122,7 +125,7 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     Ok(if is_container || len > WHOLE_BYTES { with_head(&files, file) } else { whole(len) })
 }
 
-/// Returns the metadata ranges of a data file. A metadata file in the same folder lists the `objects` in the data file.
+/// Returns the metadata ranges of a data file: the ranges of its `objects`, which a metadata file in the folder lists.
 ///
 /// # Errors
 /// `Io`.
@@ -139,7 +142,8 @@ fn whole(len: u64) -> Ranges {
     std::iter::once(0..len).collect()
 }
 
-/// Returns the ranges that were read, and the first bytes of the file, which show its format.
+/// Returns the ranges that readers have read from the file, together with the first bytes of the file, which show its
+/// format.
 fn with_head(files: &Files, file: FileId) -> Ranges {
     const HEAD_BYTES: u64 = 512;
     std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.recorded_reads(file).iter()).collect()

@@ -193,7 +193,7 @@ pub struct Checkpoint {
     pub root: PathBuf,
     /// The path that the user gave, if the checkpoint was found in a folder below it.
     pub resolved_from: Option<PathBuf>,
-    /// The files of the checkpoint, to read tensor data from.
+    /// The files of the checkpoint, from which tensor data is read.
     pub files: Files,
     /// The tensors and the state dict.
     pub catalog: Catalog,
@@ -208,7 +208,8 @@ pub struct Checkpoint {
     pub skipped_series: Vec<String>,
     /// The names of missing files and tensors. They are listed only if [`ReadOptions::show_incomplete`] is set.
     pub missing: Vec<String>,
-    /// The metadata mirror that this checkpoint was read from; `None` if the original files were read.
+    /// The metadata mirror (a sparse copy of the metadata of all files) from which this checkpoint was read; `None` if
+    /// the original files were read.
     pub mirror: Option<MirrorOf>,
 }
 
@@ -221,25 +222,27 @@ pub struct ReadOptions {
     pub series: SeriesChoice,
     /// The way to read files; `None` to choose it by the file system.
     pub io: Option<IoMode>,
-    /// The parts of the checkpoint that are needed.
+    /// The components of the checkpoint to read: model, optimizer, other files.
     pub want: Want,
     /// If true, the existing files of an incomplete set are read. If false, an incomplete set is an error.
     pub show_incomplete: bool,
-    /// If true, files of ranks may be missing. A later check confirms for each tensor that the other files have all of
-    /// its elements.
+    /// If true, files of ranks may be missing. A later check confirms that the existing files have all elements of each
+    /// tensor.
     pub allow_missing: bool,
-    /// If true, objects of classes that are not known to be plain data are left out. If false, such an object is an
-    /// error.
+    /// If true, objects are left out if their class is not known to be plain data. If false, an object of such a class
+    /// is an error.
     pub drop_unknown: bool,
     /// The source of the information about flat parameters that rank files do not contain.
     pub flat: FlatKnowledge,
     /// The layout of plain tensors on ranks, declared by the user because the files do not record it.
     pub declared_layout: Option<DeclaredLayout>,
-    /// For each file of the metadata mirror, the byte ranges that the mirror has; empty if no mirror is read.
+    /// For each file of the metadata mirror, the byte ranges that the mirror contains; empty if the original files are
+    /// read.
     pub holdings: Arc<MirroredFiles>,
 }
 
-/// Sources of information about flat parameters: their units, and the order and shapes of parameters.
+/// Sources of the information about flat parameters that rank files lack: the units, and the order and shapes of
+/// parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlatKnowledge {
     /// The path of a flat layout file.
@@ -325,7 +328,7 @@ impl Checkpoint {
 }
 
 /// Checks that all names and chunks of all tensors together have fewer than 2^62 bytes, so that sums need no overflow
-/// checks. Metadata can state any size, for example by views with stride 0.
+/// checks. The check is needed because metadata can state any size, for example with views of stride 0.
 fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     let claimed = |entry: &TensorEntry, times: usize| u128::from(entry.len_bytes()) * times as u128;
     let mut total: u128 = catalog.tensors.iter().map(|entry| claimed(entry, entry.chunks.len().max(1))).sum();
@@ -336,7 +339,7 @@ fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     Err(Error::malformed(path, "tensors", "fewer than 2^62 bytes in all", format!("{total}")))
 }
 
-/// Returns the location of a chunk in its file. The file is read if the catalog does not have the complete location.
+/// Returns the location of a chunk in its file. Reads the file if the catalog does not have the complete location.
 ///
 /// # Errors
 /// `Malformed`, `Io`.
@@ -371,9 +374,9 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Strided
     }
 }
 
-/// Returns the location of a chunk like [`resolve`], but also works for a file that only another process sees. The
-/// offset of the data in such a file is unknown, so the location has offset 0. The size of the plan does not depend on
-/// this offset.
+/// Returns the location of a chunk like [`resolve`], but also accepts a file that only another process sees. The offset
+/// of the data in such a file is unknown, so the returned offset is 0. Callers use this location only to compute the
+/// size of the plan, which does not depend on the offset.
 ///
 /// # Errors
 /// The errors of [`resolve`].
@@ -414,7 +417,8 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
 }
 
-/// Returns the paths of the files that an index or metadata file names. They are relative to the folder of that file.
+/// Returns the paths of the files that an index or metadata file names. The names are relative to the folder of that
+/// index or metadata file.
 ///
 /// # Errors
 /// `Malformed` if a path leads out of the folder, `Missing` with the names of all missing files.
@@ -465,8 +469,8 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
 mod tests {
     use super::*;
 
-    /// Checks that the lines of a documentation page that begin with `start` are equal to `lines`. With
-    /// `UPDATE_SNAPSHOTS=1` these lines are written instead.
+    /// Checks that `lines` equals those lines of a documentation page that begin with `start`. With
+    /// `UPDATE_SNAPSHOTS=1`, replaces these lines of the page by `lines` instead.
     fn check_page(page: &str, start: &str, lines: &str) {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
         let text = std::fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! The assignment of named tensors to the files of a folder, so that an output has the same files as its source.
+//! The assignment of named tensors to files, for an output folder that has the same file names as the source folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::storage::Files;
 pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
 impl Placing {
-    /// Returns the file of each tensor of a checkpoint, or `None` if the checkpoint has one file.
+    /// Returns the file of each tensor of a checkpoint, or `None` if the checkpoint has a single file.
     #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
         let file_of = |id: TensorId| {
@@ -30,8 +30,8 @@ impl Placing {
         self.0.contains_key(fqn)
     }
 
-    /// Divides tensors among the files, and keeps the order of the tensors. If no file is assigned to a tensor, the
-    /// tensor joins the file of the tensor before it.
+    /// Divides tensors among the files. In each file, the tensors keep their order. If no file is assigned to a tensor,
+    /// the tensor goes to the file of the preceding tensor.
     pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
         let first = self.0.values().min().cloned().unwrap_or_default();
         let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);

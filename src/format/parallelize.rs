@@ -1,5 +1,6 @@
-//! Applies a parallelize plan to the model of a checkpoint, as the layout of the target or of the source, and reports
-//! the result. PyTorch's counterparts are `parallelize_module` and `fully_shard`. Unit of shapes: elements.
+//! Applies a parallelize plan (styles that shard modules for tensor parallelism) to the model of a checkpoint, and
+//! reports the result. The plan gives the layout of the target, or declares the layout of the source. PyTorch's
+//! counterparts are `parallelize_module` and `fully_shard`. Unit of shapes: elements.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -16,7 +17,8 @@ use crate::name_list::short_list;
 use crate::nearest;
 use crate::quantity::count;
 
-/// The checkpoint that a parallelize plan is for, SRC or DST. It determines the names of options in messages.
+/// The checkpoint whose layout a parallelize plan gives, SRC or DST. The checkpoint determines the names of options in
+/// messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanSide {
     Source,
@@ -24,7 +26,7 @@ pub enum PlanSide {
 }
 
 impl PlanSide {
-    /// Returns the name of an option on this side: `options::plan`, `options::src_plan`.
+    /// Returns the name of an option for this checkpoint: `options::plan`, `options::src_plan`.
     fn option(self, name: &str) -> String {
         let prefix = match self {
             Self::Source => "src_",
@@ -103,7 +105,7 @@ pub struct PlannedModel {
     mesh: DeviceMesh,
     /// The placement of each parameter, in the order of the state dict.
     placements: IndexMap<Fqn, ParameterPlacement>,
-    /// The built-in plans that match more parameter names than the chosen plan.
+    /// The names of the built-in plans that match more parameter names than the chosen built-in plan.
     matching_families: Vec<&'static str>,
     /// The names of parameters whose placements come from a rule instead of the plan.
     covered_by_rule: HashSet<Fqn>,
@@ -179,8 +181,8 @@ impl PlannedModel {
         dim.zip(self.mesh.names()).map_or("", |(dim, names)| &names[dim.0])
     }
 
-    /// Returns notes about results that users may not expect. `of_unstyled` is added to the note about tensors that
-    /// no style names.
+    /// Returns notes about results that users may not expect. The text `of_unstyled` is added to the note about tensors
+    /// that no style of the plan matches.
     #[must_use]
     pub fn notes(&self, of_unstyled: &str) -> Vec<String> {
         let mut notes = Vec::new();

@@ -1,8 +1,9 @@
 //! Joins checkpoints that are read together: several series of rank files in a folder, or several folders next to each
 //! other.
 //!
-//! Each checkpoint is read separately and becomes a part of one state dict, under its own name or merged with the other
-//! parts. The catalog keeps the origin of every part, so that the parts can be written separately again.
+//! Each checkpoint is read separately and becomes one part of a joined state dict: a subtree under the name of the
+//! series or folder, or keys that are merged with the keys of the other parts. The catalog records the origin of each
+//! part, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -21,11 +22,11 @@ pub struct CheckpointPart {
     pub content: PartContent,
     /// The pattern of the part's file names, if the part has one file per rank.
     pub name_pattern: Option<RankNamePattern>,
-    /// The number of the part's rank files; 0 if the part does not have one file per rank.
+    /// The number of ranks that have a file; 0 if the part does not have one file per rank.
     pub world_size: u32,
 }
 
-/// The values of the joined state dict that come from one part.
+/// The values of the joined state dict that come from one of the joined checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartContent {
     Whole,
@@ -35,7 +36,7 @@ pub enum PartContent {
     Keys(Vec<String>),
 }
 
-/// The catalog of a folder that was read, and the parts that it consists of.
+/// The catalog of a folder that was read, and the checkpoints that were joined to this catalog.
 #[derive(Debug)]
 pub struct LoadedFolder {
     pub catalog: Catalog,
@@ -43,7 +44,7 @@ pub struct LoadedFolder {
 }
 
 impl LoadedFolder {
-    /// Returns a folder whose catalog is its only part.
+    /// Returns a folder with a single checkpoint, whose catalog is `catalog`.
     pub fn whole(catalog: Catalog) -> Self {
         let part =
             CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, name_pattern: None, world_size: 0 };
@@ -95,9 +96,9 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
     Some(state.as_dict()?.entries.iter().map(|(key, _)| key_text(key).to_string()).collect())
 }
 
-/// Moves the tensors, meshes and notes of `part` into `whole`. Returns the state dict of `part`, with the tensor ids
-/// that the tensors have in `whole`. If the state dict will be a subtree of `whole`, `under` is the name of the
-/// subtree.
+/// Moves the tensors, meshes and notes of the catalog `part` into the catalog `whole`. Returns the state dict of
+/// `part`, with the ids that its tensors have in `whole`. If the state dict will be a subtree of `whole`, `under` is
+/// the name of the subtree.
 pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
     shift_tensors(&mut part.state, shift);
@@ -126,8 +127,9 @@ const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
 /// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
-/// `None` if there are more files or deeper folders than a trainer would make. Links to files count as files. Dangling
-/// links also count as files; copying them is an error. Linked folders are not entered.
+/// `None` if there are more files or deeper folders than a trainer would make. A link to a file counts as a file. A
+/// dangling link counts as a file, too; a later copy of the dangling link is an error. Links to folders are not
+/// followed.
 ///
 /// # Errors
 /// `Io` if a folder cannot be listed or an entry cannot be examined.

@@ -1,8 +1,8 @@
 //! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
 //!
-//! A name is text with up to two numbers in it, the rank and optionally the world size. A parsed name shows the series
-//! of the file. The same name with other numbers is the name of a file for another rank or another world size.
-//! Invariant: a name rendered with its own numbers is unchanged.
+//! A name is text with up to two numbers in it, the rank and optionally the world size. The text without the numbers is
+//! the series of the file. With other numbers, the text becomes the name of the file for another rank or another world
+//! size. Invariant: if a parsed name is rendered with its own numbers, the result is the parsed name.
 
 use std::path::Path;
 
@@ -19,13 +19,14 @@ pub struct RankName {
     pub pattern: RankNamePattern,
 }
 
-/// The kind of number that a file name contains as its rank.
+/// The meaning of the first number in a file name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numbering {
     /// A rank counted from 0, as in `rank_3` or `shard3`.
     Rank,
-    /// The first number of a pair such as `00001-of-00002`. If the numbers of a series start at 0, the number is a
-    /// rank. If they start at 1, it is the number of a file in a set, as Hugging Face writes sets.
+    /// The first number of a pair such as `00001-of-00002`. If the numbers of a series start at 0, they are ranks. If
+    /// the numbers start at 1, they count the files of a set (files that form one checkpoint together, as Hugging Face
+    /// writes).
     OfTotal,
 }
 
@@ -48,7 +49,7 @@ struct NumberField {
 }
 
 impl RankName {
-    /// Parses the name of a file; returns `None` if it has no rank. Words may be in upper case.
+    /// Parses the name of a file; returns `None` if the name contains no rank. Words may be in upper case.
     #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
         let (whole_stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
@@ -118,8 +119,8 @@ impl RankNamePattern {
         self.0.iter().map(text).collect()
     }
 
-    /// Takes the larger width of each number from another name of the same series. A name such as `rank_10` does not
-    /// show whether numbers are padded with zeros.
+    /// Compares the width (number of digits) of each number with another name of the series, and uses the larger width.
+    /// This is needed because a name such as `rank_10` does not show whether numbers are padded with zeros.
     pub fn widen_padding(&mut self, other: &Self) {
         for (own, other) in self.0.iter_mut().zip(&other.0) {
             if let (NamePiece::Rank { width }, NamePiece::Rank { width: more })
@@ -131,7 +132,7 @@ impl RankNamePattern {
     }
 }
 
-/// Returns the last number that directly follows `word`. A longer word that ends in `word` does not count.
+/// Returns the last number that directly follows `word`. A longer word that only ends in `word` is not accepted.
 fn number_after_word(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
         .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))

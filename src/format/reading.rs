@@ -1,5 +1,5 @@
-//! Reads the folders of one checkpoint, each with the reader of its format. All readers add to the same findings: open
-//! files, series, ranks, missing names.
+//! Reads the folders of one checkpoint, each with the reader of its format. All readers add their findings to a single
+//! [`ReadFindings`]: open files, series, ranks, and names of missing files.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
-/// The information that readers collect while they read the folders of a checkpoint.
+/// The information that the readers of formats collect while they read the folders of one checkpoint.
 pub struct ReadFindings<'a> {
     /// The options of the user.
     pub options: &'a ReadOptions,
@@ -62,7 +62,8 @@ impl<'a> ReadFindings<'a> {
         Ok((format, loaded))
     }
 
-    /// Accepts a shortfall if an option allows an incomplete set, and returns the warning to show.
+    /// Accepts a shortfall (the missing files of a set) if an option allows an incomplete set, and returns the warning
+    /// to show.
     ///
     /// # Errors
     /// The error of the shortfall if no option allows it.
@@ -81,7 +82,7 @@ impl<'a> ReadFindings<'a> {
     /// Adds warnings about differences between an index and the files that it names.
     ///
     /// # Errors
-    /// The error of a difference, unless an option allows it.
+    /// The error of a difference, unless an option allows the difference.
     pub fn check_index(
         &mut self,
         index: Option<ShardIndex>,
@@ -109,7 +110,7 @@ impl<'a> ReadFindings<'a> {
         Ok(chosen)
     }
 
-    /// Returns the regular files below `root` that are not part of the checkpoint.
+    /// Returns the regular files below `root` that no reader has read and that are not part of the checkpoint.
     ///
     /// # Errors
     /// `Io` if a folder cannot be listed or an entry cannot be examined.
@@ -131,7 +132,7 @@ impl<'a> ReadFindings<'a> {
     }
 }
 
-/// Returns the error for a source without rank files for which the user declares a layout.
+/// Returns the error for the case that the user declares a layout, but the source has no rank files.
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is not a folder of rank files, so its plain tensors are not shards", root.display()),

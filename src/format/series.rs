@@ -1,9 +1,9 @@
 //! Finds and reads series of rank files in one folder: `model_world_size_8_rank_3.pt` next to
 //! `optim_world_size_8_rank_3.pt`.
 //!
-//! Ranks count from 0, as in `torch.distributed`. Invariant: all ranks of a series must be present, because the data of
-//! a missing rank cannot be restored. If the other ranks hold replicas of that data, the user may continue without the
-//! missing rank (`options::allow_missing`).
+//! Ranks count from 0, as in `torch.distributed`. Every rank of a series must have a file, because the data of a
+//! missing rank cannot be restored. If other ranks hold replicas of the missing rank's data, the user may continue
+//! without its file (`options::allow_missing`).
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -24,24 +24,24 @@ use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
 use crate::storage::lookup::{self, FileKind};
 
-/// The choice of the series in a folder that are read.
+/// The series of rank files to read from a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SeriesChoice {
     #[default]
     All,
-    /// The model series. If there is only one series, it is read whatever its name is.
+    /// The model series. A folder with a single series is read whatever the name of the series is.
     Model,
-    /// The model series and, if they exist, series of gradients. If there is only one series, it is read whatever its
-    /// name is.
+    /// The model series and, if they exist, series of gradients. A folder with a single series is read whatever the
+    /// name of the series is.
     ModelAndGradients,
     Named(Vec<String>),
 }
 
-/// Returns a description such as `1 of 8 files of its series`, and the names of the other files; `None` if the file is
-/// not one of several.
+/// Returns a description such as `1 of 8 files of its series`, and the names of the other files; `None` if the file
+/// belongs to no series or set of several files.
 ///
 /// # Errors
-/// `Io` if its folder cannot be listed.
+/// `Io` if the folder of the file cannot be listed.
 pub fn describe_single_file(path: &Path) -> Result<Option<(String, Vec<String>)>> {
     let Some(name) = RankName::parse(path) else { return Ok(None) };
     let beside = siblings(path, &name)?;
@@ -85,7 +85,7 @@ fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The rank files of one series. Their numbers are not checked yet.
+/// The rank files of one series. The numbers in the file names are not checked yet.
 #[derive(Debug)]
 struct Series {
     name: String,
@@ -101,16 +101,16 @@ pub struct SeriesSet {
     skipped: Vec<Series>,
 }
 
-/// The torch files of a folder, grouped by their names.
+/// The torch files of a folder: series of rank files, sets of numbered files, and other files.
 #[derive(Debug)]
 pub struct GroupedFiles {
     pub rank_files: Option<SeriesSet>,
-    /// Sets of files that are numbered from 1 and have no index.
+    /// Sets: files that form one checkpoint together. Their names are numbered from 1, and the folder has no index.
     pub sets: Vec<NumberedSet>,
     pub plain: Vec<PathBuf>,
 }
 
-/// A set of numbered files whose names state how many files there are: `model-00001-of-00004`.
+/// A set of numbered files. The file names state the number of files: `model-00001-of-00004`.
 #[derive(Clone, Debug)]
 pub struct NumberedSet {
     pub name: String,
@@ -122,8 +122,8 @@ pub struct NumberedSet {
 }
 
 impl NumberedSet {
-    /// Returns a set of numbered files. `files` must not be empty, because the file names provide the pattern of the
-    /// names.
+    /// Returns a set of numbered files. `files` must not be empty, because the pattern of the names is taken from the
+    /// first file name.
     fn new(name: String, size: u32, files: Vec<(RankName, PathBuf)>) -> Self {
         let mut names = files[0].0.pattern.clone();
         files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
@@ -210,10 +210,11 @@ impl SeriesSet {
         self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
     }
 
-    /// Keeps only the chosen series.
+    /// Returns the set with the series that `choice` selects as the chosen series; all other series become skipped
+    /// series.
     ///
     /// # Errors
-    /// `Usage` if no series has that name, or if the model series cannot be determined.
+    /// `Usage` if `choice` names a series that does not exist, or if the model series cannot be determined.
     pub fn choose(mut self, choice: &SeriesChoice) -> Result<Self> {
         let all = self.names();
         let selected: Vec<String> = match choice {
@@ -240,7 +241,8 @@ impl SeriesSet {
         Ok(self)
     }
 
-    /// Reads all series into one catalog; several series become subtrees of its state dict.
+    /// Reads the chosen series into one catalog. If there are several series, each series becomes a subtree of the
+    /// state dict.
     ///
     /// # Errors
     /// The errors of reading and merging rank files; `Missing` if ranks are missing.
@@ -266,8 +268,8 @@ impl SeriesSet {
         Ok((loaded, flat))
     }
 
-    /// Reads all series like [`read`](Self::read), for files that are not torch files: `read_ranks` reads the files of
-    /// one series.
+    /// Reads the chosen series like [`read`](Self::read), but for files that are not torch files. The function
+    /// `read_ranks` reads the files of one series.
     ///
     /// # Errors
     /// `Missing` if ranks are missing, and the errors of `read_ranks`.
@@ -307,7 +309,8 @@ impl SeriesSet {
         LoadedFolder { catalog: whole, parts }
     }
 
-    /// Reads the model series if it was skipped. Returns `None` if no skipped series is the model series.
+    /// Reads the model series if it is among the skipped series. Returns `None` if no skipped series is the model
+    /// series.
     fn read_skipped_model(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
         let name = model_series(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
@@ -326,7 +329,7 @@ fn model_series(names: &[String]) -> String {
     }
 }
 
-/// The hint for missing rank files that are not needed, because the other ranks have every element.
+/// The hint for missing rank files for the case that the existing rank files have every element of every tensor.
 pub const ALLOW_MISSING_HINT: &str =
     "use options::allow_missing to continue without these files: replicas on the other ranks cover every tensor";
 
@@ -359,8 +362,8 @@ impl Series {
         Ok((SeriesFiles { name: self.name.clone(), files: own, has_missing_ranks: warning.is_some() }, warning))
     }
 
-    /// Returns the existing files by rank, and a warning about missing files. If `covers` returns true, the existing
-    /// files have every element, and the error for missing files suggests to continue without them.
+    /// Returns the existing files by rank, and a warning about missing files. If `covers` returns true (the existing
+    /// files have every element), the error about missing files suggests to continue without the missing files.
     fn present_ranks(
         &self,
         folder: &Path,
@@ -381,8 +384,9 @@ impl Series {
         Ok((ranks, warning))
     }
 
-    /// Returns whether the files in `ranks` have every element of every tensor. If only missing ranks have a tensor,
-    /// this function cannot detect it; this is unlikely if all existing ranks have the same tensors.
+    /// Returns whether the files in `ranks` have every element of every tensor. The function cannot detect a tensor
+    /// that only missing ranks have. Such a tensor is unlikely if all existing files have the same tensor names, so the
+    /// function returns false if these names differ.
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, mut files: Files, options: &ReadOptions) -> bool {
         let Ok(files) = load(&mut files, ranks, options.unknown()) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, has_missing_ranks: true }];

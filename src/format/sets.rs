@@ -1,9 +1,10 @@
-//! Sets: files that are a checkpoint only together, and the detection of missing files.
+//! Sets: several files that form one checkpoint together, and the detection of missing files.
 //!
 //! Three things show that a file is part of a set: numbers in its name (`model-00001-of-00004.safetensors`), an index
-//! beside it, and the names that frameworks use for one file per rank (`mp_rank_00_model_states.pt`). The tensors of a
-//! missing file exist nowhere else. So every verb that converts or verifies needs the complete set, and
-//! [`Checkpoint::open`](super::Checkpoint::open) refuses an incomplete one. Only `inspect` shows the files that exist.
+//! beside it, and the names that frameworks use for one file per rank (`mp_rank_00_model_states.pt`). No other file has
+//! the tensors of a missing file. So every verb that converts or verifies needs the complete set, and
+//! [`Checkpoint::open`](super::Checkpoint::open) refuses an incomplete set. Only `inspect` reads an incomplete set, and
+//! shows the files that exist.
 //!
 //! Source of the names: `save_pretrained` in `transformers/modeling_utils.py`, `_get_ckpt_name` in
 //! `deepspeed/runtime/engine.py`, `get_checkpoint_name` in Megatron-LM's `training/checkpointing.py`.
@@ -21,7 +22,8 @@ use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 use crate::storage::lookup;
 
-/// Returns a shortfall if files of a checkpoint of whole tensors are missing, as shown by the file names.
+/// For a checkpoint of whole tensors, returns a shortfall (the missing files) if the file names show that files are
+/// missing.
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` if names contradict each other.
@@ -51,8 +53,8 @@ pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// Returns a shortfall if the numbers in the file names of a folder have gaps. Rank files have numbers as well, but if
-/// the user declares their layout, the reader of rank files checks for missing ranks.
+/// Returns a shortfall if the numbers in the file names of a folder have gaps. If the user declares a layout
+/// (`is_declared`), rank files are not checked here, because the reader of rank files checks for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;
@@ -73,7 +75,8 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
     Ok(None)
 }
 
-/// Returns a shortfall if the single file that is given as SRC belongs to a set or series of several files.
+/// Returns a shortfall if the user gives a single file as SRC, although the file belongs to a set or series of several
+/// files.
 fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     if let Some(found) = foreign::rank_file(path)? {
         return Ok(Some(found));
@@ -108,7 +111,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     Ok(series::describe_single_file(path)?.map(|(what, missing)| refuse(what, missing)))
 }
 
-/// Checks the target of a link like [`lone_file`], because only the name of the target may show that it is part of a
+/// Checks the target of a link like [`lone_file`], because the name of a link may hide that its target belongs to a
 /// set.
 fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
     let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());

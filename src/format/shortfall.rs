@@ -2,14 +2,16 @@
 
 use crate::error::Error;
 
-/// The files or tensors that an incomplete set lacks, or a contradiction in the set.
+/// The files or tensors that an incomplete set (files that form one checkpoint together) lacks, or a contradiction
+/// between the set and its index.
 #[derive(Debug)]
 pub struct Shortfall {
     /// The names of files and tensors of the set that are not read.
     pub missing: Vec<String>,
-    /// The error of verbs that need the complete set.
+    /// The error that is returned unless an option allows an incomplete set.
     pub error: Error,
-    /// The warning of `options::allow_missing`; `None` if the set cannot be read without the missing members.
+    /// The warning that is shown if `options::allow_missing` is set; `None` if the set cannot be read even with this
+    /// option.
     pub allowed: Option<String>,
 }
 

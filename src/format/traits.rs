@@ -1,4 +1,4 @@
-//! The traits that the reader and the writers of a format implement, and the values that these exchange with callers.
+//! The traits that the reader and the writers of a format implement, and the input and output types of their methods.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FilePath, PathBuf};
@@ -23,7 +23,7 @@ pub trait Read: Sync {
     /// Finds a checkpoint of this format in a folder by its file names.
     ///
     /// # Errors
-    /// `Io`; `Missing` and `Malformed` if the names show an error.
+    /// `Io`; `Missing` if the names show that a file is missing, `Malformed` if the names contradict each other.
     fn find_in(&self, _: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
@@ -31,13 +31,14 @@ pub trait Read: Sync {
     /// Detects the format of a single file that is a complete checkpoint.
     ///
     /// # Errors
-    /// `Unsupported` for a file that is only a part of a checkpoint.
+    /// `Unsupported` for a file that is not a complete checkpoint, such as the file of one rank.
     fn find_file(&self, _: &FileStart<'_>) -> Result<Option<DetectedFiles>> {
         Ok(None)
     }
 
-    /// Returns the files of a folder that may each be a complete checkpoint, although their names do not show it. Such
-    /// a file is read only if it is the only one in the folder, and if no format recognises the folder.
+    /// Returns the files of a folder that may each be a complete checkpoint, although the names of the files do not
+    /// show a checkpoint. Such a file is read only if the folder has no other such file, and if no format recognises
+    /// the folder.
     ///
     /// # Errors
     /// `Io`.
@@ -65,7 +66,8 @@ pub trait Read: Sync {
         found: DetectedFiles,
     ) -> Result<(Format, LoadedFolder)>;
 
-    /// Returns the PyTorch version and the device of the job that wrote a checkpoint, if its files record them.
+    /// Returns the PyTorch release and the device type of the job that wrote a checkpoint, if the files record
+    /// DTensors; otherwise `None`.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -73,13 +75,13 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Returns whether a file itself records which of its bytes are tensor data. The path and the first bytes show
-    /// this.
+    /// Returns whether a file, given by its path and its first bytes, is a container: a file that itself records which
+    /// of its bytes are tensor data.
     fn is_container(&self, _: &FilePath, _head: &[u8]) -> bool {
         false
     }
 
-    /// Reads all bytes of a container that are not tensor data, so that their ranges can be recorded. Damage is
+    /// Reads all bytes of a container that are not tensor data, so that the byte ranges can be recorded. Damage is
     /// ignored.
     fn read_header(&self, _: &Files, _: FileId) {}
 
@@ -96,10 +98,10 @@ pub trait Read: Sync {
     fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
 
-/// An object, which is a value that is not a tensor, in a data file.
+/// The position of an object (a value that is not a tensor) in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// The name of the value.
+    /// The name of the object.
     pub fqn: Fqn,
     /// The offset in the data file, in bytes.
     pub offset: u64,
@@ -134,7 +136,8 @@ pub trait WriteWhole: Sync {
     /// Returns whether a destination of this name is a single file rather than a folder.
     fn is_one_file(&self, destination: Option<&FilePath>) -> bool;
 
-    /// Returns whether the written files record the further names of tied tensors, of which only one name is written.
+    /// Returns whether the written files record further names of tied tensors. The data of a tied tensor is written
+    /// under its first name only.
     fn records_aliases(&self) -> bool {
         false
     }
@@ -157,21 +160,22 @@ pub trait WriteWhole: Sync {
 
 /// The input of [`WriteWhole::reserve`]: named tensors, each of which is written in full.
 pub struct WholeTarget<'a> {
-    /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes of this catalog are
-    /// written.
+    /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes in this catalog are
+    /// written, and `dtypes` is not used.
     pub source: &'a Catalog,
     /// The output dtype of each tensor of `source`.
     pub dtypes: &'a [Dtype],
     /// The tensors, in the order to write.
     pub tensors: &'a [(Fqn, TensorId)],
-    /// The names of tied tensors that are recorded but not written. Each comes with the name under which its tensor is
-    /// written.
+    /// The names of tied tensors that are recorded but not written. Each pair has such a name, and the name under which
+    /// the tensor is written.
     pub aliases: &'a [(Fqn, Fqn)],
     /// The path of DST; `None` if there is no DST.
     pub destination: Option<&'a FilePath>,
     /// The maximum number of bytes of tensor data in one file, if the output is a folder.
     pub max_shard_bytes: u64,
-    /// The output file of each tensor name, if the output is a folder with the same files as the source.
+    /// The output file of each tensor name, if the output is a folder with the file names of the source; otherwise
+    /// `None`.
     pub placing: Option<Placing>,
 }
 
@@ -186,7 +190,7 @@ pub struct ShardedTarget<'a> {
     /// The number of ranks of the job. A rank outside the mesh has no part of the tensors that are sharded over the
     /// mesh.
     pub world_size: u32,
-    /// The form of DTensors, which depends on the PyTorch version that will load the rank files.
+    /// The form in which DTensors are written. The form depends on the PyTorch version that will load the rank files.
     pub style: &'a DTensorStyle,
     /// The names of rank files, for formats that have series of rank files.
     pub names: Option<&'a RankNamePattern>,
@@ -196,7 +200,7 @@ pub struct ShardedTarget<'a> {
 
 /// Provides the target layout of tensors on ranks.
 pub trait Layouts {
-    /// Returns the distinct tiles of a tensor in the target layout, each with the ranks that have it.
+    /// Returns the distinct tiles of a tensor in the target layout, each with the ranks that have the tile.
     ///
     /// # Errors
     /// `Usage` and `Unsupported` if a tensor cannot have the requested layout.

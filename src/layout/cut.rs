@@ -1,8 +1,8 @@
-//! The origin of a tensor's split rule, which errors name if the tensor cannot be split in the requested way.
+//! The origin of the split rule of a tensor. If a tensor cannot be split as requested, the error names this origin.
 //!
-//! Unit of sizes: elements. A split is one of `torch.chunk` (all that DTensor has), `balanced`, `makani`, or explicit
-//! sizes; see [`Split`]. The hint of an error depends on the origin of the split: a rule, the layout, SRC, or the
-//! checkpoint in `options::like`.
+//! Unit of sizes: elements. A split rule is `torch.chunk` (the only rule of DTensor), `balanced`, `makani`, or a list
+//! of explicit sizes; see [`Split`]. The hint of an error depends on the origin of the split: a rule, the layout, SRC,
+//! or the checkpoint in `options::like`.
 
 use std::fmt;
 
@@ -10,16 +10,16 @@ use super::rules::Rule;
 use super::distinct_tiles::SharedTensor;
 use super::{DeviceMesh, LayoutError, Split};
 
-/// The origin of the split rule of a tensor: who chose it.
+/// The origin of the split rule of a tensor: a placement rule, the layout, SRC, or another checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub enum SplitChoice<'a> {
-    /// The split rule is that of a placement rule that matches the tensor.
+    /// A placement rule that matches the tensor has this split rule.
     Rule(&'a Rule),
-    /// The split rule is the default of the layout, for all tensors.
+    /// The split rule is the layout's default for all tensors.
     AllTensors,
-    /// The split rule is that of the tensor in SRC.
+    /// The tensor has this split rule in SRC.
     Source,
-    /// The split rule is that of the tensor in the checkpoint given as `options::like`.
+    /// The tensor has this split rule in the checkpoint given as `options::like`.
     Like,
 }
 
@@ -38,7 +38,7 @@ impl SplitChoice<'_> {
     /// Checks that a tensor of this shape can be split on every rank of the mesh.
     ///
     /// # Errors
-    /// `Cut` if it cannot.
+    /// `Cut` if the tensor cannot be split on at least one rank.
     pub fn check(
         self,
         fqn: &impl ToString,
@@ -78,7 +78,8 @@ impl SplitChoice<'_> {
         }
     }
 
-    /// Returns the hint for a format that stores only the split of `torch.chunk`.
+    /// Returns the hint for the case that the tensor is split in another way than by `torch.chunk`, but the format can
+    /// record only `torch.chunk`.
     #[must_use]
     pub fn hint_for_chunk_split(self) -> &'static str {
         match self {

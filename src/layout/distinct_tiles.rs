@@ -1,17 +1,18 @@
 //! The distinct tiles of a tensor on a mesh, and the ranks that hold each tile.
 //!
-//! Offsets and sizes count elements. Each mesh dim shards at most one tensor dim, so a rank's part of a tensor dim
-//! depends only on the rank's coordinates on the mesh dims that shard it. Each tensor dim is therefore split once for
-//! all ranks, and the tile of a rank is looked up in constant time. This matters when 16,384 ranks share thousands of
-//! tensors.
+//! Offsets and sizes count elements. Each mesh dim shards at most one tensor dim, so the indices that a rank holds of a
+//! tensor dim depend only on the rank's coordinates on the mesh dims that shard this tensor dim. Each tensor dim is
+//! therefore split once for all ranks, and the tile of a rank is looked up in constant time. This matters when 16,384
+//! ranks share thousands of tensors.
 //!
 //! ```text
 //!     (S(0), S(1)) on dp=2,tp=2       dim 0: dp=0 a, dp=1 b       rank 2 at (1, 0): b x c
 //!                                     dim 1: tp=0 c, tp=1 d
 //! ```
 //!
-//! Invariant: the parts of one dim are disjoint, so two equal parts are both empty. The PyTorch code is
-//! `compute_local_shape_and_global_offset` in `torch/distributed/tensor/_utils.py`.
+//! A part is the set of indices of one tensor dim that a rank holds. Invariant: the parts of a tensor dim are disjoint,
+//! so if two parts are equal, both are empty. The PyTorch code is `compute_local_shape_and_global_offset` in
+//! `torch/distributed/tensor/_utils.py`.
 
 use smallvec::SmallVec;
 
@@ -30,10 +31,10 @@ pub struct MeshPlacement<'a> {
 pub struct SharedTensor {
     /// One placement for each mesh dim.
     pub placements: Vec<Placement>,
-    /// One split for each mesh dim; empty if all of them are `torch.chunk`, as for DTensors.
+    /// One split rule for each mesh dim. The list is empty if all split rules are `torch.chunk`, as for DTensors.
     pub splits: Vec<Split>,
-    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the complete mesh. The tensor is replicated
-    /// on the other mesh dims.
+    /// If the tensor is on a slice of the mesh, the mesh dims of this slice; otherwise `None`. On mesh dims that are
+    /// not in the slice, the tensor is replicated.
     pub slice: Option<Vec<MeshDim>>,
 }
 
@@ -59,16 +60,17 @@ impl SharedTensor {
     }
 }
 
-/// A tile, and the ranks that hold it, ascending.
+/// A tile, and the ranks that hold this tile, in ascending order.
 pub type HeldTile = (Tile, SmallVec<[Rank; 4]>);
 
-/// The distinct parts of one tensor dim, and the part that each mesh coordinate has.
+/// The distinct parts of one tensor dim (a part is a set of indices that a rank holds), and the part of each mesh
+/// coordinate.
 struct DimParts {
     parts: Vec<Intervals>,
     /// The index in `parts` of the empty part, if there is one.
     empty: Option<u32>,
-    /// For each combination of coordinates on the mesh dims that shard this tensor dim, the index in `parts` of its
-    /// part. The combinations are in row-major order.
+    /// For each combination of coordinates on the mesh dims that shard this tensor dim, the index in `parts` of the
+    /// part that ranks at these coordinates hold. The combinations are in row-major order.
     part_of: Vec<u32>,
     /// For each mesh dim, the stride in `part_of`; 0 for mesh dims that do not shard this tensor dim.
     steps: Dims,
@@ -80,7 +82,7 @@ impl DimParts {
         Self { parts: vec![Intervals::full(n)], empty, part_of: vec![0], steps: smallvec::smallvec![0; mesh_ndim] }
     }
 
-    /// Splits every part along one more mesh dim.
+    /// Splits every part further, into one part for each coordinate of another mesh dim.
     fn cut(&mut self, mesh_dim: usize, cut: &DimCut<'_>) -> Result<(), LayoutError> {
         let whole = std::mem::take(&mut self.parts);
         let of = std::mem::take(&mut self.part_of);

@@ -76,11 +76,12 @@ pub enum LayoutError {
     #[error("expected no split or one for each of {expected} mesh dims, found {found}")]
     SplitCount { expected: usize, found: usize },
 
-    /// The number of sizes of a split differs from the number of parts, or the sizes do not add up to the dim.
+    /// The number of explicit sizes in a split differs from the size of the mesh dim, or the sizes do not add up to the
+    /// size of the tensor dim.
     #[error("the split sizes {} must be {parts} sizes that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
-    /// A strided shard does not divide its dim evenly.
+    /// A strided shard needs a tensor dim that divides evenly, but the dim does not divide evenly under the split rule.
     #[error(
         "_S with split factor {split_factor} on mesh dim {mesh_dim} needs a dim that divides evenly under the split rule \
          `{split}`, but the dim has {numel} elements"
@@ -107,7 +108,7 @@ pub enum LayoutError {
     )]
     NoPartialValues { op: ReduceOp },
 
-    /// The shard order of a dim does not fit its placements.
+    /// The shard order of a tensor dim (the order in which mesh dims shard the dim) does not fit the placements.
     #[error("shard order of dim {dim}: expected {expected}, found {found}")]
     ShardOrder { dim: TensorDim, expected: &'static str, found: String },
 
@@ -131,7 +132,7 @@ pub enum LayoutError {
     #[error("{position}: {problem}")]
     File { file: String, position: String, problem: String, hint: Option<String> },
 
-    /// A rule gives a tensor placements that do not fit its shape.
+    /// A rule gives a tensor placements that do not fit the shape of the tensor.
     #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 

@@ -1,4 +1,4 @@
-//! The flat parameter of FSDP1: the concatenated parameters of one wrapped module, split evenly among ranks.
+//! The flat parameter of FSDP1: the concatenated parameters of one wrapped module, split into one shard for each rank.
 //!
 //! Shapes and offsets count elements. Parameters are in the order of registration, and each parameter is flattened in
 //! the order of its storage. With `use_orig_params`, each parameter starts at a multiple of the alignment, and the
@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 
 use super::{Dims, Region, unravel};
 
-/// The range of each parameter of a unit in its flat parameter, and the number of shards.
+/// The range of each parameter of a unit in the unit's flat parameter, and the number of shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatParameter {
     params: Vec<Range<u64>>,
@@ -28,7 +28,7 @@ pub struct FlatParameter {
     shards: u64,
 }
 
-/// A contiguous piece of a shard.
+/// A contiguous piece of a shard: elements of one parameter, or padding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlatPiece {
     /// The offset from the start of the shard.
@@ -50,7 +50,7 @@ impl FlatParameter {
     /// Computes the ranges of parameters with these numbers of elements, for a number of shards. Returns `None` if the
     /// sizes exceed `u64`, or if the number of shards or the alignment is 0.
     ///
-    /// `align` is the alignment in elements; it is given if and only if `use_orig_params` is true.
+    /// `align` is the alignment in elements if `use_orig_params` is true; otherwise `None`.
     #[must_use]
     pub fn new(numels: &[u64], align: Option<u64>, shards: u64) -> Option<Self> {
         let (align, padded_to) = match align {
@@ -88,13 +88,14 @@ impl FlatParameter {
         self.shards
     }
 
-    /// Returns the number of elements of a shard in memory, where short shards are padded.
+    /// Returns the number of elements of each shard in memory, including padding. PyTorch pads short shards to this
+    /// length.
     #[must_use]
     pub fn shard_len(&self) -> u64 {
         self.total.div_ceil(self.shards)
     }
 
-    /// Returns the range of a shard. The last shards may be shorter than others, or empty.
+    /// Returns the range of a shard. The last shards may be shorter than the first shard, or empty.
     #[must_use]
     pub fn shard(&self, index: u64) -> Range<u64> {
         let len = self.shard_len();
@@ -136,7 +137,7 @@ impl FlatParameter {
     }
 }
 
-/// The storage order of a dense tensor: its dims, from the slowest to the fastest.
+/// The storage order of a dense tensor: the dims of the tensor, in descending order of their strides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageOrder(SmallVec<[usize; 4]>);
 
@@ -147,7 +148,8 @@ impl StorageOrder {
         Self((0..ndim).collect())
     }
 
-    /// Returns the storage order of these strides, or `None` if they leave gaps or overlap.
+    /// Returns the storage order of these strides, or `None` if elements with these strides have gaps between them or
+    /// overlap.
     #[must_use]
     pub fn of_strides(shape: &[u64], strides: &[u64]) -> Option<Self> {
         if shape.len() != strides.len() {
@@ -166,8 +168,8 @@ impl StorageOrder {
         Some(Self(dims))
     }
 
-    /// Splits the elements `range` of the storage into boxes, in storage order, at most two for each dim. Each box has
-    /// the strides of its elements in the storage.
+    /// Splits the elements `range` of the storage into boxes: at most two boxes for each dim, in storage order. Each
+    /// box comes with the strides that its elements have in the storage.
     pub fn cut(&self, shape: &[u64], range: Range<u64>) -> Vec<(Region, Dims)> {
         let sizes = self.permuted(shape);
         let boxes = Region::cut(&sizes, range).map(|region| {
@@ -180,7 +182,8 @@ impl StorageOrder {
         boxes.collect()
     }
 
-    /// Splits the elements `range` of the storage into boxes. The elements of each box are stored in row-major order.
+    /// Splits the elements `range` of the storage into boxes. Each box is chosen so that its elements are stored in
+    /// row-major order.
     pub fn cut_row_major(&self, shape: &[u64], range: Range<u64>) -> Vec<Region> {
         let sizes = self.permuted(shape);
         let mut boxes = Vec::new();
@@ -198,14 +201,14 @@ impl StorageOrder {
         boxes
     }
 
-    /// Returns the number of boxes that [`Self::cut_row_major`] makes of the complete tensor.
+    /// Returns the number of boxes into which [`Self::cut_row_major`] splits the complete tensor.
     #[must_use]
     pub fn count_row_major(&self, shape: &[u64]) -> u64 {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }
 
-    /// Returns the leading `sizes` (given in storage order) that remain after removing the innermost dims whose storage
-    /// order is already the tensor's order of dims.
+    /// Returns `sizes` (in storage order) without the innermost dims that need no splitting: the longest run of
+    /// innermost dims that are already in the tensor's order of dims.
     fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
         let mut tail = sizes.len();
         let mut inner = usize::MAX;

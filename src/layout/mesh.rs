@@ -4,8 +4,8 @@
 //! and in any order: a slice of a larger mesh keeps the rank numbers of the larger mesh. Invariant: every dim is at
 //! least 1, and every rank appears once.
 //!
-//! The rule is that of `torch/distributed/device_mesh.py`: the coordinate of a rank is the index of its number in the
-//! array.
+//! The rule is that of `torch/distributed/device_mesh.py`: the coordinate of a rank is the position of the rank's
+//! number in the array.
 //!
 //! ```text
 //!     dp=2,tp=3        tp=0 1 2
@@ -17,8 +17,8 @@ use std::{collections::HashSet, fmt};
 
 use super::{AsTuple, Dims, LayoutError, MeshDim, Rank, numel, ravel, unravel};
 
-/// The maximum number of ranks of a mesh that is built from a shape. It is about a hundred times the largest machine,
-/// and small enough that a mistyped size does not allocate all memory.
+/// The maximum number of ranks of a mesh that is built from a shape. The limit is about a hundred times the size of the
+/// largest machine. A mistyped size of a mesh dim gives an error instead of using all memory.
 const MAX_RANKS: u64 = 1 << 24;
 
 /// A row-major array of ranks, with or without names for the mesh dims.
@@ -27,8 +27,8 @@ pub struct DeviceMesh {
     shape: Dims,
     ranks: Vec<Rank>,
     names: Option<Vec<String>>,
-    /// Every rank with its index in `ranks`, sorted by rank. It is empty for a row-major mesh, where rank and index are
-    /// equal. It is computed from `ranks`, so comparing it does not change equality.
+    /// Every rank with its index in `ranks`, sorted by rank. The list is empty for a row-major mesh, in which rank and
+    /// index are equal. The list is computed from `ranks`, so meshes with equal `ranks` also have equal lists.
     by_rank: Vec<(Rank, u32)>,
 }
 
@@ -107,7 +107,8 @@ impl DeviceMesh {
         Self::row_major(&named)
     }
 
-    /// Returns the mesh that all other meshes are slices of. Up to 2.9, PyTorch does not record the root of a slice.
+    /// Returns the mesh of which all other meshes in the list are slices, or `None` if there is no such mesh. This
+    /// search is needed because PyTorch up to 2.9 does not record the root mesh of a slice.
     #[must_use]
     pub fn root_of(meshes: &[Self]) -> Option<&Self> {
         let is_root = |root: &&Self| {
@@ -122,7 +123,7 @@ impl DeviceMesh {
         meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
     }
 
-    /// Returns a mesh with the same dims and these ranks, in row-major order.
+    /// Returns a mesh with the dim names and sizes of this mesh, and the given ranks in row-major order.
     ///
     /// # Errors
     /// The errors of [`DeviceMesh::new`].
@@ -154,7 +155,7 @@ impl DeviceMesh {
         self.names.as_deref()
     }
 
-    /// Returns whether another mesh has the same dim names and sizes, on any ranks.
+    /// Returns whether another mesh has the dim names and sizes of this mesh. The ranks may differ.
     #[must_use]
     pub fn has_dims_of(&self, other: &Self) -> bool {
         (self.shape(), self.names()) == (other.shape(), other.names())
@@ -166,7 +167,7 @@ impl DeviceMesh {
         self.names()?.iter().position(|known| known == name).map(MeshDim)
     }
 
-    /// Returns the number of ranks in this mesh. The job may have more ranks.
+    /// Returns the number of ranks in this mesh. The job may have further ranks that are not in the mesh.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.ranks.len()
@@ -178,7 +179,7 @@ impl DeviceMesh {
         self.ranks.iter().map(|rank| rank.0.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Returns whether the ranks are `0..world_size` in order, so that the shape defines the mesh.
+    /// Returns whether the ranks are `0..world_size` in order, so that the shape alone determines the ranks.
     #[must_use]
     pub fn ranks_are_row_major(&self) -> bool {
         is_row_major(&self.ranks)

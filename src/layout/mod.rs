@@ -61,7 +61,7 @@ pub use tile::Tile;
 /// One number for each dim of a tensor or of a mesh.
 pub type Dims = SmallVec<[u64; 4]>;
 
-/// A dim of a tensor. It is a separate type so that it cannot be confused with a [`MeshDim`].
+/// A dim of a tensor. The separate type prevents confusion with a [`MeshDim`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorDim(pub usize);
 
@@ -113,7 +113,7 @@ pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     coordinate
 }
 
-/// Returns the row-major index of a coordinate. This is the inverse of [`unravel`].
+/// Returns the row-major index of a coordinate. The inverse function is [`unravel`].
 fn ravel(coordinate: &[u64], shape: &[u64]) -> u64 {
     (coordinate.iter().zip(shape)).fold(0, |index, (&at, &size)| index * size + at)
 }

@@ -1,9 +1,9 @@
-//! Partial values: the meaning of `Partial` on a mesh dim, and conversions from and to it.
+//! Partial values: the meaning of `Partial` on a mesh dim, and conversions from and to `Partial`.
 //!
 //! Regions count elements. Along a Partial mesh dim every rank holds a *partial value* (a term of a sum, or a candidate
-//! for the maximum) of the same part of the tensor, so these ranks do not hold replicas. Partial values are numbered
-//! row-major over the Partial mesh dims of a layout, and are reduced in that order. The conversion of a value to
-//! partial values is defined for some ops only:
+//! for the maximum) for the same elements of the tensor, so these ranks do not hold replicas. Partial values are
+//! numbered row-major over the Partial mesh dims of a layout, and are reduced in that order. The conversion of a value
+//! to partial values is defined for some ops only:
 //!
 //! ```text
 //!     target dim      source                            a rank gets
@@ -15,8 +15,8 @@
 //!     P(a)            P(b)                              an error
 //! ```
 //!
-//! If source and target have the same mesh, "source" is the placement on the same mesh dim. Otherwise it is any Partial
-//! mesh dim of the source.
+//! If source and target have the same mesh, "source" is the placement on the same mesh dim. Otherwise "source" is any
+//! Partial mesh dim of the source.
 //!
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py`, and `redistribute_local_tensor`
 //! in `_redistribute.py`, which has the second row of the table but refuses to divide.
@@ -32,7 +32,7 @@ use super::{
 /// The reduction of the partial values of a tensor to its complete value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialReduction {
-    /// The reduction op. It is never `Avg`, which is stored as `Sum` with a divisor.
+    /// The reduction op. The op is never `Avg`: an average is stored as `Sum`, and `averages` is true for the mesh dim.
     pub op: ReduceOp,
     /// The sizes of the Partial mesh dims, outermost first.
     pub dims: Dims,
@@ -73,7 +73,7 @@ impl PartialReduction {
         format!("partial value {} of {}", AsTuple(&unravel(number, &self.dims)), AsTuple(&self.dims))
     }
 
-    /// Returns the share of a rank that gets the complete value: all partial values are reduced.
+    /// Returns the share for a rank that gets the complete value: the rank reduces all partial values.
     #[must_use]
     pub fn full_reduction(&self) -> Share {
         let averaged = self.dims.iter().zip(&self.averages).filter(|(_, average)| **average);
@@ -95,8 +95,8 @@ pub fn partial_index(mesh_shape: &[u64], placements: &[Placement], coordinate: &
 }
 
 impl MeshPlacement<'_> {
-    /// Returns the union of the elements that a group of ranks holds. The group is all ranks whose coordinates on the
-    /// mesh dims marked in `stay` equal `coordinate`. Each marked mesh dim must shard the tensor.
+    /// Returns the union of the elements that a group of ranks holds. A rank belongs to the group if, on all mesh dims
+    /// that are marked in `stay`, its coordinates equal `coordinate`. Each marked mesh dim must shard the tensor.
     fn tile_held_by_group(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
         let own = &self.shared.placements;
         let mut placements = own.clone();
@@ -136,20 +136,21 @@ impl MeshPlacement<'_> {
     }
 }
 
-/// The partial values of the source from which a rank of the target gets its values, and the way they are combined.
+/// The conversion of partial values of the source to the values of one rank of the target: which partial values are
+/// reduced, and how the result is scaled and masked.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
     /// The partial values to reduce, ascending.
     pub partial_values: Vec<u64>,
     /// The number by which the reduced value is divided.
     pub divisor: u64,
-    /// The elements of the global tensor that keep the value; all other elements become zero. `None` keeps all
-    /// elements.
+    /// The elements of the global tensor that keep the reduced value; all other elements become zero. If `None`, all
+    /// elements keep the value.
     pub within: Option<Tile>,
 }
 
 impl Share {
-    /// Passes an encoding of the share to `emit`. Different shares have different encodings.
+    /// Passes an encoding of the share to `emit`. Unequal shares have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.partial_values.len() as u64);
         self.partial_values.iter().copied().for_each(&mut *emit);
@@ -158,8 +159,8 @@ impl Share {
         self.within.iter().for_each(|tile| tile.encode(emit));
     }
 
-    /// Returns the share of the rank at `coordinate` of the target. `source` is `None` if the source's placements are
-    /// not known.
+    /// Returns the share of the rank at `coordinate` of the target. `source` has the placements of the tensor in the
+    /// source, or `None` if these are not known.
     ///
     /// # Errors
     /// `PartialToPartial`, `NoPartialValues` or `MixedReduction` for undefined conversions, and the errors of

@@ -1,6 +1,6 @@
 //! Patterns for names: globs over names joined with dots.
 //!
-//! `*` and `?` match within one component of a name, `**` matches across components, and `{a,b}` matches either. A
+//! `*` and `?` match within one component of a name, `**` matches across components, and `{a,b}` matches `a` or `b`. A
 //! pattern that matches a module covers every name below it: `layers.*` covers `layers.0.attn.weight`.
 
 use std::fmt;

@@ -1,7 +1,7 @@
 //! Placements: the effect of one mesh dim on a tensor, and their text forms.
 //!
-//! A placement names tensor dims; [`super::local_shard`] converts placements to ranges of elements. The classes are
-//! defined in `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
+//! A placement contains the index of a tensor dim; [`super::local_shard`] converts placements to ranges of elements.
+//! The classes are defined in `torch/distributed/tensor/placement_types.py`, and PyTorch prints the short forms:
 //!
 //! ```text
 //!     S(0)        Shard(dim=0)                          each coordinate has one part
@@ -13,14 +13,14 @@
 //! `StridedShard` is not a kind of `Shard`: code that treats a `StridedShard` as a `Shard` reads the wrong elements
 //! without an error.
 //!
-//! Invariant: a [`Placement`] names a tensor dim that exists. Text may count dims from the end, and `S(1)` may be
-//! applied to a 1-d tensor, so text is parsed to a [`PlacementSpec`] first.
+//! Invariant: the tensor dim in a [`Placement`] exists. In the text of a user, a dim may count from the end (`S(-1)`),
+//! or may not exist in some tensors (`S(1)` for a 1-d tensor). So text is parsed to a [`PlacementSpec`] first.
 
 use std::{fmt, str::FromStr};
 
 use super::{LayoutError, TensorDim};
 
-/// The op that reduces the partial values of a [`Placement::Partial`] to the value.
+/// The reduction op of a [`Placement::Partial`]: it reduces the partial values of the ranks to the complete value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     Sum,
@@ -53,7 +53,7 @@ impl ReduceOp {
         }
     }
 
-    /// Returns the op with this name, in upper or lower case. This is the inverse of [`as_str`](Self::as_str).
+    /// Returns the op with this name, in upper or lower case. The inverse function is [`as_str`](Self::as_str).
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|op| op.as_str().eq_ignore_ascii_case(name))
@@ -69,13 +69,15 @@ impl fmt::Display for ReduceOp {
 /// The effect of one mesh dim on one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// The coordinates of the mesh dim have consecutive parts of the tensor dim.
+    /// The tensor dim is split into consecutive parts, one for each coordinate of the mesh dim.
     Shard(TensorDim),
-    /// The tensor dim has `split_factor` blocks, and each coordinate has a part of every block.
+    /// The tensor dim is divided into `split_factor` blocks, and each coordinate of the mesh dim has a part of every
+    /// block.
     StridedShard { dim: TensorDim, split_factor: u64 },
-    /// Every coordinate has the same elements.
+    /// Every coordinate of the mesh dim has a copy of the elements.
     Replicate,
-    /// Every coordinate has a partial value of the same elements.
+    /// Every coordinate of the mesh dim has a partial value of the elements, and the op reduces these to the complete
+    /// value.
     Partial(ReduceOp),
 }
 
@@ -126,7 +128,8 @@ impl PlacementSpec {
         }
     }
 
-    /// Returns the placement for a tensor of `ndim` dims, or `None` if the tensor does not have the dim.
+    /// Returns the placement for a tensor of `ndim` dims, or `None` if the placement shards a dim that the tensor does
+    /// not have.
     #[must_use]
     pub fn resolve(self, ndim: usize) -> Option<Placement> {
         let resolve = |dim: i64| {
@@ -174,7 +177,8 @@ impl fmt::Display for PlacementSpec {
 impl FromStr for PlacementSpec {
     type Err = LayoutError;
 
-    /// Parses the short or the long form, in any case, with or without keywords and spaces.
+    /// Parses the short form `S(0)` or the long form `Shard(dim=0)`. Upper and lower case, keywords such as `dim=`, and
+    /// spaces make no difference.
     fn from_str(spec: &str) -> Result<Self, LayoutError> {
         let spec = spec.trim();
         let error = |expected, found: &str| LayoutError::PlacementSpec {

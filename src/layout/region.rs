@@ -23,7 +23,7 @@ use smallvec::smallvec;
 
 use super::{Dims, unravel};
 
-/// An N-d half-open box. A box without dims is the one element of a 0-d tensor.
+/// An N-d half-open box. A box without dims is the single element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     pub offsets: Dims,
@@ -54,8 +54,8 @@ impl Region {
         self.sizes.len()
     }
 
-    /// Returns the number of elements, saturating. It is exact for every region that [fits](Self::fits) a shape whose
-    /// own number of elements fits `u64`.
+    /// Returns the number of elements, saturating. The number is exact if the region [fits](Self::fits) a shape whose
+    /// number of elements fits `u64`.
     #[must_use]
     pub fn numel(&self) -> u64 {
         super::numel(&self.sizes).unwrap_or(u64::MAX)
@@ -95,7 +95,7 @@ impl Region {
         Self { offsets, sizes: self.sizes.clone() }
     }
 
-    /// Returns whether the box is within a tensor of this shape. Any values are allowed.
+    /// Returns whether the box is within a tensor of this shape. The offsets and sizes may be arbitrarily large.
     #[must_use]
     pub fn fits(&self, shape: &[u64]) -> bool {
         let ends = || self.offsets.iter().zip(&self.sizes).map(|(at, &size)| at.checked_add(size));
@@ -107,8 +107,9 @@ impl Region {
     /// Splits the elements `range` of a row-major box of these `sizes` into at most `2 * ndim - 1` boxes in linear
     /// order. Elements beyond the end of the box are ignored.
     ///
-    /// Each step takes the largest box that starts at the end of the previous box. Boxes first grow: the end of a row,
-    /// then the end of a plane. After that, boxes get smaller again.
+    /// Each step takes the largest box that starts at the end of the previous box. The boxes first get larger (the
+    /// remaining elements of a row, then the remaining rows of a plane), and then smaller (complete rows, then the
+    /// first elements of a row).
     pub fn cut(sizes: &[u64], range: Range<u64>) -> impl Iterator<Item = Self> + '_ {
         let numel = super::numel(sizes);
         let end = range.end.min(numel.unwrap_or(u64::MAX));

@@ -1,9 +1,9 @@
 //! Rules that choose the placements of each tensor on a mesh.
 //!
-//! Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins. If that rule does
-//! not fit the tensor, this is an error. A tensor that no rule matches gets the placements of the fallback. If a
-//! placement of the fallback does not fit the tensor, such as `S(1)` for a 1-d bias, the tensor is replicated on that
-//! mesh dim. PyTorch has no counterpart: its jobs choose placements in code.
+//! Rules are tried in order, and the first rule whose pattern matches one of the tensor's names wins. It is an error if
+//! this rule does not fit the tensor. A tensor that no rule matches gets the placements of the fallback. If a placement
+//! of the fallback does not fit the tensor, such as `S(1)` for a 1-d bias, the tensor is replicated on that mesh dim.
+//! PyTorch has no counterpart: its jobs choose placements in code.
 
 use super::parallelize::ParallelizePlan;
 use super::distinct_tiles::{HeldTile, MeshPlacement, SharedTensor, shards};
@@ -36,9 +36,9 @@ pub fn unused_rule_warning(origin: &str) -> String {
 /// The placements that a rule chooses for a tensor, before they are applied to the tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementChoice {
-    /// A plain tensor, complete on every rank.
+    /// The tensor becomes a plain tensor, which every rank has in full.
     Plain,
-    /// A DTensor with these placements.
+    /// The tensor becomes a DTensor with these placements.
     Shared(PlacementList),
 }
 
@@ -47,9 +47,9 @@ pub enum PlacementChoice {
 pub struct PlacementList {
     /// One placement for each mesh dim.
     pub placements: Vec<PlacementSpec>,
-    /// One split for each mesh dim; empty if the default split of the layout applies.
+    /// One split rule for each mesh dim; empty if the default split rule of the layout applies.
     pub splits: Vec<Split>,
-    /// The mesh dims of the tensor's own mesh, ascending, if that mesh is a slice of the complete mesh.
+    /// If the tensor is on a slice of the mesh, the mesh dims of this slice, ascending; otherwise `None`.
     pub slice: Option<Vec<MeshDim>>,
 }
 
@@ -92,7 +92,7 @@ pub enum Fallback {
     /// The placements that the user gave. On each mesh dim where a placement does not fit the tensor, the tensor is
     /// replicated.
     Placements(Vec<PlacementSpec>),
-    /// The placements that the tensor has in the source, on mesh dims of the same name.
+    /// On each mesh dim, the placement that the tensor has in the source on the mesh dim with the same name.
     Source,
     /// No placements: a rule must match every tensor that has at least one dim.
     Missing,
@@ -112,8 +112,8 @@ pub struct MeshLayout {
     pub mesh: DeviceMesh,
     pub rules: Vec<Rule>,
     pub fallback: Fallback,
-    /// The split of tensor dims unless a rule has its own split. If `None`, the split of the source is used, otherwise
-    /// `torch.chunk`.
+    /// The default split rule, for tensors whose placement rule has no split rule. If `None`, the split rule of the
+    /// source is used, or `torch.chunk` if the source has none.
     pub split: Option<Split>,
     /// The plan that places parameters without a rule, after [`ParallelizePlan::bind`] has matched it with the model.
     pub plan: Option<ParallelizePlan>,
@@ -200,7 +200,7 @@ impl MeshLayout {
         vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
-    /// Adds the default split of the layout if the tensor has no split of its own.
+    /// Adds the default split rule of the layout, if `shared` has no split rules.
     #[must_use]
     pub fn with_default_split(&self, shared: SharedTensor) -> SharedTensor {
         if shared.splits.is_empty() { SharedTensor { splits: self.default_splits(), ..shared } } else { shared }
@@ -214,7 +214,8 @@ impl MeshLayout {
         }
     }
 
-    /// Returns the source's placements on mesh dims of the same names, and Replicate on the other mesh dims.
+    /// Returns the source's placements on mesh dims of the same names, and Replicate on mesh dims whose name the
+    /// source's mesh does not have.
     #[must_use]
     pub fn source_placement(&self, source: MeshPlacement<'_>) -> SharedTensor {
         let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;
@@ -248,11 +249,11 @@ impl MeshLayout {
         SharedTensor { placements, splits: default.unwrap_or(splits), slice: None }
     }
 
-    /// Restricts the tensor to the mesh slice that it has in the source, such as the FSDP dim for norms under FSDP and
-    /// TP.
+    /// If the source has the tensor on a slice of its mesh, returns placements on the slice of the target mesh whose
+    /// dims have the same names. For example, under FSDP and TP, norms are on the FSDP slice.
     ///
-    /// The slice of a rule takes precedence. The slice of the source is used only if the tensor is replicated on all
-    /// other mesh dims.
+    /// A slice that a rule sets takes precedence. The slice of the source is used only if the tensor is replicated on
+    /// all other mesh dims.
     #[must_use]
     pub fn with_source_slice(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
         let slice = || {

@@ -1,12 +1,13 @@
 //! Converts placements to elements: the tile of the rank at one mesh coordinate.
 //!
-//! Shapes and offsets count elements. Mesh dims are evaluated from left to right. Each mesh dim keeps one part of the
-//! indices that remain of its tensor dim. Tensor dims are independent, so the result is a product over dims: a
-//! [`Tile`]. The distinct tiles of all coordinates cover the tensor exactly once.
+//! Shapes and offsets count elements. Mesh dims are evaluated from left to right. For each mesh dim that shards a
+//! tensor dim, the remaining indices of this tensor dim are split, and the coordinate on the mesh dim selects one part.
+//! Tensor dims are independent, so the result is a product over dims: a [`Tile`]. The distinct tiles of all coordinates
+//! cover the tensor exactly once.
 //!
 //! The rules are PyTorch's: `Shard` and `_StridedShard` in `torch/distributed/tensor/placement_types.py`, their
-//! composition in `_utils.py`, and `shard_order` in `_dtensor_spec.py`. Parts are those of `torch.chunk`, which is not
-//! an even split, and two splits in sequence differ from one finer split:
+//! composition in `_utils.py`, and `shard_order` in `_dtensor_spec.py`. Dims are split by `torch.chunk`, whose parts
+//! may differ in size. Two splits in sequence differ from a single split into as many parts:
 //!
 //! ```text
 //!     5 elements, S(0) over 4                      0 1 | 2 3 | 4 | -
@@ -22,8 +23,8 @@ use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, Split, TensorDi
 
 /// The maximum number of intervals of a local shard along one dim.
 ///
-/// Real split factors are products of mesh sizes, so no job reaches this limit. With it, a split factor of 2^60 in a
-/// damaged file is an error instead of an endless loop.
+/// Real split factors are products of mesh sizes, so no job reaches this limit. With this limit, a split factor of 2^60
+/// in a damaged file gives an error instead of an endless loop.
 pub(super) const MAX_INTERVALS: u64 = 1 << 20;
 
 /// Returns part `r` of `n` elements split into `k` parts by `torch.chunk`: the first parts have `ceil(n / k)` elements,
@@ -40,8 +41,8 @@ pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
 
 /// Returns part `r` of each of `blocks` blocks of `n` positions.
 ///
-/// All blocks except the last have the same length, so the result is one progression and a remainder, however many
-/// blocks there are.
+/// All blocks except the last have the same length, so the result is one run of equal intervals and one last interval,
+/// for any number of blocks.
 fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
     if n == 0 {
         return Intervals::empty();
@@ -57,11 +58,11 @@ fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
 
 /// Returns the tile of the rank at `coordinate`, split as PyTorch splits DTensors.
 ///
-/// Along mesh dims with `Replicate` or `Partial`, every rank holds the same elements.
+/// Mesh dims with `Replicate` or `Partial` do not split the tensor.
 ///
 /// # Errors
-/// If the lengths do not match the mesh, the coordinate is outside the mesh, a placement names a dim that the tensor
-/// does not have, or a split factor is 0 or creates too many intervals.
+/// If the number of placements or coordinates differs from the number of mesh dims, the coordinate is outside the mesh,
+/// a placement names a dim that the tensor does not have, or a split factor is 0 or creates too many intervals.
 pub fn local_shard(
     shape: &[u64],
     mesh_shape: &[u64],
@@ -74,8 +75,8 @@ pub fn local_shard(
 /// Returns the tile of the rank at `coordinate`, with one split for each mesh dim. No splits means `torch.chunk`.
 ///
 /// # Errors
-/// The errors of [`local_shard`]. Also if explicit sizes do not fit, or if the split of a `StridedShard` gives other
-/// parts than `torch.chunk`.
+/// The errors of [`local_shard`]. It is also an error if explicit sizes do not fit, or if the split rule of a
+/// `StridedShard` gives other parts than `torch.chunk` would.
 pub fn local_part(
     shape: &[u64],
     mesh_shape: &[u64],
@@ -129,7 +130,7 @@ impl<'a> DimCut<'a> {
         }
     }
 
-    /// Returns the part of coordinate `r` among the indices in `indices`.
+    /// Returns the part of `indices` that the coordinate `r` of the mesh dim holds.
     pub fn part(&self, indices: &Intervals, r: u64) -> Result<Intervals, LayoutError> {
         let Placement::StridedShard { split_factor, .. } = self.placement else {
             return Ok(indices.slice(self.split.part(indices.len(), self.parts, r)?));
@@ -152,7 +153,7 @@ impl<'a> DimCut<'a> {
 ///
 /// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim that splits after mesh
 /// dims to its right becomes a `StridedShard`; its split factor is the number of parts that the mesh dims to its right
-/// have made. Tensor dims without an entry keep the order from left to right.
+/// have made. A tensor dim without an entry in `order` is sharded by its mesh dims from left to right.
 ///
 /// # Errors
 /// If an entry does not list exactly the mesh dims that shard its tensor dim.
@@ -196,7 +197,7 @@ pub fn from_shard_order(
     Ok(converted)
 }
 
-/// Checks that there is one placement for each mesh dim, and one split for each mesh dim or no split.
+/// Checks that there is one placement for each mesh dim, and either one split rule for each mesh dim or none at all.
 pub(super) fn check_counts(mesh_shape: &[u64], placements: &[Placement], splits: &[Split]) -> Result<(), LayoutError> {
     check_count(mesh_shape, placements)?;
     if splits.is_empty() || splits.len() == mesh_shape.len() {
@@ -221,7 +222,7 @@ mod tests {
         Placement::StridedShard { dim: TensorDim(0), split_factor }
     }
 
-    /// Returns the indices that each coordinate holds of a 1-d tensor.
+    /// Returns, for each coordinate of the mesh, the indices of a 1-d tensor that the rank at this coordinate holds.
     fn indices(n: u64, mesh: &[u64], placements: &[Placement]) -> Vec<Vec<u64>> {
         let world_size = u32::try_from(mesh.iter().product::<u64>()).unwrap();
         let ranks = (0..world_size).map(crate::layout::Rank).collect();

@@ -19,14 +19,15 @@ use std::{fmt, ops::Range, str::FromStr, sync::Arc};
 
 use super::{LayoutError, chunk};
 
-/// A rule for the sizes of parts.
+/// A split rule: the sizes of the parts into which a mesh dim splits a tensor dim. `n` is the size of the tensor dim,
+/// and `k` the number of parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Split {
     /// `torch.chunk`, the only rule of DTensor.
     #[default]
     Chunk,
     /// Parts whose sizes differ by at most one element. The first `n mod k` parts have one more element than the
-    /// others.
+    /// remaining parts.
     Balanced,
     /// Parts of `ceil(n / k)` elements; the last part has the remaining elements. If the last part would be empty, the
     /// parts have `floor(n / k)` elements instead.
@@ -67,8 +68,8 @@ impl Split {
         })
     }
 
-    /// Returns the size of the dim that this rule splits into parts of these sizes, or `None` if the rule never makes
-    /// such parts.
+    /// Returns the sum of `sizes` if this rule splits a dim of that size into parts of exactly these sizes; otherwise
+    /// `None`.
     #[must_use]
     pub fn total(&self, sizes: &[u64]) -> Option<u64> {
         let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size))?;

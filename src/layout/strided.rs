@@ -2,8 +2,8 @@
 //!
 //! A split factor is a number of parts. FSDP over tensor parallelism on dp=2,tp=4 gives the placements `_S(0,4),S(0)`:
 //! tp splits first, into 4 parts, so the split factor of dp is the size of tp. If another mesh has another size of tp,
-//! this split factor changes with it. A split factor that depends on no mesh dim, such as `_S(0,3)` of a fused weight
-//! of three, stays the same.
+//! the split factor changes to this size. A split factor that depends on no mesh dim, such as `_S(0,3)` of a fused
+//! weight of three, stays the same.
 //!
 //! Source: `_StridedShard` in `torch/distributed/tensor/placement_types.py`, and
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 
 use super::{DeviceMesh, PlacementSpec};
 
-/// A conversion from one mesh to another, with the mesh dims that correspond.
+/// A change from one mesh to another mesh, and which mesh dims of the two correspond.
 pub struct MeshChange<'a> {
     pub from: &'a DeviceMesh,
     pub to: &'a DeviceMesh,
@@ -21,11 +21,13 @@ pub struct MeshChange<'a> {
 }
 
 impl MeshChange<'_> {
-    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if `Shard` has the same effect. `sharded`
-    /// is the tensor dim that each mesh dim shards.
+    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if a plain `Shard` is enough there.
+    /// `sharded` is the tensor dim that each mesh dim shards.
     ///
-    /// A split factor that equals the product of the sizes of the mesh dims to its right changes with these sizes. If
-    /// these mesh dims are to the left on the new mesh, they split first, and `Shard` is enough.
+    /// Consider the mesh dims to the right of `at` that shard the same tensor dim. If the split factor equals the
+    /// product of the sizes of these mesh dims, the new split factor is the product of their sizes on the new mesh.
+    /// Mesh dims that are to the left of `at` on the new mesh are left out of this product, because they split the
+    /// tensor dim first. If no mesh dim remains, the result is `None`.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();
@@ -38,7 +40,7 @@ impl MeshChange<'_> {
     }
 }
 
-/// Returns the mesh dims to the right that shard the same tensor dim.
+/// Returns the mesh dims to the right of `at` that shard the same tensor dim as mesh dim `at`.
 fn inner<D: PartialEq>(at: usize, sharded: &[Option<D>]) -> impl Iterator<Item = usize> {
     (at + 1..sharded.len()).filter(move |&later| sharded[at].is_some() && sharded[later] == sharded[at])
 }
@@ -47,7 +49,7 @@ fn sharded(list: &[PlacementSpec]) -> Vec<Option<i64>> {
     list.iter().map(|spec| spec.sharded_dim()).collect()
 }
 
-/// Converts placements for one mesh to a mesh with the same dims in other sizes.
+/// Converts placements for one mesh to placements for a mesh with the same number of dims, but other sizes.
 #[must_use]
 pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec<PlacementSpec> {
     if from.shape() == to.shape() || from.ndim() != to.ndim() || from.ndim() != list.len() {
@@ -66,20 +68,20 @@ pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &Devic
     list.iter().enumerate().map(follow).collect()
 }
 
-/// A split factor that cannot be explained: it is not a product of sizes of the mesh dims to its right that shard the
-/// same tensor dim.
+/// A split factor that cannot be explained: it is not the product of the sizes of mesh dims to the right of `at` that
+/// shard the same tensor dim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownSplitFactor {
     /// The index of the mesh dim that has the split factor.
     pub at: usize,
     pub spec: PlacementSpec,
-    /// The indices of the mesh dims to the right that shard the same tensor dim.
+    /// The indices of the mesh dims to the right of `at` that shard the same tensor dim.
     pub inner: Vec<usize>,
     /// The placement with the split factor that follows from the mesh dims in `inner`.
     pub expected: PlacementSpec,
 }
 
-/// Returns the first unknown split factor in a list of placements.
+/// Returns the first split factor in a list of placements that cannot be explained, or `None`.
 #[must_use]
 pub fn find_unknown_split_factor(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
     let sharded = sharded(list);

@@ -360,7 +360,8 @@ proptest! {
         }
     }
 
-    /// With even splits, placements from a shard order equal splitting in that order.
+    /// If dims divide evenly, placements that were made from a shard order give the same tiles as splitting in that
+    /// order.
     #[test]
     fn shard_order_equals_splitting_in_that_order(
         (mesh, order) in prop::collection::vec(1..=3_u64, 1..=3)

@@ -1,7 +1,7 @@
 //! Tiles: the elements of a global tensor that one local tensor holds, as a product of [`Intervals`] over dims.
 //!
-//! Shapes and offsets count elements. A `Shard` is one box. Under `_StridedShard` a rank holds several boxes, which one
-//! (offset, size) pair cannot describe: PyTorch's `compute_local_shape_and_global_offset`
+//! Shapes and offsets count elements. A `Shard` is one box. Under `_StridedShard` a rank holds several boxes, and a
+//! single pair of offsets and sizes cannot describe several boxes: PyTorch's `compute_local_shape_and_global_offset`
 //! (`torch/distributed/tensor/_utils.py`) reports only the first box. The product is never expanded in memory;
 //! [`Tile::regions`] iterates over its boxes.
 //!
@@ -25,10 +25,11 @@ use super::{
     intervals::{Piece, Pieces},
 };
 
-/// The elements of one chunk or local tensor. A tile without dims is the one element of a 0-d tensor.
+/// The elements of one chunk or local tensor. A tile without dims is the single element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Planning moves millions of tiles, so three dims are stored inline. Only tensors with more dims allocate.
+    /// The indices of each dim. Up to three dims are stored without allocation, because planning makes millions of
+    /// tiles.
     dims: SmallVec<[Intervals; 3]>,
 }
 
@@ -39,7 +40,8 @@ impl Tile {
         Self { dims: dims.into_iter().collect() }
     }
 
-    /// Makes a tile of one box. Ends saturate, so call [`Region::fits`] first if the numbers come from a file.
+    /// Makes a tile of one box. The ends of the box saturate at the maximum of `u64`. If the numbers come from a file,
+    /// call [`Region::fits`] first.
     #[must_use]
     pub fn from_region(region: &Region) -> Self {
         Self::new((region.offsets.iter().zip(&region.sizes)).map(|(&at, &size)| Intervals::single(at, size)))
@@ -69,7 +71,7 @@ impl Tile {
         super::numel(&self.sizes()).unwrap_or(u64::MAX)
     }
 
-    /// Passes an encoding of the tile to `emit`. Different tiles have different encodings.
+    /// Passes an encoding of the tile to `emit`. Unequal tiles have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.dims.len() as u64);
         self.dims.iter().for_each(|dim| dim.encode(emit));
@@ -84,7 +86,7 @@ impl Tile {
     /// Returns the number of the tile's elements that come before `element`, in row-major order of a tensor of this
     /// shape.
     ///
-    /// The local tensor has its elements in the same order. So the tile's part of the global elements `start..end` is
+    /// The local tensor has its elements in this order, too. So the tile's part of the global elements `start..end` is
     /// the consecutive range `count_before(start)..count_before(end)` of the local tensor.
     #[must_use]
     pub fn count_before(&self, shape: &[u64], element: u64) -> u64 {
@@ -152,7 +154,7 @@ impl Tile {
         self.regions().next().map(|(region, _)| region)
     }
 
-    /// Returns the first box that two tiles share. If both tiles are boxes, it is their intersection.
+    /// Returns the first box that two tiles share. If both tiles are boxes, this box is the intersection of the tiles.
     pub(super) fn first_common(&self, other: &Self) -> Option<Region> {
         let mut common = Region { offsets: Dims::new(), sizes: Dims::new() };
         for (a, b) in self.dims.iter().zip(&other.dims) {
@@ -168,7 +170,7 @@ impl Tile {
 struct Boxes<'a> {
     dims: &'a [Intervals],
     rest: SmallVec<[Pieces<'a>; 4]>,
-    /// The piece of each dim that forms the next box; `None` after the last box.
+    /// For each dim, the interval that the next box has in this dim; `None` after the last box.
     next: Option<SmallVec<[Piece; 4]>>,
 }
 
@@ -179,7 +181,8 @@ impl<'a> Boxes<'a> {
         Self { dims, rest, next }
     }
 
-    /// Advances the innermost dim that has a piece left, and resets the dims inside it.
+    /// Advances the innermost dim that has another interval to its next interval, and resets all dims inside this dim
+    /// to their first interval.
     fn advance(&mut self) {
         let Some(pieces) = &mut self.next else { return };
         for dim in (0..self.dims.len()).rev() {

@@ -11,8 +11,9 @@
 //!                                              balanced gives 181, 180, 180, 180: it does not match
 //! ```
 //!
-//! Ranks along a replicated mesh dim hold the same parts. So one such group of ranks is enough to get the global shape,
-//! and a group may have no part at all (a pipeline stage has only some of the layers).
+//! A group is a set of ranks with equal coordinates on all replicated mesh dims. Every group holds the complete tensor,
+//! so the ranks of one group are enough to get the global shape. A group may have no part at all (a pipeline stage has
+//! only some of the layers).
 
 use std::collections::HashMap;
 
@@ -30,7 +31,7 @@ pub struct RankPart {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AssembledTensor {
     pub shape: Dims,
-    /// The tiles, in the order of the parts that were given.
+    /// The tile of each part, in the order of the parts given to [`assemble`].
     pub tiles: Vec<Tile>,
 }
 
@@ -39,9 +40,9 @@ pub struct AssembledTensor {
 pub enum PartError {
     /// A rank outside the mesh has a part.
     OutsideMesh { rank: Rank },
-    /// A rank has no part.
+    /// A rank of the mesh has no part, although a part is needed.
     Missing { rank: Rank },
-    /// The part of a rank has an unexpected shape.
+    /// The part of a rank does not have the local shape that the placements give this rank.
     WrongSizes { rank: Rank, expected: Dims, found: Dims, shape: Dims },
     /// The sum of the local sizes along a dim exceeds `u64`.
     Overflow { dim: TensorDim },
@@ -95,8 +96,8 @@ pub fn assemble(
     Ok(AssembledTensor { shape, tiles })
 }
 
-/// Returns the ranks of a group in which every rank has a part, with their coordinates, in the order of the mesh. A
-/// group is a set of ranks with equal coordinates on all replicated mesh dims.
+/// Returns the ranks of the first group in which every rank has a part. The ranks are in the order of the mesh and come
+/// with their coordinates. A group is a set of ranks with equal coordinates on all replicated mesh dims.
 fn complete_group(
     mesh: &DeviceMesh,
     shared: &SharedTensor,
@@ -130,8 +131,8 @@ fn complete_group(
     complete.ok_or(PartError::Missing { rank: absent.unwrap_or(mesh.ranks()[0]) })
 }
 
-/// Returns placements that match the parts, if the placements of `shared` do not match: first with another split, then
-/// with another placement on one mesh dim. The first match wins.
+/// Returns placements that are similar to `shared` and match the parts, for the hint of an error. The function first
+/// tries other split rules, then other placements on a single mesh dim, and returns the first match.
 #[must_use]
 pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
     let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();

@@ -1,8 +1,8 @@
 //! An inventory of the files in SRC that one process sees.
 //!
-//! Links to files count as files, wherever they point, as when a folder is read. Links to folders are followed if a
-//! folder of that name may contain a checkpoint, and circular links are not followed. A dangling link is listed as
-//! well, because on another rank it may point to a file.
+//! A link to a file counts as a file, even if the file is outside SRC. A link to a folder is followed if its name may
+//! be the name of a folder with a checkpoint; circular links are not followed. A dangling link is listed separately,
+//! because on the machine of another rank this link may point to a file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ pub struct FileInventory {
 /// The maximum depth of nested folders. Real checkpoints are three folders deep.
 const MAX_DEPTH: usize = 16;
 
-/// The maximum number of files and folders. Checkpoints of the largest clusters have some ten thousand.
+/// The maximum number of files and folders. Checkpoints of the largest clusters have some ten thousand files.
 const MAX_ENTRIES: usize = 1_000_000;
 
 impl FileInventory {

@@ -1,8 +1,8 @@
-//! File reports: descriptions of files that ranks send to each other, and the check that files with the same name are
-//! equal.
+//! File reports: descriptions of files that ranks send to each other, and the check that files with equal paths have
+//! equal metadata.
 //!
-//! All sizes and offsets are in bytes. All ranks merge the same reports in the same order, so all ranks get the same
-//! result or the same error.
+//! All sizes and offsets are in bytes. All ranks merge the same reports in the same order, so the result, or the error,
+//! is equal on all ranks.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,11 +19,11 @@ use crate::error::{CatalogError, Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
-/// A file, as one rank reports it.
+/// The report of one rank about one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// The properties of the file, or `None` for a dangling link.
+    /// The properties of the file; `None` if the path is a dangling link on the rank.
     found: Option<FoundFile>,
 }
 
@@ -32,15 +32,15 @@ struct FoundFile {
     len: u64,
     modified: (i64, i64),
     metadata: Vec<HashedRange>,
-    /// True if the file may be part of the checkpoint. It is false, for example, for a log or a script in the same
-    /// folder.
+    /// True if the file may be part of the checkpoint. False, for example, for a log or a script in the folder of the
+    /// checkpoint.
     is_checkpoint_data: bool,
 }
 
 /// A range of metadata: its start, its end, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
-/// The name of a property that differs between two reports, and a text with both values.
+/// The name of a property that differs between two reports, and a text with the values in both reports.
 type Difference = (&'static str, String);
 
 /// A file, merged from the reports of all ranks.
@@ -48,7 +48,7 @@ type Difference = (&'static str, String);
 pub struct ReportedFile {
     /// The path, relative to the folder of SRC.
     pub path: PathBuf,
-    /// The length; `None` if the file is a dangling link on all ranks that see it.
+    /// The length in bytes; `None` if the path is a dangling link on every rank that sees it.
     pub len: Option<u64>,
     /// The latest modification time on any rank.
     pub modified: (i64, i64),
@@ -58,13 +58,14 @@ pub struct ReportedFile {
     pub mirrored: Arc<Ranges>,
     /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// The ranks that see a different file under this path.
+    /// The ranks whose file at this path differs from the file of the lowest rank. Only for files that are not part of
+    /// the checkpoint.
     pub differing_ranks: Vec<u32>,
     /// The rank that writes this file into the mirror.
     pub writer: u32,
 }
 
-/// The number of bytes that are read in one step.
+/// The number of bytes of a file that are read and hashed in one step.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
 /// Reports those files of the inventory that `is_selected` selects.
@@ -154,11 +155,11 @@ pub fn each_block(
     Ok(())
 }
 
-/// Merges the reports of all ranks into one list of files. `own` is the folder of SRC on this rank, and `rank` is the
-/// number of this rank.
+/// Merges the reports of all ranks into one list of files. `rank` is the number of this rank, and `own` is this rank's
+/// folder of SRC.
 ///
 /// # Errors
-/// `Conflict` if files with the same name differ, `Comm` for invalid reports.
+/// `Conflict` if ranks have different checkpoint files under one path, `Comm` for invalid reports.
 pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
     let mut all: BTreeMap<PathBuf, RankReports> = BTreeMap::new();
     for (sender, files) in (0..).zip(reports) {
@@ -185,7 +186,7 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     merged.collect()
 }
 
-/// The reports about one file. Each report has the rank that made it.
+/// The reports about one file. Each report comes with the number of the rank that made the report.
 type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {
@@ -243,7 +244,8 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
     })
 }
 
-/// Checks a path from another process, because that process may run another version or another run of this program.
+/// Checks a path that another process sent. The check is needed because the other process may be another version of
+/// this program, or belong to another run.
 fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
     let path = Path::new(path);
     if path.components().next().is_some() && path.components().all(|part| matches!(part, Component::Normal(_))) {

@@ -1,15 +1,17 @@
-//! Metadata mirror: gives all processes the same catalog although none of them sees all of SRC.
+//! Metadata mirror: a sparse copy of SRC, which gives all processes an equal catalog although no process sees all files
+//! of SRC.
 //!
 //! If each node saved its shards to its local disk, each process sees only its own files. Together the processes write
-//! a mirror of SRC to a file system that all of them see. The mirror contains every file with its true length. Each
-//! file contains all bytes that are not tensor data ([`metadata_ranges`]), and holes elsewhere. The same code reads SRC
-//! and its mirror, so all processes get the same catalog. Then each process reads its own files from its own disk. Of
-//! the other files, it can read the mirrored bytes, and it knows which processes see these files.
+//! a mirror of SRC to a file system that all of them see. The mirror contains every file of SRC with its original
+//! length: all bytes that are not tensor data ([`metadata_ranges`]), and holes in place of tensor data. Every process
+//! opens the mirror with the code that opens SRC, so all processes get equal catalogs. Then each process reads tensor
+//! data of the files that it sees from its own disk. Of all other files, a process can read only the mirrored bytes,
+//! and it knows which processes see these files.
 //!
-//! All sizes and offsets are in bytes. Invariants: if a file may be part of a checkpoint and several ranks have a file
-//! with its name, these files have equal length and metadata. For any other file, the file of the lowest rank is used.
-//! The catalog depends neither on the path of the mirror nor on which process wrote which file. A hole is never read as
-//! data. No path points outside the mirror.
+//! All sizes and offsets are in bytes. Invariants: if several ranks have a file with one path, and the file may be part
+//! of a checkpoint, these files have equal lengths and equal metadata. For any other file, the file of the lowest rank
+//! is used. The catalog does not depend on the path of the mirror, or on the process that wrote a file of the mirror. A
+//! hole is never read as data. No path points outside the mirror.
 
 mod file_inventory;
 mod file_report;
@@ -37,9 +39,10 @@ pub struct MetadataMirror {
     /// The folder of SRC on this process: SRC itself, or the folder that contains SRC if SRC is a file.
     own: PathBuf,
     kind: SourceKind,
-    /// The files of SRC, by their paths relative to its folder.
+    /// The files of SRC. The keys are paths relative to the folder of SRC.
     files: BTreeMap<PathBuf, ReportedFile>,
-    /// The ranks that see no files, grouped by the path of SRC that they were given. The path may be mistyped.
+    /// The ranks that see no files, grouped by the path of SRC that each rank was given. These ranks are listed because
+    /// the path may be mistyped.
     ranks_without_files: BTreeMap<String, Vec<u32>>,
     /// The number of bytes that this process has written to the mirror.
     written: u64,
@@ -49,17 +52,17 @@ pub struct MetadataMirror {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum SourceKind {
     Folder,
-    /// A file with this name.
+    /// SRC is a single file with this name.
     File(String),
 }
 
-/// Creates a mirror of the files that the ranks see, in the folder `mirror`, which all ranks see. Each rank has its own
-/// path `own` of SRC. The old content of `mirror` is replaced. A rank that sees nothing at `own` has none of the files;
-/// another rank must have some. All ranks must call this function together.
+/// Creates a mirror of the files that the ranks see, in the folder `mirror`, which all ranks see. `own` is the path of
+/// SRC on this rank. The old content of `mirror` is replaced. A rank may have no file or folder at `own`, if another
+/// rank has files. All ranks must call this function together.
 ///
 /// # Errors
-/// `Missing` if no rank sees any file, `Conflict` if ranks see different files with the same name, and `Comm` naming
-/// the rank that cannot read its files or write to the mirror.
+/// `Missing` if no rank sees any file, `Conflict` if ranks see different files under one path, and `Comm` naming the
+/// rank that cannot read its files or write to the mirror.
 pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPath) -> Result<MetadataMirror> {
     let inventory = communicator.all_ok(FileInventory::scan(own))?;
     let (kind, ranks_without_files) = agree_on_kind(communicator, own, inventory.kind.as_ref())?;
@@ -78,8 +81,8 @@ pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPat
     Ok(MetadataMirror { folder, own, kind, files, ranks_without_files, written })
 }
 
-/// Returns the positions of objects in this process's data files, by folder. The positions are recorded in the metadata
-/// file, which only another rank may have.
+/// Returns the positions of objects in this process's data files, by folder. The positions come from the metadata files
+/// in the mirror, because a metadata file may be on the disk of another rank.
 fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = inventory.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
@@ -101,8 +104,8 @@ struct MirrorMaker<'a, C> {
 }
 
 impl<C: Communicator> MirrorMaker<'_, C> {
-    /// Reports the selected files of this rank to all ranks, merges the reports, and writes those files that no lower
-    /// rank has.
+    /// Sends the reports about the selected files of this rank to all ranks, merges the reports of all ranks, and
+    /// writes into the mirror each file of this rank that no lower rank has.
     fn mirror_files(
         &mut self,
         is_selected: impl Fn(&Path) -> bool,
@@ -150,8 +153,8 @@ impl MetadataMirror {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.mirrored.contains(&(0..len))))
     }
 
-    /// Returns whether all files of the mirror exist. If some do not, another process has failed and is deleting the
-    /// mirror, so an error of reading the mirror is not an error of SRC.
+    /// Returns whether all files of the mirror exist. If a file does not exist, another process has failed and is
+    /// deleting the mirror. In this case an error of reading the mirror does not mean that SRC is damaged.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
@@ -163,7 +166,7 @@ impl MetadataMirror {
         &self.own
     }
 
-    /// Returns whether a rank sees no files at its path of SRC.
+    /// Returns whether the rank `rank` sees no files at the path of SRC that it was given.
     #[must_use]
     pub fn sees_no_files(&self, rank: u32) -> bool {
         self.ranks_without_files.values().flatten().any(|other| *other == rank)
@@ -182,8 +185,9 @@ impl MetadataMirror {
     }
 }
 
-/// Checks that SRC has the same kind (file or folder) on all ranks that see it, and that at least one rank sees it.
-/// Returns the kind, and the ranks that see nothing, grouped by the path of SRC that they were given.
+/// Checks that at least one rank sees SRC, and that SRC has one kind (file or folder) on all ranks that see it. Returns
+/// the kind, and the ranks that see neither a file nor a folder at SRC, grouped by the path of SRC that each of them
+/// was given.
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,

@@ -1,4 +1,4 @@
-//! Reads a metadata mirror as a checkpoint, and translates its paths in messages to paths of SRC.
+//! Reads a metadata mirror as a checkpoint, and replaces the paths of the mirror in messages by paths of SRC.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,8 +11,9 @@ use crate::name_list::name_processes;
 use crate::storage::{IoMode, LocalContent, LocalFile, MirroredFiles, filesystem, lookup};
 
 impl MetadataMirror {
-    /// Reads the checkpoint that all ranks see together. Its files have the paths of SRC. This process can open the
-    /// files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by) returns the ranks that see a file.
+    /// Reads the checkpoint that the files of all ranks form together. In the result, files have their paths in SRC.
+    /// This process can open only the files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by)
+    /// returns the ranks that see a file.
     ///
     /// # Errors
     /// Errors of [`Checkpoint::open`].
@@ -62,8 +63,8 @@ impl MetadataMirror {
         text.replace(&format!("{mirror}/"), &own).replace(&mirror, own.trim_end_matches('/'))
     }
 
-    /// Returns a text that is added to hints if some ranks see no files. Their node may have no files of SRC, or the
-    /// path may be mistyped on their node.
+    /// Returns a text that is added to hints if some ranks see no files. The text says that the nodes of these ranks
+    /// may have no files of SRC, or that the path may be mistyped there.
     fn ranks_without_files_text(&self) -> String {
         const SHOWN: usize = 3;
         let words = self.ranks_without_files.iter().take(SHOWN).map(|(place, ranks)| {

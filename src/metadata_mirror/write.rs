@@ -82,10 +82,10 @@ fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Resul
     close(target).map_err(Error::io("close", to))
 }
 
-/// The maximum time to wait until the file systems of all nodes show a new file.
+/// The maximum time to wait until the file system of this node shows a file that another node wrote.
 const MAX_DELAY: Duration = Duration::from_mins(1);
 
-/// Waits until this process sees all files of the mirror with their full length.
+/// Waits until this process sees all files of the mirror, each with its full length.
 ///
 /// # Errors
 /// `Io`; `Missing` if a file does not appear.

@@ -1,7 +1,7 @@
 //! Plans one target tile: finds its elements in the chunks of the source tensor.
 //!
-//! Shapes and offsets count elements. Each source box is copied to target boxes directly. The tensor is never assembled
-//! in between, and each byte moves once.
+//! Shapes and offsets count elements. The elements are copied directly from source chunks to the target. The complete
+//! tensor is never assembled in memory.
 //!
 //! ```text
 //!   source: S(0) over 3 ranks          target tile: columns 2..5, all rows
@@ -12,8 +12,9 @@
 //!   +-------+ rank 2                       +---+
 //! ```
 //!
-//! Invariant: without a mask, the overlaps of a tile cover each of its elements exactly once. PyTorch's counterpart is
-//! `create_read_items_for_chunk_list` in `torch/distributed/checkpoint/planner_helpers.py`.
+//! Invariant: unless `within` restricts the elements, the overlaps of a target tile hold each element of the tile
+//! exactly once. PyTorch's counterpart is `create_read_items_for_chunk_list` in
+//! `torch/distributed/checkpoint/planner_helpers.py`.
 
 use smallvec::SmallVec;
 
@@ -30,7 +31,7 @@ pub struct SourceTensor<'a> {
 }
 
 impl<'a> SourceTensor<'a> {
-    /// Checks that the chunks cover every element of the tensor exactly once.
+    /// Checks that the chunks of a tensor hold every element exactly once, and prepares the tensor for planning.
     ///
     /// # Errors
     /// The errors of [`TensorEntry::tilings`].
@@ -38,14 +39,15 @@ impl<'a> SourceTensor<'a> {
         Ok(Self { entry, tilings: entry.tilings()? })
     }
 
-    /// Returns the chunks of each source tile: first the chunk that plans read, then its replicas. The tiles are
-    /// ordered by partial value.
+    /// Returns, for each source tile, the chunks that hold the tile: first the chunk that a plan reads, then the
+    /// replicas of this chunk. The tiles are in the order of the partial values.
     pub fn holders(&self) -> impl Iterator<Item = &Holders> {
         self.tilings.iter().flat_map(|tiling| &tiling.holders)
     }
 
     /// Returns the plan of a target tile: its overlaps with one partial value of the source. `partial_index` is 0 if
-    /// the source has no partial values. If `within` is given, only elements inside it are copied.
+    /// the source has no partial values. If `within` is given, only elements inside this tile are copied, and the other
+    /// elements become zero.
     #[must_use]
     pub fn plan(&self, target: &Tile, partial_index: u64, within: Option<&Tile>) -> TilePlan {
         let mut overlaps = SmallVec::new();
@@ -67,13 +69,13 @@ impl<'a> SourceTensor<'a> {
     }
 }
 
-/// The sources of a target tile: overlaps with source chunks. Together they hold every element of the tile exactly
-/// once, except elements that will be zero.
+/// The sources of a target tile: overlaps with source chunks. The overlaps together hold every element of the tile
+/// exactly once, except elements that will be zero.
 #[derive(Debug)]
 pub struct TilePlan {
     /// The shape of the target's local tensor.
     pub sizes: Dims,
-    /// The overlaps with source chunks. Most tiles have one.
+    /// The overlaps with source chunks. A single overlap, the usual case, is stored without allocation.
     pub overlaps: SmallVec<[Overlap; 1]>,
 }
 
@@ -82,15 +84,15 @@ pub struct TilePlan {
 pub struct Overlap {
     /// The index of the source chunk in the chunk table of the source tensor.
     pub chunk: u32,
-    /// For each dim, the ranges that the source chunk and the target tile share. `left` is a position in the source's
-    /// local tensor, and `right` a position in the target's local tensor.
+    /// For each dim, the index ranges that the source chunk and the target tile share. In each range, `left` is a
+    /// position in the chunk's local tensor, and `right` is a position in the target's local tensor.
     pub segments: Common,
 }
 
 /// The intersection of two tiles: the common ranges of each dim.
 type Common = SmallVec<[Segments; 3]>;
 
-/// Returns the intersection of two tiles, or `None` if it is empty.
+/// Returns the intersection of two tiles, or `None` if the tiles have no common element.
 fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     let mut segments = SmallVec::with_capacity(source.dims().len());
     for (left, right) in source.dims().iter().zip(target.dims()) {
@@ -103,7 +105,8 @@ fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     Some(segments)
 }
 
-/// Returns the part of `segments` whose target positions (`right`) are also in `kept`, or `None` if that part is empty.
+/// Returns the elements of `segments` whose target positions (`right`) are also target positions in `kept`, or `None`
+/// if there are no such elements.
 fn clip(segments: &Common, kept: &Common) -> Option<Common> {
     let mut clipped = Common::with_capacity(segments.len());
     for (dim, own) in segments.iter().enumerate() {

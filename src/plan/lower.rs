@@ -2,8 +2,8 @@
 //!
 //! All sizes and offsets are in bytes, except where the name contains `element`. A [`Piece`] is a small loop nest over
 //! runs of bytes that are contiguous in source and target: `run_bytes` at `source`, repeated along a few levels of
-//! (count, source step, target step). Neighbouring dims that are contiguous on both sides are merged, so an unchanged
-//! row block is one piece without levels, for every shape.
+//! (count, source step, target step). Neighbouring dims that are contiguous in source and target are merged. So rows
+//! that are copied without change are a single piece without levels, for a tensor of any shape.
 
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Returns the number of contiguous runs that the piece copies.
+    /// Returns the number of contiguous runs of bytes that the piece copies.
     #[must_use]
     pub fn runs(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product()
@@ -95,7 +95,7 @@ impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
     }
 }
 
-/// The copies of one overlap that are inside one box of the target.
+/// The state of an iteration over the copies of one overlap that are inside one box of the target.
 struct OverlapWalk<'a> {
     overlap: usize,
     region: &'a Region,
@@ -170,8 +170,8 @@ impl OverlapWalk<'_> {
     }
 }
 
-/// Returns the common ranges that overlap the target positions `start..end`. Common ranges ascend, so both ends are
-/// found by bisection.
+/// Returns the common ranges that overlap the target positions `start..end`. The common ranges ascend, so the first and
+/// the last such range are found by bisection.
 fn within(segments: &[CommonRange], start: u64, end: u64) -> &[CommonRange] {
     let first = segments.partition_point(|segment| segment.right + segment.len <= start);
     let last = segments.partition_point(|segment| segment.right < end);

@@ -1,8 +1,8 @@
 //! Plans copies: which bytes of the source make up which bytes of the target.
 //!
-//! Planning is done tensor by tensor, so memory depends on the largest chunk list of a tensor and not on the model.
-//! [`intersect`] counts elements; [`lower`] converts its result to runs of bytes. PyTorch's counterpart is the load
-//! plan of `torch/distributed/checkpoint`.
+//! One tensor is planned at a time, so the memory for plans depends on the tensor with the most chunks, and not on the
+//! size of the model. [`intersect`] counts elements; [`lower`] converts its result to runs of bytes. PyTorch's
+//! counterpart is the load plan of `torch/distributed/checkpoint`.
 
 pub mod intersect;
 pub mod lower;

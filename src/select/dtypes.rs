@@ -1,9 +1,10 @@
 //! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
 //! A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least one dim,
-//! outside optimizer state. A rule with a pattern also applies to f64 and, by their own names, to optimizer state and
-//! scales of quantised tensors. The first pattern that covers a tensor decides. Invariant: integers, bools, complex
-//! numbers, 8-bit floats and 0-d tensors are never cast.
+//! outside optimizer state. A dtype with a pattern also applies to f64 tensors. It applies to optimizer state and to
+//! the scales of quantised tensors if the pattern covers the name of the state tensor or the scale itself. If several
+//! patterns cover a tensor, the first pattern decides. Invariant: integers, bools, complex numbers, 8-bit floats and
+//! 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
@@ -73,7 +74,7 @@ impl KeptReason {
     }
 }
 
-/// The number of tensors that are cast, and the number of tensors that keep their dtype although a rule matches them.
+/// The number of tensors that are cast, and the number of tensors that keep their dtype although a cast rule matches.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CastSummary {
     /// The number of tensors that are cast, by old and new dtype.
@@ -111,11 +112,12 @@ impl CastSummary {
 #[derive(Clone, Copy, Default)]
 struct SelectedTensor {
     is_selected: bool,
-    /// True if the tensor has a name outside optimizers.
+    /// True if at least one name of the tensor is not the name of optimizer state.
     outside_optimizer: bool,
     /// True if one of the tensor's names is the name of a quantised tensor's scale.
     is_scale: bool,
-    /// The index of the first cast rule that has a pattern and covers one of the tensor's names.
+    /// The index of the first cast rule with a pattern that covers one of the tensor's names; `None` if there is no
+    /// such rule.
     rule: Option<usize>,
 }
 

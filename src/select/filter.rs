@@ -1,8 +1,8 @@
 //! Filters leaves by `options::include` and `options::exclude`.
 //!
-//! A pattern is matched with all names of a leaf: its own name, its name in the model, and for optimizer state the
-//! names of the parameter. So excluding a parameter also excludes its state. Invariant: a pattern that matches nothing
-//! is an error.
+//! A pattern is matched with all names of a leaf: its own name, its name in the model, and, if the leaf is optimizer
+//! state, the names of its parameter. So excluding a parameter also excludes the parameter's optimizer state.
+//! Invariant: a pattern that matches nothing is an error.
 
 use std::collections::HashSet;
 
@@ -24,8 +24,8 @@ impl<'o> UsedPatterns<'o> {
         Self { patterns, used: vec![false; patterns.len()] }
     }
 
-    /// Returns whether any pattern covers any of the names. After the first match, only patterns that have not matched
-    /// anything are tried.
+    /// Returns whether any pattern covers any of the names. After the first match, the function compares only those
+    /// patterns that have not matched a leaf so far, to record which patterns match anything.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
@@ -87,7 +87,8 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<boo
     Ok(kept)
 }
 
-/// Returns whether a leaf in flattened parameter groups belongs to a parameter that is left out.
+/// Returns whether a leaf belongs to a parameter that is left out, if the parameter groups of the optimizer are
+/// flattened (`param_groups.FQN.lr`).
 fn belongs_to_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
@@ -106,8 +107,8 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
     survey.for_patterns(names)
 }
 
-/// Returns the note that numbered optimizer state was kept, because its numbers do not show which parameters are left
-/// out.
+/// Returns the note that all optimizer state with parameter numbers was kept. The numbers do not show which state
+/// belongs to parameters that are left out.
 pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();

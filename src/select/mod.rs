@@ -1,13 +1,13 @@
 //! Selects tensors and objects of a checkpoint, and sets their names and dtypes.
 //!
-//! [`select`] makes a catalog of the selection: the same tensors in the same order, so that a [`TensorId`] of the
-//! result is valid in the source; the dtype to write for each tensor; and a new state dict with references to the
-//! selected tensors. It reads and writes no tensor data.
+//! [`select`] makes a catalog of the selection. The catalog has the tensors of the source in the order of the source,
+//! so that a [`TensorId`] of the result is valid in the source; the dtype to write for each tensor; and a new state
+//! dict with references to the selected tensors. The function reads and writes no tensor data.
 //!
-//! The steps, in order: wrapper components are removed from names; patterns include and exclude by these names; the
-//! root is removed; prefixes are stripped; names are renamed; a prefix is added; all names are nested below a path.
-//! Names are paths joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A name that does not change
-//! keeps its value, keys and containers, including all attributes.
+//! The steps, in order: wrapper components are removed from names; the include and exclude patterns are compared with
+//! these names; the root is removed; prefixes are stripped; names are renamed; a prefix is added; all names are put
+//! below a path (`--nest`). Names are paths joined with dots, as in `torch/distributed/checkpoint/_nested_dict.py`. A
+//! name that does not change keeps its value, keys and containers, including all attributes.
 //!
 //! Invariant: a pattern, prefix or rename without effect is an error that shows the nearest names, because a typing
 //! mistake must not silently write another model.
@@ -55,10 +55,10 @@ pub enum Root {
 /// The treatment of `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` in names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Wrappers {
-    /// Names keep wrapper components, and patterns match names with them.
+    /// Names keep wrapper components, and patterns are compared with these names.
     #[default]
     Keep,
-    /// Names keep wrapper components, but patterns match names with and without them.
+    /// Names keep wrapper components, but patterns are compared with names with and without wrapper components.
     Match,
     /// Names lose wrapper components.
     Cut,
@@ -72,7 +72,7 @@ pub struct NameOptions {
     pub include: Vec<Pattern>,
     /// The patterns of names that are left out.
     pub exclude: Vec<Pattern>,
-    /// True to leave out the gradients that are stored beside a model.
+    /// If true, the gradients that are stored beside a model are left out.
     pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
@@ -80,7 +80,7 @@ pub struct NameOptions {
     pub renames: Vec<Rename>,
     /// A text that is put before the first key.
     pub add_prefix: Option<String>,
-    /// A dotted path. The complete result is nested below it.
+    /// A dotted path. If given, the complete result is nested below this path.
     pub nest: Option<String>,
     pub dtypes: Vec<DtypeRule>,
 }
@@ -88,12 +88,12 @@ pub struct NameOptions {
 /// The selection, and the names that were left out.
 #[derive(Debug)]
 pub struct Selected {
-    /// The catalog of the selection. Its tensors have the dtype to write and their first new name, but no chunks.
-    /// Tensors that were not selected are still in its list, but not in its state dict. Archives and warnings are only
-    /// in the source.
+    /// The catalog of the selection. Each tensor has the dtype to write and its first new name, but no chunks. Tensors
+    /// that were not selected are still in the list of tensors, but not in the state dict. The archives and warnings of
+    /// the source are not copied.
     pub catalog: Catalog,
     pub left_out: LeftOut,
-    /// The numbers of tensors that are cast, and of tensors that keep their dtype although a rule matches.
+    /// The numbers of tensors that are cast, and of tensors that keep their dtype although a cast rule matches.
     pub casts: CastSummary,
     /// The notes about the selection for the user.
     pub notes: Vec<String>,
@@ -110,8 +110,8 @@ pub struct LeftOut {
 }
 
 impl Selected {
-    /// Returns the tensors that have several names in the result: the first name and the other names, in the order of
-    /// the state dict.
+    /// Returns the tied tensors of the result: for each tensor with several names, the first name and the further
+    /// names. The order is the order of the state dict.
     #[must_use]
     pub fn ties(&self) -> Vec<(Fqn, Vec<Fqn>)> {
         let mut seen: HashMap<TensorId, usize> = HashMap::with_capacity(self.catalog.tensors.len());
@@ -169,8 +169,8 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
     ))
 }
 
-/// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. Marks all
-/// leaves outside this part as not kept.
+/// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. In this case,
+/// marks all leaves outside the selected part as not kept.
 fn unchanged_state<'a>(
     source: &'a Catalog,
     survey: &Survey<'_>,
@@ -227,8 +227,8 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
     }
 }
 
-/// Returns the value of a leaf in the result. In lists of parameters, names are renamed and filtered as the parameters
-/// are.
+/// Returns the value of a leaf in the result. In the parameter lists of optimizers, each name changes like the name of
+/// the parameter, and names of left-out parameters are removed.
 fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;

@@ -1,8 +1,9 @@
 //! Computes the name of a leaf in the result: removes the root, strips prefixes, renames, adds the prefix, and nests.
 //!
-//! Optimizer state is named after its parameter. So renames see a placeholder instead of the parameter's name, and the
-//! new name of the parameter then replaces the placeholder. Otherwise the rename `^model\.=` would rename a parameter
-//! but not its state. Invariant: a prefix or rename without effect is an error.
+//! Optimizer state is named after its parameter. So before renames are applied to the name of optimizer state, a
+//! placeholder replaces the parameter's name; afterwards, the new name of the parameter replaces the placeholder.
+//! Without the placeholder, the rename `^model\.=` would rename a parameter but not its optimizer state. Invariant: a
+//! prefix or rename without effect is an error.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -14,7 +15,8 @@ use super::{NameOptions, Root};
 use crate::error::{Error, Result};
 use crate::nearest::nearest;
 
-/// The character that stands for a parameter's name while renames are applied. It is from Unicode's private use area.
+/// The character that stands for a parameter's name while renames are applied. The character is from Unicode's private
+/// use area.
 const OPAQUE: char = '\u{E0F0}';
 
 /// The maximum length of a renamed name in bytes. Each rename can double a name, so a few dozen renames could fill the
@@ -32,9 +34,10 @@ pub(super) struct Naming<'a, 'o> {
     root: String,
     prefixes_used: Vec<Cell<bool>>,
     renames_used: Vec<Cell<bool>>,
-    /// The index of the first rename that made a name too long. After that, no name is renamed.
+    /// The index of the first rename that made a name too long. `None` if no name became too long. After the first name
+    /// that is too long, renames are not applied any more.
     overlong: Cell<Option<usize>>,
-    /// The new names of the parameters by their old names. Both are relative to the path of the model.
+    /// The new names of the parameters by their old names. Both names are relative to the path of the model.
     parameters: HashMap<String, String>,
 }
 
@@ -91,7 +94,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         ))
     }
 
-    /// Returns those paths that are nearest to `text`, among paths with the same number of components.
+    /// Returns the paths that are most similar to `text`, for hints. Only paths with as many components as `text` are
+    /// considered.
     fn nearest_heads(&self, text: &str) -> String {
         let parts = text.trim_end_matches('.').split('.').count();
         let mut heads: Vec<String> = Vec::new();
@@ -109,7 +113,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         nearest(text.trim_end_matches('.'), &heads).join(", ")
     }
 
-    /// Records the new names of parameters, because the names of their optimizer state follow.
+    /// Records the new names of parameters, because the new names of optimizer state contain these names.
     pub fn record_parameters(&mut self, kept: &[bool]) {
         let root = &self.survey.model_root;
         let place =
@@ -191,8 +195,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         Ok(Some(steps))
     }
 
-    /// Returns the new keys of a leaf that is named after a parameter. Returns `None` if the parameter is unknown, or
-    /// if a rename removes the placeholder.
+    /// Returns the new keys of a leaf whose name contains the name of a parameter. Returns `None` if the parameter is
+    /// unknown, or if a rename removes the placeholder.
     fn named_after_parameter(&self, named: &Named<'a>) -> Option<Vec<Step<'a>>> {
         let old = named.parameter()?;
         let new = match self.parameters.get(old) {
@@ -274,10 +278,10 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(renamed)
     }
 
-    /// Checks that no rename has made a name too long.
+    /// Checks that no rename has produced a name that is too long.
     ///
     /// # Errors
-    /// `Usage` with the rename.
+    /// `Usage` with the rename that produced the name.
     fn check_lengths(&self) -> Result<()> {
         let Some(index) = self.overlong.get() else { return Ok(()) };
         Err(Error::usage(
@@ -302,7 +306,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(text)
     }
 
-    /// Returns the new name of a module. Old and new name have a final dot unless they are empty.
+    /// Returns the new name of a module. The given and the returned name end in a dot, unless they are empty.
     pub fn module(&self, module: &str) -> Option<String> {
         let place = self.new_prefix(module)?;
         let nest = self.options.nest.as_deref().map(|path| format!("{path}.")).unwrap_or_default();
@@ -310,8 +314,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(format!("{nest}{prefix}{place}"))
     }
 
-    /// Returns the new name of a parameter in a list of parameters. `head` is the name prefix of the state in the same
-    /// optimizer.
+    /// Returns the new name of a parameter in a list of parameters. `head` is the prefix of state names in the
+    /// optimizer that has the list: `optim.state.`.
     pub fn parameter<'n>(&'n self, old: &'n str, head: &str) -> Cow<'n, str> {
         if let Some(new) = self.parameters.get(old) {
             return Cow::Borrowed(new);
@@ -349,8 +353,8 @@ impl<'a, 'o> Naming<'a, 'o> {
     }
 }
 
-/// Returns the number of bytes at the start of `name` that `prefix` strips. A prefix without its dot, such as `model`
-/// for `model.w`, also strips the dot.
+/// Returns the number of bytes at the start of `name` that `prefix` strips. If `prefix` ends before a dot of `name`, as
+/// `model` for `model.w`, the dot is stripped, too.
 fn prefix_len(name: &str, prefix: &str) -> usize {
     match name.strip_prefix(prefix) {
         Some(rest) if rest.starts_with('.') && !prefix.is_empty() => prefix.len() + 1,

@@ -1,9 +1,10 @@
 //! Builds the state dict of the result: inserts leaves at their new keys, with the same kinds of containers as in the
 //! source.
 //!
-//! A container is created with its first leaf, so a container without leaves disappears, and the order of leaves is
-//! kept. A container has the kind of the source's container. A list keeps its length, with `None` for removed items,
-//! because positions have a meaning. If a new name is not a position of the list, the list becomes a dict.
+//! A container (dict or list) is created when its first leaf is inserted, so containers without leaves disappear, and
+//! leaves keep their order. A container has the kind of the container in the source. A list keeps its length, with
+//! `None` for removed items, because positions have a meaning. If a new name is not a position of the list, the list
+//! becomes a dict.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -13,27 +14,30 @@ use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
 use crate::error::{Error, Result};
 
-/// The maximum number by which the list items of the result may exceed the list items of the source. Renames can
-/// multiply lists.
+/// The maximum number of list items that the result may have in addition to the number of list items of the source. The
+/// limit exists because renames can multiply lists.
 const MAX_PADDING: usize = 1 << 16;
 
 /// The state dict of the result while it is built.
 pub(super) struct Rebuild<'a> {
     survey: &'a Survey<'a>,
     nodes: Vec<RebuiltNode<'a>>,
-    /// The children of containers, by the container, the text of the key, and whether the key in the source is a text.
+    /// The child nodes of all containers. The key of the map is: the index of the container's node, the text of the
+    /// child's key, and true if this key is a text in the source.
     children: HashMap<(u32, Box<str>, bool), u32>,
-    /// The leaves by their new names. The bool is true if the leaf was renamed.
+    /// The leaves by their new names. The boolean is true if the leaf has another name in the source.
     names: HashMap<String, (Leaf, bool)>,
 }
 
 struct RebuiltNode<'a> {
     content: RebuiltContent<'a>,
-    /// The container of the source that determines the kind of this container.
+    /// The container of the source that determines whether this node becomes a dict, an `OrderedDict` or a list; `None`
+    /// if the node is new.
     source: Option<u32>,
-    /// The first container of the source that has attributes, among the containers from which this node is built.
+    /// The container of the source whose attributes this node gets: the first with attributes, if leaves of several
+    /// containers are joined in this node.
     attributes: Option<u32>,
-    /// True if a descendant has another name than in the container of the source.
+    /// True if at least one descendant has another name below this node than it has below the container of the source.
     renamed: bool,
 }
 
@@ -103,7 +107,7 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
-    /// Records the container of the source from which a node is built.
+    /// Records a container of the source whose leaves are inserted below a node.
     fn record_source(&mut self, node: u32, source: Option<u32>, renamed: bool) {
         let Some(source) = source else { return };
         let has_attributes =
@@ -114,8 +118,8 @@ impl<'a> Rebuild<'a> {
         node.renamed |= renamed;
     }
 
-    /// Registers the new name of a leaf. Two leaves with one name are an error only if one of them was renamed, because
-    /// the source may already have two leaves with one name.
+    /// Registers the new name of a leaf. Two leaves with equal names are an error only if at least one of the two was
+    /// renamed, because the source itself may have two leaves with equal names.
     fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
         let name = split_name::join(steps);
         let renamed = name != self.survey.raw_name(leaf);
@@ -260,7 +264,8 @@ impl<'a> Rebuild<'a> {
         })
     }
 
-    /// Returns the attributes of a dict. In them, torch stores versions of modules under names relative to the dict.
+    /// Returns the attributes of a dict. In the attributes, torch stores the versions of modules; the names of these
+    /// modules are relative to the dict.
     fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
         let node = &self.nodes[node as usize];
         let source = node.attributes?;

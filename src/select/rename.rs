@@ -64,7 +64,7 @@ impl Rename {
         Ok(Self { text: text.to_owned(), regex, replacement })
     }
 
-    /// Returns the new name, or `None` if nothing matches.
+    /// Returns the new name, or `None` if the regular expression does not match the name.
     #[must_use]
     pub fn apply(&self, name: &str) -> Option<String> {
         let replace = |groups: &Captures<'_>| {
@@ -89,7 +89,8 @@ impl Rename {
         &self.text
     }
 
-    /// Returns those characters of the regular expression that may occur in a name, for a search for similar names.
+    /// Returns the characters of the regular expression that may occur in a name, without operators. Hints use this
+    /// text to find similar names.
     #[must_use]
     pub fn likeness(&self) -> String {
         let pattern = self.regex.as_str().replace("\\d", "").replace("\\w", "");
@@ -104,8 +105,8 @@ fn last_unescaped_equals(text: &str) -> Option<usize> {
     (0..bytes.len()).rev().find(|&at| bytes[at] == b'=' && !escaped(at))
 }
 
-/// Returns a syntax error as one line. The `regex` crate formats it on several lines, and the last line has the
-/// problem.
+/// Returns a syntax error as one line. The `regex` crate formats the error in several lines; the last line describes
+/// the problem.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
     let problem = text.lines().find_map(|line| line.strip_prefix("error: ")).map(str::to_owned);
@@ -157,7 +158,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
     Ok(pieces)
 }
 
-/// Returns the group whose name or number is between braces.
+/// Returns the capture group whose name or number is between braces.
 fn group(
     name: &str,
     regex: &Regex,

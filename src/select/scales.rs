@@ -1,8 +1,8 @@
 //! Finds the scales of quantised tensors, which are not cast: rounding a scale changes every weight that it scales.
 //!
 //! A tensor is a scale if its name contains a word for scales and it belongs to a quantised tensor: in the same module
-//! (`q_proj.weight` and `q_proj.weight_scale_inv`), or below its name (`q_proj.weight.absmax`). The scale of a norm,
-//! without a quantised tensor in its module, is an ordinary parameter.
+//! (`q_proj.weight` and `q_proj.weight_scale_inv`), or with the name of the quantised tensor as a prefix
+//! (`q_proj.weight.absmax`). The scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
 //!
 //! Sources of the names: `FP8Linear` and `Mxfp4GptOssExperts` of transformers, compressed-tensors, ModelOpt, GPTQ, AWQ,
 //! bitsandbytes, HQQ, quanto, and `KVCacheMethod` of vLLM.
@@ -17,8 +17,8 @@ const WORDS: [&str; 14] = [
     "codebook",
 ];
 
-/// Words that names of packed integer weights contain. Other integers, such as masks and positions, are not quantised
-/// weights.
+/// Words that names of packed integer weights contain. Integer tensors with other names, such as masks and positions,
+/// are not quantised weights.
 const PACKED: [&str; 5] = ["weight", "packed", "blocks", "data", "w_q"];
 
 /// Names of key-value cache scales, which are in the attention module that contains the quantised projections.
@@ -27,7 +27,7 @@ const OF_ATTENTION: [&str; 5] = ["k_scale", "v_scale", "q_scale", "kv_scale", "p
 /// The quantised tensors of a checkpoint, by name.
 #[derive(Debug, Default)]
 pub(super) struct Quantised {
-    /// For each module, the last name components and the dtypes of its quantised tensors.
+    /// For each module, its quantised tensors: the last component of the name, and the dtype.
     modules: HashMap<String, Vec<(String, Dtype)>>,
     names: BTreeMap<String, Dtype>,
 }

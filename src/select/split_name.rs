@@ -1,8 +1,9 @@
 //! Splits a new dotted name into keys, using the keys of the old name.
 //!
-//! A name is keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. Where the
-//! beginnings or the ends of the old and the new name are equal, the old keys are kept. A middle part with the same
-//! number of components is split at the old positions:
+//! A name is a list of keys joined with dots, but keys may contain dots, so the keys of a new name are not obvious. If
+//! the old and the new name begin or end with equal components, the old keys are kept for these components. If the
+//! remaining middle components are equally many in both names, the middle of the new name is divided into keys at the
+//! positions at which the old name is divided:
 //!
 //! ```text
 //! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight
@@ -40,7 +41,8 @@ pub(super) struct Step<'a> {
     pub text: Cow<'a, str>,
     /// The key in the source, or `None` if the key is new.
     pub key: Option<KeyRef<'a>>,
-    /// The dict or list of the source that contains the key, as the index of a survey node.
+    /// The dict or list of the source that contains the key, as the index of its node in the
+    /// [`Survey`](super::survey::Survey).
     pub container: Option<u32>,
 }
 
@@ -50,8 +52,8 @@ impl Step<'_> {
         Self { text: Cow::Owned(text), key: None, container }
     }
 
-    /// Removes wrapper components from the key. Returns `None` if nothing is left of it. The last component of a name
-    /// is never a wrapper.
+    /// Removes wrapper components from the key. Returns `None` if the key consists only of wrapper components. The last
+    /// component of a name is never treated as a wrapper.
     pub fn clean(mut self, is_last: bool) -> Option<Self> {
         if !has_wrapper(&self.text) {
             return Some(self);
@@ -98,7 +100,7 @@ pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
 }
 
 /// Returns the keys of the new name of a leaf whose old keys are `old`. `flat` returns whether a container has dotted
-/// keys.
+/// names as keys.
 pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool) -> Vec<Step<'a>> {
     let mut rest = new;
     let mut start = 0;
@@ -133,9 +135,9 @@ pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool)
     steps
 }
 
-/// Returns the keys of `text`, which replace the keys `old`. If the number of components is the same, each key keeps
-/// its number of components. Otherwise `text` becomes a single key if `old` was a single key or had dotted keys, and
-/// one key for each component if not.
+/// Returns the keys of `text`, which replace the keys `old`. If `text` and `old` have equally many components, each new
+/// key gets as many components as the old key. Otherwise `text` becomes a single key if `old` is a single key or
+/// contains keys with dots. In all other cases, each component of `text` becomes a key.
 fn replace<'a>(old: &[Step<'a>], text: &str, container: Option<u32>) -> Vec<Step<'a>> {
     let parts: Vec<&str> = text.split('.').collect();
     let len = |step: &Step<'_>| step.text.split('.').count();

@@ -1,8 +1,8 @@
-//! Traverses the state dict of the source once. Records its leaves, and whether they belong to the model or to an
-//! optimizer.
+//! Traverses the state dict of the source once. Records all leaves (values that are not traversed further), and whether
+//! a leaf belongs to the model or to an optimizer.
 //!
-//! Leaves are the leaves of [`crate::catalog::path`], and also empty dicts. Empty dicts have no name but are kept in
-//! the result. Nodes refer to their parents, so that a million leaves share their containers.
+//! The leaves are those of [`crate::catalog::path`], and empty dicts. An empty dict has no name, but is kept in the
+//! result. Each node refers to its parent, so that leaves share the keys of their containers.
 //!
 //! An optimizer is a dict with `state` and `param_groups`, or the value of an [optimizer
 //! key](optimizer::is_optimizer_key). Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}`, or
@@ -25,8 +25,8 @@ pub(super) struct SurveyNode<'a> {
     parent: Option<u32>,
     key: Option<KeyRef<'a>>,
     pub value: &'a Value,
-    /// True if the dict is flat: its keys are dotted names, or it is the top of a model and has only leaves. A prefix
-    /// that is put before one of its keys becomes part of the key.
+    /// True if the dict is flat: the keys of the dict are dotted names, or the dict is the model itself and has only
+    /// leaves. A prefix that is put before a key of a flat dict becomes part of the key instead of a new key.
     pub flat: bool,
 }
 
@@ -41,8 +41,8 @@ pub(super) enum LeafKind {
 /// The section of an optimizer to which a leaf belongs: state or parameter groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OptimizerSection {
-    /// The leaf is in the state of a parameter. The name of the parameter follows after `head` keys, and also after
-    /// `state.` if the section is flattened.
+    /// The leaf is optimizer state of a parameter. In the path of the leaf, the name of the parameter follows after
+    /// `head` keys. If the state is flattened, the name also follows after the text `state.` in the key.
     State {
         head: usize,
         flat: bool,
@@ -60,7 +60,8 @@ pub(super) struct Leaf {
     pub node: u32,
     pub kind: LeafKind,
     pub in_model: bool,
-    /// The number of the optimizer that contains the leaf, and the section in it.
+    /// If an optimizer contains the leaf, the number of the optimizer, and the section (state or parameter groups) of
+    /// the leaf; otherwise `None`.
     pub optimizer: Option<(u32, OptimizerSection)>,
 }
 
@@ -81,20 +82,20 @@ impl Leaf {
     }
 }
 
-/// The name of a leaf in the form that patterns and renames use.
+/// The name of a leaf in the form with which patterns and renames are compared.
 #[derive(Debug)]
 pub(super) struct Named<'a> {
     pub steps: Vec<Step<'a>>,
     pub name: String,
-    /// The number of bytes at the end of the name that consist of the parameter's name and its state key. It is 0 if
-    /// the name contains no parameter's name.
+    /// The number of bytes at the end of the name that consist of the parameter's name and its state key. The number is
+    /// 0 if the name does not contain the name of a parameter.
     pub tail: usize,
-    /// The number of bytes of the parameter's name, at the start of the `tail` bytes.
+    /// The number of bytes of the parameter's name. The last `tail` bytes of the name begin with the parameter's name.
     pub parameter: usize,
 }
 
 impl Named<'_> {
-    /// Returns the name of the parameter, if the leaf belongs to one.
+    /// Returns the name of the parameter, if the leaf belongs to a parameter.
     pub fn parameter(&self) -> Option<&str> {
         let start = self.name.len() - self.tail;
         (self.parameter > 0).then(|| &self.name[start..start + self.parameter])
@@ -112,12 +113,12 @@ pub(super) struct Survey<'a> {
     pub optimizers: u32,
     /// The total number of items of all lists.
     pub list_items: usize,
-    /// The parameters of the model, as indices of `leaves`, by their names in the model. If wrappers are cut, these
-    /// names have no wrappers.
+    /// The parameters of the model, as indices of `leaves`, by their names in the model. If wrapper components are
+    /// removed from names, these names have no wrapper components.
     pub parameters: HashMap<String, u32>,
     wrappers: Wrappers,
     clean: bool,
-    /// True if wrappers are cut and at least one name has a wrapper.
+    /// True if wrapper components are removed from names, and at least one name has a wrapper component.
     pub wrapped: bool,
     root_keys: Vec<Arc<str>>,
 }
@@ -127,7 +128,7 @@ pub(super) struct Survey<'a> {
 struct WalkPosition {
     node: u32,
     depth: usize,
-    /// True if all keys from the top to this position are a prefix of the model's path.
+    /// True if the keys from the top level to this position are the first keys of the model's path.
     on_root: bool,
     in_model: bool,
     optimizer: Option<(u32, OptimizerSection)>,
@@ -286,7 +287,7 @@ impl<'a> Survey<'a> {
         keys
     }
 
-    /// Returns the name of a leaf in the file, including wrappers.
+    /// Returns the name of a leaf as in the file, including wrapper components.
     pub fn raw_name(&self, leaf: Leaf) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(leaf.node).into_iter().map(|(key, _)| key.text()).collect();
         texts.join(".")
@@ -311,12 +312,12 @@ impl<'a> Survey<'a> {
         self.nodes[leaf.node as usize].value
     }
 
-    /// Calls `visit` for the tensors in a leaf, with their names in the file.
+    /// Calls `visit` for the tensors in a leaf, with their names as in the file.
     pub fn tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(String, TensorId)) {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
-    /// Calls `visit` for the tensors in a leaf, with their names without wrappers.
+    /// Calls `visit` for the tensors in a leaf, with their names without wrapper components.
     pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
@@ -341,7 +342,7 @@ impl<'a> Survey<'a> {
         ids
     }
 
-    /// Returns the name of a container, without wrappers.
+    /// Returns the name of a container (dict or list), without wrapper components.
     pub fn container_name(&self, node: u32) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(node).into_iter().map(|(key, _)| key.text()).collect();
         self.clean(&texts.join("."))
@@ -355,12 +356,13 @@ impl<'a> Survey<'a> {
         names
     }
 
-    /// Returns the name of a module, without wrappers if these are cut.
+    /// Returns the name of a module. If wrapper components are removed from names, the result has no wrapper
+    /// components.
     pub fn clean(&self, module: &str) -> String {
         if self.clean { clean_name(module) } else { module.to_owned() }
     }
 
-    /// Returns the name prefix of the state in the leaf's optimizer: `optim.state.`.
+    /// Returns the prefix of state names in the optimizer that contains the leaf: `optim.state.`.
     pub fn state_head(&self, leaf: Leaf) -> String {
         let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
             leaf.optimizer
@@ -372,7 +374,8 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    /// Returns the name of a leaf, and the position of its parameter's name in it.
+    /// Returns the name of a leaf. If the leaf is optimizer state, also returns the position of the parameter's name in
+    /// this name.
     pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
@@ -402,9 +405,10 @@ impl<'a> Survey<'a> {
         named
     }
 
-    /// Returns the number of bytes of `FQN.exp_avg` that are the name of the parameter. A numeric key is the parameter.
-    /// Otherwise it is the longest name that the model has, and if the model has none of them, everything except the
-    /// last key (or the last component if there are no keys).
+    /// Returns the number of bytes of `FQN.exp_avg` that are the name of the parameter. If the first key is a number,
+    /// the number is the name of the parameter. Otherwise the longest beginning of `text` that is a parameter of the
+    /// model is the name. If no beginning is a parameter of the model, everything except the last key (or except the
+    /// last component if `keys` is `None`) is the name.
     fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
         if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
             return first.text.len();
@@ -420,7 +424,7 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Returns whether a parameter's name is a number, as in optimizers without parameter names.
+/// Returns whether a parameter's name is a number, as in optimizers that refer to parameters by number.
 pub(super) fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }

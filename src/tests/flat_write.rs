@@ -1,5 +1,5 @@
-//! FSDP1's LOCAL_STATE_DICT files as they are written, against those that PyTorch wrote of the same state: the same
-//! tree, the same views of the same storages, the same bytes, padding included.
+//! Tests that the files that dtshard writes for FSDP1's `LOCAL_STATE_DICT` equal the files that PyTorch wrote for the
+//! same state: equal state dicts, equal views of equal storages, and equal bytes, including padding.
 
 use std::collections::HashMap;
 use std::path::{Path as FilePath, PathBuf};
@@ -36,7 +36,8 @@ fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-/// The whole tensors of a case, and the expected facts about them from `truth.json`.
+/// A test case: a checkpoint of complete tensors, and the content of `truth.json`, which PyTorch's side of the test
+/// wrote.
 struct Truth {
     checkpoint: Checkpoint,
     json: Json,
@@ -57,13 +58,14 @@ impl Truth {
         Self { checkpoint, json, by_name, names }
     }
 
-    /// As a plain module has it.
+    /// Returns the state dict of the model as a module without wrappers has it, with the keys in the order `order`.
     fn model(&self, order: &[String]) -> Value {
         let entries = order.iter().map(|name| (text(name), Value::Tensor(self.by_name[&format!("model.{name}")])));
         dict(DictKind::Ordered, entries.collect())
     }
 
-    /// By names of parameters, in the groups of the job.
+    /// Returns the optimizer state with parameter names as keys, and the parameter groups of the job that wrote
+    /// `folder`.
     fn optimizer(&self, folder: &str, layout: &FlatLayout) -> Value {
         let members = |fqn: &Fqn| -> Vec<String> {
             match layout.units.iter().find(|unit| unit.key() == *fqn) {
@@ -107,7 +109,8 @@ fn decode(json: &Json) -> Value {
     }
 }
 
-/// The order of keys in a plain module's state dict, and its `_metadata`, from what wrappers made of them.
+/// Returns the order of keys in the state dict of the model without wrappers, and the attributes of this state dict
+/// (`_metadata`). Both are derived from `model`, the state dict of the wrapped model.
 fn unwrapped(model: &Dict, truth: &Truth) -> (Vec<String>, Option<Value>) {
     let order = truth.names.iter().filter_map(|name| name.strip_prefix("model.").map(str::to_owned)).collect();
     let Some(Value::Dict(attributes)) = model.attributes.as_deref() else { return (order, None) };

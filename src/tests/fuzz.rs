@@ -1,4 +1,5 @@
-//! Parsers of files and texts that anybody may have written: mutated fixtures are read or refused, and nothing panics.
+//! Fuzz tests of the parsers of files and texts that anybody may have written. Fixtures with random changes must be
+//! read or refused, without a panic.
 //!
 //! Fuzz tests of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
 //!
@@ -17,7 +18,7 @@ use crate::format::{Checkpoint, ReadOptions, layout_file};
 use crate::layout::{DeviceMesh, Pattern, parse_placements};
 use crate::select::{DtypeRule, Rename};
 
-/// A copy of a checkpoint, of which one file is replaced.
+/// A copy of a checkpoint in which one file, `name`, is replaced.
 struct Copied {
     folder: tempfile::TempDir,
     name: &'static str,
@@ -39,7 +40,7 @@ impl Copied {
         fs::read(self.folder.path().join(self.name)).unwrap()
     }
 
-    /// Opens the checkpoint with this content of the file.
+    /// Writes `bytes` into the file `name`, and opens the checkpoint.
     fn open_with(&self, bytes: &[u8]) {
         fs::write(self.folder.path().join(self.name), bytes).unwrap();
         let _ = Checkpoint::open(self.folder.path(), &ReadOptions::default());

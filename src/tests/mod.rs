@@ -1,4 +1,4 @@
-//! Tests of several modules together: files that are written and read again, and damaged ones.
+//! Tests of several modules together: files are written and read again, and damaged files are read or refused.
 
 mod flat_write;
 mod fuzz;

@@ -1,4 +1,5 @@
-//! Rank files written and read back with our own reader: the same tree, meshes, placements and bytes.
+//! Tests that rank files that dtshard writes are read back by dtshard's reader with equal state dicts, meshes,
+//! placements and bytes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ fn open(path: &Path) -> Checkpoint {
     Checkpoint::open(path, &ReadOptions { series, ..ReadOptions::default() }).unwrap()
 }
 
-/// The tensors without their stored chunks.
+/// Returns the catalog with tensors that have no chunks.
 fn without_chunks(catalog: &Catalog) -> Catalog {
     let mut without_chunks = catalog.clone();
     for entry in &mut without_chunks.tensors {
@@ -44,7 +45,8 @@ fn mesh(names: &str, ranks: &[u32]) -> DeviceMesh {
     DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec)).unwrap()
 }
 
-/// One placement a mesh dim, R where it does not fit.
+/// Returns one placement for each mesh dim, from a text such as `S(0),R`. A placement that does not fit the tensor
+/// becomes Replicate.
 fn placements(list: &str, entry: &TensorEntry) -> Vec<Placement> {
     let specs = parse_placements(list).unwrap();
     specs.into_iter().map(|spec| spec.resolve(entry.shape.len()).unwrap_or(Placement::Replicate)).collect()
@@ -66,7 +68,8 @@ fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, styl
     reserve_ranks(&without_chunks(catalog), state, target).unwrap()
 }
 
-/// In every file the data comes in the order of the tensors, and no two tensors overlap.
+/// Checks, for every file, that the data of tensors is in the order of the reservation's tensors, and that no two
+/// tensors overlap.
 fn check_order(reservation: &Reservation) {
     let mut ends: BTreeMap<u32, u64> = BTreeMap::new();
     for tensor in &reservation.tensors {
@@ -165,7 +168,7 @@ fn meshes_without_names_and_of_one_rank_a_dim() {
     }
 }
 
-/// They have a file all the same, with DTensors of which they hold nothing.
+/// A rank outside the mesh has a rank file, too, with DTensors of which the rank holds no elements.
 #[test]
 fn ranks_outside_of_the_mesh() {
     for release in [Release::V2_5, Release::V2_10, Release::V2_11, Release::V2_13] {
@@ -190,8 +193,9 @@ fn ranks_outside_of_the_mesh() {
     );
 }
 
-/// If ranks have different values, each rank gets its own value. A rank `r` that the source lacks gets value `r mod n`
-/// of the `n` values. The order of the data does not depend on the state trees.
+/// If ranks of the source have different values, each rank of the target gets the value of the source rank with its
+/// number. If the source has no rank `r`, rank `r` of the target gets value `r mod n` of the `n` values. The order of
+/// the data in a file does not depend on the values.
 #[test]
 fn ranks_that_differ() {
     let source = open(&fixture("replicated_plain/ranks"));

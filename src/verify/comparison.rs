@@ -1,6 +1,6 @@
 //! Compares two checkpoints, or a checkpoint with a listing of digests. Tensors and objects are matched by name.
 //!
-//! Invariant: each name of either side is compared, is a finding, or is listed as not compared.
+//! Invariant: each name in one or both of the checkpoints is compared, is a finding, or is listed as not compared.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -26,7 +26,7 @@ use crate::select::Selected;
 
 /// A comparison of two checkpoints.
 pub(super) struct Comparison<'a> {
-    /// The checkpoint SRC as stored, without selected names and dtypes.
+    /// The checkpoint SRC as stored, with its original names and dtypes.
     pub source: &'a Checkpoint,
     /// The checkpoint OTHER as stored.
     pub other: &'a Checkpoint,
@@ -39,7 +39,7 @@ pub(super) struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Checks that both checkpoints have the same tensors and objects, in any layouts and formats.
+    /// Checks that SRC and OTHER have equal tensors and objects under equal names. The layouts and formats may differ.
     pub fn same(&self, found: &mut Findings) -> Result<()> {
         let Self { source, other, names, args, run } = self;
         let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
@@ -89,8 +89,8 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Adds a hint if one checkpoint leaves out an output layer that is tied to an embedding. The other checkpoint then
-    /// has equal values under both names.
+    /// Adds a hint if one checkpoint leaves out an output layer that is tied to an embedding. The other checkpoint must
+    /// have equal values under the names of the output layer and the embedding.
     fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
         let Self { run, .. } = self;
         let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
@@ -124,7 +124,7 @@ impl Comparison<'_> {
 }
 
 impl ComparedNames {
-    /// Checks that SRC has the tensors and objects that a listing of digests has.
+    /// Checks that the tensors and objects of SRC equal those in a listing of digests.
     pub fn same_digests(
         &self,
         source: &Checkpoint,
@@ -264,7 +264,8 @@ impl Findings {
         }
     }
 
-    /// Compares objects with a listing. A listing has only the text that `inspect` prints, so these texts are compared.
+    /// Compares objects with a listing. A listing has only the text that `inspect` prints for an object, so the texts
+    /// of the objects are compared.
     fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
         let mut listed: BTreeMap<&str, &Json> =
             listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
@@ -284,8 +285,8 @@ impl Findings {
     }
 }
 
-/// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, an exported model has the names that
-/// its checkpoint has below `model`.
+/// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, a checkpoint may have the name
+/// `model.x` where the exported model has the name `x`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = state_dict::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
@@ -297,15 +298,15 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     }
 }
 
-/// Returns true if any of `names` consists of `root`, a dot and one of `others`.
+/// Returns true if one of `names` consists of `root`, a dot and a name in `others`.
 fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
     let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: HashSet<String> = names.iter().filter_map(below).collect();
     others.iter().any(|name| shorter.contains(name))
 }
 
-/// Returns the first component of `names` if all of them have the same first component, and if one of them without it
-/// is in `others`.
+/// Returns the first component of `names` if two conditions hold: all of `names` have this first component, and at
+/// least one of them without this component is in `others`.
 fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
     let (first, _) = names.first()?.split_once('.')?;
     let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
@@ -327,7 +328,7 @@ fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
     by_name(state_dict::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
 }
 
-/// Returns true if two lists have the same names, in any order.
+/// Returns true if two lists contain equal names, in any order. Returns false if a value is not a list of names.
 fn same_names(left: &Value, right: &Value) -> bool {
     let names = |value: &Value| match value {
         Value::List(items) => {
@@ -345,8 +346,8 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
 }
 
-/// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have the same
-/// dotted name. The second value gets a different name, so that both are compared.
+/// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have equal
+/// dotted names. The second value then gets another name, so that both values are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {

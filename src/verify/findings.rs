@@ -38,9 +38,10 @@ pub(super) struct Findings {
     pub tensors: usize,
     /// The number of bytes of the tensors that were checked or compared.
     pub bytes: u64,
-    /// The dtypes to which SRC may have been cast, with the number of tensors for each.
+    /// The number of tensors for each dtype that OTHER has where SRC has another dtype. SRC may have been cast to this
+    /// dtype.
     pub casts: BTreeMap<&'static str, usize>,
-    /// Texts that each name a likely cause of findings, and the option to try.
+    /// Texts for the user. Each text names a likely cause of findings, and an option to try.
     pub hints: Vec<String>,
 }
 
@@ -85,12 +86,12 @@ pub struct Verification {
 
 impl Verification {
     /// Makes the result from the findings of a run. `is_comparison` is true if OTHER was given; the closing line then
-    /// says whether both are the same.
+    /// says whether SRC and OTHER are the same.
     pub(super) fn new(findings: Findings, is_comparison: bool) -> Self {
         Self { findings, is_comparison }
     }
 
-    /// Returns true if there is no finding: the checkpoint is sound, and both checkpoints have the same values.
+    /// Returns true if there is no finding: SRC is sound and, if OTHER was given, SRC and OTHER have equal values.
     #[must_use]
     pub fn is_same(&self) -> bool {
         self.findings.same()
@@ -136,7 +137,7 @@ impl fmt::Display for Verification {
     }
 }
 
-/// The number of names shown from each list if there is no hint; `-v` shows all names.
+/// The maximum number of names that are shown from each list, if there is no hint. `-v` shows all names.
 const SHOWN: usize = 20;
 
 fn lines(found: &Findings, shown: usize) -> String {

@@ -1,6 +1,6 @@
 //! `verify` checks that a checkpoint is sound, and compares the values of two checkpoints. A difference or damage is a
-//! finding, not an error. This module opens the checkpoints; `soundness` checks one, `comparison` compares two, and
-//! `findings` collects and prints.
+//! finding, not an error. This module opens the checkpoints; the module `soundness` checks one checkpoint, `comparison`
+//! compares two checkpoints, and `findings` collects and prints the findings.
 
 mod comparison;
 mod findings;
@@ -26,8 +26,8 @@ use crate::progress::Progress;
 use crate::select::{self, Selected, Wrappers};
 
 /// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
-/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and
-/// formats.
+/// hold. With [`VerifyOptions::other`], also compares the values of two checkpoints. The layouts and formats of the two
+/// may differ.
 ///
 /// ```no_run
 /// use dtshard::{NoProgress, Setup, VerifyOptions, verify};
@@ -96,7 +96,7 @@ impl ComparedNames {
     }
 }
 
-/// Opens a checkpoint. If it is too damaged to be opened, returns `None` and adds a finding.
+/// Opens a checkpoint. If the checkpoint is too damaged to be opened, returns `None` and adds a finding.
 fn open(
     args: &VerifyOptions,
     path: &std::path::Path,

@@ -12,7 +12,7 @@ use crate::format::index::is_index;
 use crate::json_text;
 use crate::storage::{lookup, regular_file};
 
-/// The part of a saved `inspect --digest --json` document that describes values.
+/// The fields of a saved `inspect --digest --json` document that describe tensors and objects.
 #[derive(Debug, Deserialize)]
 pub struct DigestListing {
     format: String,
@@ -20,12 +20,13 @@ pub struct DigestListing {
     pub objects: BTreeMap<String, Json>,
 }
 
-/// The entry of one tensor in a saved document.
+/// The description of one tensor in a saved document.
 #[derive(Debug, Deserialize)]
 pub struct ListedTensor {
     pub dtype: String,
     pub shape: Vec<u64>,
-    /// The digest of the values. It is `None` for partial values that cannot be reduced.
+    /// The digest of the tensor: a hash of its dtype, shape and values. `None` if the tensor has partial values that
+    /// cannot be reduced.
     pub digest: Option<String>,
 }
 
@@ -33,7 +34,7 @@ impl DigestListing {
     /// Returns the listing at `path`, or `None` if `path` is not a JSON file or is an index of weights.
     ///
     /// # Errors
-    /// `Malformed` for another document, `Usage` for a listing without digests, `Io`.
+    /// `Malformed` for a JSON document that is not a listing, `Usage` for a listing without digests, `Io`.
     pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
         let is_json = path.extension().is_some_and(|suffix| suffix == "json");
         let is_index = path.file_name().is_some_and(|name| is_index(&name.to_string_lossy()));

@@ -3,9 +3,9 @@
 //!
 //! Such a file is a ZIP archive. It contains a pickle, `data.pkl`, with the object, and a zip record `data/KEY` for
 //! each storage that tensors of the object refer to. A pickle is a program, and running it runs any code that its
-//! author wrote. This crate never imports or calls a name of a pickle. A call is a node like any other node, and
-//! becomes part of a value only if its name is on the [list](pickle::symbols) of classes and functions that are plain
-//! data.
+//! author wrote. This crate never imports or calls a class or function that a pickle names. It only records each call
+//! as a node. A call becomes part of a value only if the name of the called class or function is on the
+//! [list](pickle::symbols) of names that are plain data.
 //!
 //! ```text
 //! file --zip::Archive--> data.pkl --pickle::parse--> nodes --pickle::decode--> Value --pickle::Writer--> bytes
@@ -13,7 +13,7 @@
 //!
 //! # Example
 //!
-//! The example lists the tensors of a file, and the objects in it that are not known to be plain data:
+//! The example lists the tensors of a file, and those objects of the file that are not known to be plain data:
 //!
 //! ```
 //! use torch_pickle::Value;
@@ -70,13 +70,14 @@
 //! # Large files
 //!
 //! A source of bytes is any type that implements [`ReadAt`]; tensor data is located and never read. A pickle with
-//! millions of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, does not have to become a
-//! tree: a [`Visitor`](pickle::Visitor) receives each object while the pickle is read, and stores a row for it.
+//! millions of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, does not have to become a tree
+//! of values: a [`Visitor`](pickle::Visitor) receives each object while the pickle is read, and stores a row for the
+//! object.
 //!
 //! # Format versions
 //!
-//! Pickles of protocols 2 to 5 are read. Protocol 2 is written, as by `torch.save`, and
-//! `torch.load(weights_only=True)` accepts the output. Archives have the layout of `PyTorchStreamWriter`.
+//! Pickles of protocols 2 to 5 are read. Pickles of protocol 2 are written, because `torch.save` writes this protocol
+//! and `torch.load(weights_only=True)` reads it. Archives have the layout of `PyTorchStreamWriter`.
 #![warn(missing_docs)]
 
 pub mod pickle;

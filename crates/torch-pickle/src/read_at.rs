@@ -20,7 +20,7 @@ pub trait ReadAt {
     }
 }
 
-/// Returns the `len` bytes from `offset` on; an error if there are fewer.
+/// Returns `len` bytes from `offset` on. It is an error if `bytes` ends before.
 fn part(bytes: &[u8], offset: u64, len: u64) -> io::Result<&[u8]> {
     let range = usize::try_from(offset).ok().zip(offset.checked_add(len).and_then(|end| usize::try_from(end).ok()));
     range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
@@ -41,7 +41,7 @@ impl ReadAt for [u8] {
     }
 }
 
-/// An open file. Its length is read once, when the source is created.
+/// An open file. The length of the file is read once, when the source is created.
 #[cfg(unix)]
 #[derive(Debug)]
 pub struct FileSource {

@@ -4,8 +4,8 @@ use std::fmt::{self, Write};
 
 use crate::value::{DictEntry, DictKind, Extension, Object, Value};
 
-/// Prints a value in one line like Python's `repr`. The line has at most 120 characters, or as many as the precision:
-/// `{:.40}`.
+/// Prints a value in one line like Python's `repr`. The line has at most 120 characters; a precision in the format
+/// string, such as `{:.40}`, sets another limit.
 impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let left = f.precision().unwrap_or(120);
@@ -18,7 +18,7 @@ impl<T: fmt::Display, X: Extension<T>> fmt::Display for Value<T, X> {
 }
 
 /// A line of output with a limited number of characters. Writing fails when the line is full. Each level of nesting
-/// writes at least one character first, so the limit also bounds the depth of the recursion.
+/// writes at least one character before it recurses, so the limit also bounds the recursion depth.
 struct Line<'a, 'f> {
     out: &'a mut fmt::Formatter<'f>,
     left: usize,
@@ -114,8 +114,8 @@ impl Line<'_, '_> {
         self.write_str(close)
     }
 
-    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state. If the state has names,
-    /// they are printed as well.
+    /// Prints an object such as `argparse.Namespace(lr=0.1)`: the arguments, then the state. If the state is a dict of
+    /// attributes, each attribute is printed with its name.
     fn object<T: fmt::Display, X: Extension<T>>(&mut self, object: &Object<T, X>) -> fmt::Result {
         self.value(&object.class)?;
         self.list("(", &object.args, "")?;
@@ -167,7 +167,7 @@ impl Line<'_, '_> {
         if value.is_nan() { self.write_str("nan") } else { write!(self, "{value:?}") }
     }
 
-    /// Prints an int. An int of more than 512 bits is not printed in decimal; only its length is.
+    /// Prints an int. Of an int with more than 512 bits, only the length is printed.
     fn big_int(&mut self, bytes: &[u8]) -> fmt::Result {
         if bytes.len() > 64 {
             return write!(self, "<int of {} bytes>", bytes.len());

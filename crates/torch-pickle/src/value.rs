@@ -9,10 +9,11 @@ use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
-/// A Python value as a tree. An object that Python shared occurs in it several times.
+/// A Python value as a tree. If several Python containers shared an object, the object occurs several times in the
+/// tree.
 ///
-/// `T` represents a tensor: it is the type that the function that recognises tensors returns. `X` is a variant of the
-/// caller's own, which no pickle contains.
+/// `T` represents a tensor: it is the type that the function that recognises tensors returns. `X` is a type of the
+/// caller for its own kind of values, which no pickle contains.
 #[derive(Clone, Debug)]
 pub enum Value<T, X = Infallible> {
     /// The value `None`.
@@ -48,13 +49,13 @@ pub enum Value<T, X = Infallible> {
     FrozenSet(Vec<Self>),
     /// A dict or an `OrderedDict`.
     Dict(Dict<T, X>),
-    /// A Python name that is not called: a type or a dtype.
+    /// A class, function or dtype as a value, by its Python name, without a call.
     Symbol(Symbol),
     /// An object, represented by the call that creates it.
     Object(Box<Object<T, X>>),
     /// A tensor.
     Tensor(T),
-    /// A value of the caller's own type.
+    /// A value of the caller's own type `X`.
     Other(X),
 }
 
@@ -72,8 +73,8 @@ pub trait Extension<T>: Sized {
     /// Returns the name of this kind of value, for [`Value::type_name`].
     fn type_name(&self) -> &'static str;
 
-    /// Prints the value in one line. Nested values are printed with `{:.65535}`, so that the length limit applies to
-    /// the whole line.
+    /// Prints the value in one line. An implementation should print nested values with `{:.65535}`, so that the length
+    /// limit applies only to the complete line.
     fn show(&self, out: &mut dyn fmt::Write) -> fmt::Result;
 }
 
@@ -128,9 +129,10 @@ pub struct Symbol {
 /// An object, represented by the call that creates it.
 #[derive(Clone, Debug)]
 pub struct Object<T, X = Infallible> {
-    /// Whether the object is made by a call or by `__new__`.
+    /// The way in which Python makes the object: by a call or by `__new__`.
     pub how: Construct,
-    /// The class of the object, or the function that makes it: a [`Symbol`], or an object that returns the class.
+    /// The class of the object, or the function that makes it: a [`Symbol`], or an object (a `getattr` call) that
+    /// evaluates to the class.
     pub class: Value<T, X>,
     /// The positional arguments.
     pub args: Vec<Value<T, X>>,
@@ -154,8 +156,8 @@ pub enum Construct {
 }
 
 impl<T, X: Extension<T>> Value<T, X> {
-    /// Returns the Python type: `int`, `dict`, `OrderedDict`, `torch.Size`, `argparse.Namespace`. An object made by a
-    /// function is named after that function.
+    /// Returns the Python type: `int`, `dict`, `OrderedDict`, `torch.Size`, `argparse.Namespace`. For an object made by
+    /// a function, returns the name of the function.
     pub fn type_name(&self) -> Cow<'_, str>
     where
         T: fmt::Display,
@@ -213,7 +215,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         }
     }
 
-    /// Returns the tensors in a value, in the order in which [`Value::map_tensors`] visits them.
+    /// Returns the tensors in a value, in the order in which [`Value::map_tensors`] visits tensors.
     pub fn tensor_ids(&self) -> Vec<T>
     where
         T: Copy,

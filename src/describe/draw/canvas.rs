@@ -1,7 +1,8 @@
 //! Draws a grid of boxes with characters: the size of each box, and the lines between boxes.
 //!
-//! Widths count characters. A stretch is the space between two neighbouring cuts. Every stretch gets at least one
-//! character, and the remaining characters are distributed to scale. Stretches of equal length stay equal.
+//! Widths count characters. A stretch is the range of rows or columns of the tensor between two neighbouring cuts.
+//! Every stretch gets at least one character, and the remaining characters are distributed in proportion to the lengths
+//! of the stretches. Stretches of equal length get equally many characters.
 
 use super::super::Span;
 use super::{Area, DrawnGrid, PictureSize};
@@ -16,8 +17,8 @@ pub struct Canvas<'a> {
     columns: Vec<usize>,
     /// The positions of the horizontal lines between stretches, in lines of text.
     lines: Vec<usize>,
-    /// True if lines are drawn between boxes. False if boxes are stacked without lines, which leaves room for more
-    /// boxes.
+    /// True if lines are drawn between boxes. If false, boxes follow each other without lines between them, so that
+    /// more boxes fit.
     ruled: bool,
     /// The number of characters to the left of the picture, in which row offsets are written.
     margin: usize,
@@ -29,7 +30,8 @@ const UNCUT_COLUMNS: usize = 40;
 const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
-    /// Lays out a grid. `names` has a name for each set of holders. Returns `None` if the picture does not fit.
+    /// Lays out a grid. `names` has a name for each set of holders (ranks or files). Returns `None` if the picture does
+    /// not fit into `room`.
     pub fn new(grid: &'a DrawnGrid, names: &'a [String], room: PictureSize) -> Option<Self> {
         let areas = grid.areas();
         let widest = |cuts: &[u64]| cuts.iter().map(|cut| digits(*cut)).max().unwrap_or(0);
@@ -64,7 +66,7 @@ impl<'a> Canvas<'a> {
         self.areas.iter().all(|area| self.names[area.set].chars().count() <= room(area))
     }
 
-    /// Returns the picture with offsets along its sides.
+    /// Returns the picture, with row offsets on the left and column offsets above.
     pub fn draw(&self) -> Vec<Vec<Span>> {
         let (height, width) = (last(&self.lines) + 1, last(&self.columns) + 1);
         let mut cells: Vec<Vec<(char, Option<u8>)>> =
@@ -90,7 +92,7 @@ impl<'a> Canvas<'a> {
         lines
     }
 
-    /// Returns the index of the set of holders of a cell, or `None` beyond the edges of the grid.
+    /// Returns the index of the set of holders of a cell, or `None` outside the grid.
     fn set(&self, row: Option<usize>, column: Option<usize>) -> Option<usize> {
         self.grid.cells.get(row?)?.get(column?).copied()
     }
@@ -135,8 +137,8 @@ impl<'a> Canvas<'a> {
         }
     }
 
-    /// Returns the line of column offsets. It always has the first and the last offset, and other offsets if there is
-    /// room.
+    /// Returns the line of column offsets. The line always has the first and the last offset, and those of the other
+    /// offsets that fit.
     fn offsets_above(&self) -> String {
         let mut text: Vec<char> = Vec::new();
         let mut write = |column: usize, offset: u64, end: usize| {
@@ -174,8 +176,9 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// Returns the indices of the stretches before and after a position. On a line of the picture these are two different
-/// stretches; elsewhere both are the stretch at the position.
+/// Returns the indices of the stretches before and after a position. At a position on a line between two stretches,
+/// these are the stretches on both sides of the line; at any other position, both indices are the stretch at the
+/// position.
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
@@ -213,8 +216,8 @@ fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     positions
 }
 
-/// Returns the minimum width of each column for the names in it. Ignores areas of several columns, which nearly always
-/// have enough room.
+/// Returns the minimum width of each column, so that the names in the column fit. Ignores areas (places for a name)
+/// that span several columns, because such areas nearly always have enough room.
 fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
     let mut least = vec![1; columns];
     for area in areas.iter().filter(|area| area.columns.len() == 1) {
@@ -225,8 +228,8 @@ fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize
     least
 }
 
-/// Returns sizes in proportion to `lengths`. Each size is at least its `least`. The sum is near `natural` and at most
-/// `room`. Returns `None` if `room` is too small.
+/// Returns sizes in proportion to `lengths`. Each size is at least the value in `least`. The sum of the sizes is close
+/// to `natural`, and at most `room`. Returns `None` if `room` is too small.
 fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
     let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
     let scaled = |target: usize| -> Vec<usize> {

@@ -1,10 +1,10 @@
-//! Draws the parts of a tensor, each with the ranks that store it.
+//! Draws the boxes of a tensor, each with the ranks or files that store the box.
 //!
-//! The tensor is cut wherever any chunk begins or ends, so the grid is small even if the tensor is large. Each cell of
-//! the grid has a set of holders (ranks or files), and adjacent cells of the same set form one box. Two dims are drawn:
-//! the first two dims that are cut, or uncut dims if fewer than two are cut. The other dims are collapsed, so a box
-//! names all holders of any part of it. If boxes would be smaller than a character, a list of intervals replaces the
-//! picture.
+//! The tensor is cut at every index at which a chunk begins or ends, so the grid has few cells even if the tensor is
+//! large. Each cell of the grid has a set of holders (ranks or files), and adjacent cells of the same set form one box.
+//! Two dims are drawn: the first two dims that are cut, or uncut dims if fewer than two are cut. The remaining dims are
+//! collapsed, so a box names every holder of at least one element in the box. If boxes would be smaller than a
+//! character, a list of intervals replaces the picture.
 //!
 //! ```text
 //!         0        4        8
@@ -48,7 +48,7 @@ pub enum ChunkHolder {
 /// The maximum number of cuts of one dim. A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
-/// The maximum number of intervals that a list shows for one dim.
+/// The maximum number of intervals of one dim that the list form shows.
 const MOST_INTERVALS: u64 = 8;
 
 /// Draws a tensor of this shape, as a picture or as a list.
@@ -84,7 +84,7 @@ fn plain(text: &str) -> Vec<Span> {
 
 /// A tensor that is cut into cells along the drawn dims, with the holders of each cell.
 struct DrawnGrid {
-    /// Lines that name the drawn dims and the dims that are not drawn.
+    /// Lines of text that name the drawn dims, and the dims that are not drawn.
     legend: Vec<String>,
     /// The offsets of the cuts between rows, from 0 to the size of the dim. The list is empty if no dim is drawn as
     /// rows.
@@ -134,7 +134,8 @@ impl DrawnGrid {
         Some(grid)
     }
 
-    /// Removes cuts between equal rows or equal columns. Such cuts remain when a dim is not drawn.
+    /// Removes cuts between rows or columns of cells with equal holders. Such cuts can occur because a dim is
+    /// collapsed.
     fn drop_needless_cuts(&mut self) {
         for row in (1..self.cells.len()).rev() {
             if self.cells[row] == self.cells[row - 1] {
@@ -175,8 +176,8 @@ impl DrawnGrid {
         Some(lines)
     }
 
-    /// Returns the background colour of a set of holders. It depends on the first rank of the set, so a rank has the
-    /// same colour in every picture.
+    /// Returns the background colour of a set of holders. The colour depends on the first rank of the set, so a rank
+    /// has one colour in all pictures.
     fn ground(&self, set: usize) -> Option<u8> {
         // Light colours; neighbours in this list are easy to tell apart.
         const GROUNDS: [u8; 12] = [153, 223, 157, 219, 229, 159, 183, 216, 194, 189, 222, 152];
@@ -191,7 +192,7 @@ impl DrawnGrid {
 /// The maximum length of a name in a box, in characters. A longer name would make boxes too wide.
 const LONGEST_NAME: usize = 16;
 
-/// Returns the offsets where any chunk begins or ends along a dim.
+/// Returns the offsets along a dim at which a chunk begins or ends.
 fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<u64> {
     let mut cuts = BTreeSet::from([0, size]);
     for interval in chunks.flat_map(Intervals::iter) {
@@ -203,7 +204,8 @@ fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<
     cuts
 }
 
-/// Returns the two dims to draw: the first two dims that are cut, and the first uncut dims if fewer than two are cut.
+/// Returns the two dims to draw: the first two dims that are cut, or, if fewer than two dims are cut, also the first
+/// uncut dims.
 fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     let is_cut = |dim: &usize| cuts[*dim].len() > 2;
     let mut dims: Vec<usize> = (0..cuts.len()).filter(is_cut).take(2).collect();
@@ -303,7 +305,7 @@ fn letters(mut index: usize) -> String {
     text.iter().rev().map(|letter| char::from(*letter)).collect()
 }
 
-/// The rectangle of cells into which the name of a box is written.
+/// The rectangle of cells, inside a box, into which the name of the box is written.
 #[derive(Debug)]
 struct Area {
     set: usize,
@@ -312,8 +314,8 @@ struct Area {
 }
 
 impl DrawnGrid {
-    /// Returns one area for each box, into which its name is written: a large rectangle within the box, found by a
-    /// simple search.
+    /// Returns one area for each box. An area is a large rectangle inside the box, into which the name of the box is
+    /// written.
     fn areas(&self) -> Vec<Area> {
         let mut seen = vec![vec![false; self.cells[0].len()]; self.cells.len()];
         let mut areas = Vec::new();
@@ -327,7 +329,7 @@ impl DrawnGrid {
         areas
     }
 
-    /// Returns the area of the box that contains a cell, and marks the cells of the box as seen.
+    /// Returns the area of the box that contains a cell, and marks all cells of this box in `seen`.
     fn area(&self, row: usize, column: usize, seen: &mut [Vec<bool>]) -> Area {
         let set = self.cells[row][column];
         let mut spans: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();

@@ -43,8 +43,8 @@ fn in_files() -> Vec<(ChunkHolder, Tile)> {
     ]
 }
 
-/// Returns chunks of which rank 1 holds the lower right corner. Rank 0 holds the upper rows, and the left part of the
-/// lower rows.
+/// Returns chunks of which rank 1 holds the lower right corner. Rank 0 holds all upper rows, and the left columns of
+/// the lower rows.
 fn corner() -> Vec<(ChunkHolder, Tile)> {
     let rank = |rank| ChunkHolder::Rank(Rank(rank));
     vec![(rank(0), boxed(&[0, 0], &[3, 6])), (rank(0), boxed(&[3, 0], &[3, 2])), (rank(1), boxed(&[3, 2], &[3, 4]))]

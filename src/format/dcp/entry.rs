@@ -1,6 +1,6 @@
 //! DCP directories, which `torch.distributed.checkpoint.save` writes and torchtitan, accelerate, Lightning and others
-//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. A
-//! folder is read as a whole, box by box.
+//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. All
+//! files of a folder are read together.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! The data files of a DCP directory while they are laid out, and the byte ranges that `.metadata` records for their
-//! items.
+//! The layout of the data files of a DCP directory, and the byte ranges that `.metadata` records for the items in these
+//! files.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::layout::Rank;
 use crate::storage::FileId;
 use torch_pickle::pickle::WriteError;
 
-/// A byte range of a data file, like `_StorageInfo` in PyTorch.
+/// The byte range of an item (a tensor chunk or an object) in a data file: PyTorch's `_StorageInfo`.
 #[derive(Clone, Copy)]
 pub struct StorageInfo {
     /// The index of the data file in the files of the reservation.
@@ -25,7 +25,7 @@ pub struct StorageInfo {
 pub struct FileLayout<'a> {
     /// The source catalog, which has the dtypes and shapes of `tensors`.
     pub source: &'a Catalog,
-    /// The tensors to write, in the order of the state dict.
+    /// The tensors to write, by name, in the order of the state dict.
     pub tensors: &'a [(Fqn, TensorId)],
     /// The output files that are already laid out.
     pub reservation: Reservation,

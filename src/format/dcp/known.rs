@@ -1,9 +1,10 @@
-//! A cache of the frames of located items, so that items with an equal frame are located faster. A frame is an item
-//! without its tensor data.
+//! A cache that speeds up locating the tensor data of items. An item is one chunk in a DCP data file, stored as a small
+//! `torch.save` archive. The *frame* of an item is all bytes of the item except the tensor data.
 //!
-//! The items of a checkpoint have few different frames: one for each dtype and shape of a chunk. So a thread keeps the
-//! most recent frames, and an item with one of them is located without reading its ZIP directory and its pickle again.
-//! The cache is bounded and never changes a result (see [`Frame`]).
+//! All items with the same dtype and chunk shape have equal frames, so a checkpoint has few different frames. Each
+//! thread keeps the most recent frames. If the frame of an item equals a kept frame, the tensor data of the item is
+//! located without reading the ZIP directory and the pickle of the item. The cache is bounded and never changes a
+//! result (see [`Frame`]).
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,14 +21,14 @@ use torch_pickle::zip::Frame;
 const FRAMES: usize = 32;
 
 struct KnownRecords {
-    /// The location of the tensor in the archive.
+    /// The location of the tensor data in every archive with this frame.
     view: View,
     frame: Frame,
 }
 
 #[derive(Default)]
 struct Frames {
-    /// The cached frames, the most recently added first.
+    /// The cached frames; the most recently added frame is first.
     known: VecDeque<KnownRecords>,
     buffer: Vec<u8>,
 }
@@ -36,7 +37,7 @@ thread_local! {
     static FRAMES_MET: RefCell<Frames> = RefCell::default();
 }
 
-/// Returns the location of the tensor in an item, if the frame of the item is in the cache.
+/// Returns the location of the tensor data of an item, if the frame of the item equals a frame in the cache.
 ///
 /// # Errors
 /// `Io`.
@@ -64,7 +65,7 @@ pub fn recall(files: &Files, stretch: FileRange, dtype: Dtype, sizes: &Dims) -> 
     })
 }
 
-/// Caches the frame of an item that was read in full.
+/// Adds a frame to the cache. The caller has read the ZIP directory and the pickle of an item with this frame.
 pub fn remember(view: &View, frame: Frame) {
     FRAMES_MET.with_borrow_mut(|Frames { known, .. }| {
         known.truncate(FRAMES - 1);
@@ -100,7 +101,8 @@ mod tests {
         panic!("expected two items with the same frame");
     }
 
-    /// Flips every bit of an item. The result must not depend on the items that were located before.
+    /// Flips every bit of an item. Locating the damaged item must give the same result with and without other items in
+    /// the cache.
     #[test]
     fn cached_frames_do_not_change_results() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");

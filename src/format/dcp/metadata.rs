@@ -1,9 +1,10 @@
 //! Reads the `.metadata` pickle of a DCP directory into packed columns.
 //!
 //! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
-//! tensors has 116 opcodes and 260 bytes per tensor. Trees of values would take far more memory. So a visitor turns
-//! tensors, chunks, index keys and storage locations into rows of columns as soon as the pickle has built them, and the
-//! entries are then returned name by name. The pickle contains no meshes and no placements.
+//! tensors has 116 opcodes and 260 bytes per tensor. A tree of Python values would take far more memory than columns of
+//! numbers. So a visitor receives each tensor, chunk, index key and storage location as soon as the pickle has built
+//! the object, and stores the object as a row of numbers. The entries are then returned name by name. The pickle
+//! contains no meshes and no placements.
 //!
 //! Offsets and lengths of items are in bytes; offsets and sizes of chunks count elements. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
@@ -73,7 +74,8 @@ pub struct StoredItem {
     pub len: u64,
 }
 
-/// The number of the table with the `ChunkStorageMetadata` rows. The constants below number the other tables.
+/// The number of the table that has a row for each `ChunkStorageMetadata`. Each constant below is the number of the
+/// table for another class.
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
@@ -84,7 +86,7 @@ const TENSOR: u32 = 4;
 struct Columns {
     /// The dims that the rows of all tables refer to. Equal dims of consecutive rows are stored once.
     dims: Vec<u64>,
-    /// For each chunk, the position of its offsets in `dims`. The sizes of the chunk follow its offsets there.
+    /// For each chunk, the position of its offsets in `dims`. In `dims`, the sizes of the chunk follow the offsets.
     chunks: Vec<DimsAt>,
     /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`.
     indexes: Vec<(u32, Option<DimsAt>)>,
@@ -107,7 +109,8 @@ struct DimsAt {
 }
 
 impl DimsAt {
-    /// Returns the position of the dims that follow these dims and have the same number of values.
+    /// Returns the position in [`Columns::dims`] directly after these dims, with the same number of values. For the
+    /// offsets of a chunk, this is the position of the chunk's sizes.
     fn behind(self) -> Self {
         Self { start: self.start + u64::from(self.ndim), ..self }
     }
@@ -157,7 +160,8 @@ impl Columns {
         &self.dims[start..start + usize::from(at.ndim)]
     }
 
-    /// Stores dims, or returns the position `before` of the previous row's dims if both are equal, as they often are.
+    /// Stores `dims` and returns their position. If `dims` equal the dims at `before` (the position of the previous
+    /// row's dims), stores nothing and returns `before`.
     fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
         before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
     }
@@ -202,8 +206,8 @@ impl Columns {
         Ok(Some(row(self.infos.len())))
     }
 
-    /// Adds a row for a `TensorProperties`. Its state is a tuple whose first item is the dtype; in old versions of
-    /// PyTorch the state is a dict.
+    /// Adds a row for a `TensorProperties`. The pickled state of the object is a tuple, and the dtype is the first item
+    /// of the tuple. In old versions of PyTorch the state is a dict.
     fn properties(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
         self.properties.push(self.dtypes.id(dtype));
@@ -235,7 +239,8 @@ impl Columns {
     }
 }
 
-/// Returns the row number of a node if the visitor replaced the node by a row of the table `kind`.
+/// Returns the row number in the table `kind`, if the visitor replaced this node of the pickle by a row of that table;
+/// otherwise `None`.
 fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
     node.row().filter(|row| row.kind == kind).map(|row| row.index)
 }
@@ -288,7 +293,7 @@ impl<'a> DcpMetadata<'a> {
     }
 
     /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order of
-    /// the metadata. While `take` gets a group of results, worker threads make the next group.
+    /// the metadata. While `take` receives results, worker threads call `make` for the next names.
     ///
     /// # Errors
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
@@ -342,18 +347,18 @@ impl<'a> DcpMetadata<'a> {
     }
 }
 
-/// The byte ranges of all items in `storage_data`, found by FQN and chunk offsets.
+/// The byte ranges of all items in `storage_data`, which can be found by FQN and chunk offsets.
 struct ItemPositions<'a> {
     columns: &'a Columns,
     /// Pairs of (index row, info row), grouped by name. The items of a name are sorted by offset.
     rows: Vec<(u32, u32)>,
-    /// The start in `rows` of each name's items, followed by the end of the last name's items.
+    /// For each name, the index in `rows` of the name's first item. The last element is the length of `rows`.
     starts: Vec<usize>,
 }
 
-/// The items of one FQN.
+/// The items of one FQN, as a range of [`ItemPositions::rows`].
 struct Items<'a> {
-    /// The FQN; `None` if no item has it.
+    /// The FQN; `None` if `storage_data` has no item for this FQN.
     name: Option<&'a Arc<str>>,
     rows: &'a [(u32, u32)],
 }
@@ -389,7 +394,8 @@ impl<'a> ItemPositions<'a> {
         Ok(Self { columns, rows, starts })
     }
 
-    /// Returns the items of an FQN. `nth` is the expected index of the FQN, which makes the lookup fast if it is right.
+    /// Returns the items of an FQN. `nth` is the expected index of the FQN; the lookup is fast if the FQN has this
+    /// index.
     fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
         let names = &self.columns.names.texts;
         let is_likely = |name: &&Arc<str>| ***name == *fqn;
@@ -413,7 +419,7 @@ impl<'a> ItemPositions<'a> {
     }
 }
 
-/// The number of names that a thread converts in one step.
+/// The number of names that one call of a worker thread converts.
 const PART_NAMES: usize = 1 << 10;
 
 /// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
@@ -423,7 +429,8 @@ const MAX_PATH: usize = 128;
 /// other data; the whole FQN is then the only key of its path.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,
-    /// The index of each FQN in `paths`. It is built only if FQNs are requested in an order other than that of `paths`.
+    /// The index of each FQN in `paths`. The map is built only if FQNs are requested in an order that differs from the
+    /// order of `paths`.
     by_name: OnceLock<HashMap<&'a str, usize, RandomState>>,
 }
 
@@ -443,8 +450,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Converts a recorded path. Its keys share memory with equal keys of other paths, and with the FQN if the path has
-/// only one key.
+/// Converts a recorded path to a [`StatePath`]. Equal keys of different paths share memory. If a path has a single key,
+/// the key shares memory with the FQN.
 fn state_path<'a>(
     path: &Path,
     fqn: &Fqn,
@@ -505,7 +512,7 @@ fn entry_kind(
     Ok(EntryKind::Tensor { dtype, shape, chunks })
 }
 
-/// Returns the error for a `TensorStorageMetadata` that could not become a row, because one of its fields is wrong.
+/// Returns the error for a `TensorStorageMetadata` with an invalid field.
 fn unfit(path: &Path, fqn: &str, state: Option<Ref<'_>>) -> Error {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     let field = |name: &str| state.and_then(|state| state.get(name));

@@ -1,5 +1,6 @@
-//! The locations of the objects of a DCP directory, for the metadata mirror: it copies these parts of data files, because
-//! they are read as metadata. Tensor items are located later, when their data is needed.
+//! Finds the byte ranges of the objects in the data files of a DCP directory. The metadata mirror (a sparse copy of the
+//! metadata of all files) copies these byte ranges, because dtshard reads objects together with the metadata. The byte
+//! ranges of tensor items are not copied.
 
 use std::path::Path;
 
@@ -14,7 +15,8 @@ use crate::format::traits::{Object, Objects};
 use crate::storage::{FileId, FileRange, Files};
 use torch_pickle::pickle::{self, Unknown};
 
-/// The Python class that describes an object in `.metadata`. If a pickle has an object, its bytes contain this name.
+/// The Python class that describes an object in `.metadata`. If a `.metadata` file lists an object, the bytes of the
+/// file contain this name.
 const OBJECT_CLASS: &str = "BytesStorageMetadata";
 
 /// Returns the objects that the metadata files of a folder list. Does not read data files.
@@ -42,8 +44,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Reads objects from a data file, as the reader of the DCP directory does, so that the byte ranges are recorded.
-/// Damage is ignored, because the reader of the directory reports it.
+/// Reads objects from a data file, so that `files` records the byte ranges that are read. The reader of DCP directories
+/// reads the same byte ranges. Damage is ignored here, because that reader reports damage.
 pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
     let whole = files.len_bytes(file);
     for Object { fqn, offset, len } in objects {

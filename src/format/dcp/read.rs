@@ -20,8 +20,8 @@ use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, DecodeError, Unknown};
 
-/// Returns the metadata files of a directory: `.metadata`, or the `__R.metadata` of each rank R of a save without
-/// collectives. `.metadata` belongs to rank 0, which writes it.
+/// Returns the metadata files of a directory: `.metadata`, or one `__R.metadata` for each rank R if the ranks saved
+/// without collectives. `.metadata` belongs to rank 0, which writes it.
 ///
 /// # Errors
 /// `Io` if the directory cannot be listed.
@@ -54,10 +54,11 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
     Err(Error::malformed(path, "content", expected, format!("{len} bytes")))
 }
 
-/// The content of one FQN, merged from all metadata files.
+/// The tensor or object of one FQN, merged from all metadata files.
 enum NamedSlot {
     Tensor(TensorId),
-    /// An object, with its byte range. A save without collectives has one byte range for each rank.
+    /// An object, with the byte range of its item. If the ranks saved without collectives, there is one byte range for
+    /// each rank.
     Object(Vec<(Rank, FileRange)>),
 }
 
@@ -126,13 +127,13 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     Ok(catalog)
 }
 
-/// The content of one FQN in one metadata file.
+/// The tensor or object that one metadata file lists for one FQN.
 enum NameContent {
     Tensor(TensorEntry),
     Object(FileRange),
 }
 
-/// A metadata file and the data files that it names.
+/// A metadata file, and the data files that the metadata file names.
 struct MetadataFile<'a> {
     path: &'a Path,
     data_files: Vec<FileId>,
@@ -200,7 +201,7 @@ impl MetadataFile<'_> {
     }
 }
 
-/// Adds the data files that a metadata file names. All of them must exist.
+/// Adds to `files` the data files that a metadata file names. All of these data files must exist.
 fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetadata<'_>) -> Result<Vec<FileId>> {
     let paths = files_beside(metadata_path, "storage_data", &metadata.files())?;
     paths.into_iter().map(|path| files.add(path)).collect()
@@ -217,7 +218,8 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// Reads a value that is not a tensor from every rank that stores it. Returns `None` if the value is left out.
+/// Reads a value that is not a tensor from every rank that stores the value. Returns `None` if the value is left out,
+/// because its class is unknown.
 fn read_objects(
     files: &Files,
     places: &[(Rank, FileRange)],
@@ -239,7 +241,7 @@ fn read_objects(
     Ok(holdings.pop().map(|agreed| agreed.value))
 }
 
-/// Reads one stored value. Tensors inside it, for example in a tuple, become separate entries.
+/// Reads one stored value. Tensors inside the value, for example in a tuple, become separate entries of the catalog.
 fn read_object(
     files: &Files,
     stretch: FileRange,
@@ -277,10 +279,10 @@ fn read_object(
     Ok(Some(contents.value))
 }
 
-/// Locates the tensor of an item by the ZIP directory and the pickle of the item.
+/// Finds the offset and strides of the tensor data in an item. Reads the ZIP directory and the pickle of the item.
 ///
 /// # Errors
-/// `Malformed` if the item is not the chunk that the metadata describes.
+/// `Malformed` if the item has another dtype or shape than the chunk in the metadata.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRange) -> Result<StridedLocation> {
     let sizes = entry.chunks.sizes(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {

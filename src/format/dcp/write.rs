@@ -1,8 +1,8 @@
 //! Lays out a DCP directory for a target mesh: one `__R_0.distcp` per rank, and `.metadata` for all of them.
 //!
-//! A tile that several ranks have is written by one of them: the rank with the fewest bytes assigned to it, or the
-//! lowest of several such ranks. A tile of more than one box is written as separate boxes, since the format has only
-//! boxes.
+//! If several ranks have the same tile, one of these ranks writes the tile: the rank to which the fewest bytes are
+//! assigned. If several ranks have equally few bytes, the lowest of these ranks writes the tile. A tile that consists
+//! of several boxes is written as several chunks, because a chunk of the format is one box.
 //!
 //! There may be millions of boxes. Until all boxes are assigned to ranks, only the bounds and two numbers of each box
 //! are in memory.
@@ -80,10 +80,10 @@ pub fn reserve(
     Ok(finish(layout, &leaves))
 }
 
-/// The rank that writes objects.
+/// The rank whose data file contains all objects.
 const OBJECTS_OF: Rank = Rank(0);
 
-/// The assignment of boxes to ranks.
+/// The assignment of boxes to the ranks that write these boxes.
 #[derive(Default)]
 struct Assignment {
     /// For each tensor, the bounds of its boxes. The file locations of the boxes are not known yet.
@@ -95,7 +95,7 @@ struct Assignment {
 #[derive(Default)]
 struct RankLoad {
     bytes: u64,
-    /// Pairs of a tensor index and the index of a box in that tensor's table.
+    /// The boxes: pairs of a tensor index and the index of a box in [`Assignment::boxes`] of that tensor.
     boxes: Vec<(u32, u32)>,
 }
 

@@ -1,9 +1,10 @@
 //! Writes the `.metadata` pickle in protocol 2, which every reader accepts.
 //!
-//! A job of 16,384 ranks has millions of chunks. Each chunk is three objects of the same classes with the same fields
-//! in the same files. Repeated values (classes, field names, FQNs, file names, the sizes of the previous chunk) are
-//! written once and then fetched from the memo, as CPython does for identical objects: about 80 bytes per chunk
-//! instead of 400. Tensors and chunks are in the order of the files, so equal checkpoints have equal pickles.
+//! A job of 16,384 ranks has millions of chunks. The pickle has three objects for each chunk, and these objects always
+//! have the same three classes and the same field names. Repeated values (classes, field names, FQNs, file names, the
+//! sizes of the previous chunk) are written once and then fetched from the memo. CPython does the same if a Python
+//! object occurs again. A chunk takes about 80 bytes instead of 400. Tensors and chunks are in the order of the files,
+//! so two equal checkpoints have equal pickles.
 //!
 //! Offsets and sizes of chunks count elements; offsets and lengths of items are in bytes. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
@@ -70,15 +71,15 @@ pub fn pickle(layout: &FileLayout<'_>, leaves: &[(Path, StateLeaf<'_>)]) -> Vec<
     out.writer.finish()
 }
 
-/// The pickle that is being written.
+/// A `.metadata` pickle while it is written.
 #[derive(Default)]
 struct MetadataPickle {
     writer: Writer,
-    /// The memo index of each text that is in the memo.
+    /// The memo index of each text that has been stored in the memo.
     texts: HashMap<String, u32>,
     classes: HashMap<(&'static str, &'static str), u32>,
     last_sizes: Option<(Dims, u32)>,
-    /// The next memo index.
+    /// The memo index of the value that is stored next.
     next: u32,
 }
 
@@ -111,7 +112,7 @@ impl MetadataPickle {
         self.classes.insert((module, name), number);
     }
 
-    /// Writes an instance of a class of the metadata module, made by `cls.__new__(cls)`.
+    /// Writes an instance of the class `name` in PyTorch's metadata module, made by `cls.__new__(cls)`.
     fn instance(&mut self, name: &'static str) {
         self.class(METADATA, name);
         self.writer.empty_tuple().newobj();
@@ -123,7 +124,8 @@ impl MetadataPickle {
         self.writer.tuple(1).reduce();
     }
 
-    /// Writes the sizes of a chunk, which nearly always equal the sizes of the previous chunk.
+    /// Writes the sizes of a chunk. If the sizes equal the sizes of the previous chunk, as they nearly always do,
+    /// writes a reference to the memo.
     fn sizes(&mut self, sizes: &Dims) {
         if let Some((_, known)) = self.last_sizes.as_ref().filter(|(last, _)| last == sizes) {
             self.writer.get(*known);

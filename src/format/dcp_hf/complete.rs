@@ -1,5 +1,5 @@
-//! Checks that a folder of DCP's Hugging Face storage is complete: every file of the consolidated checkpoint is divided
-//! among the ranks, and the shard of each rank must exist.
+//! Checks that a folder of DCP's Hugging Face storage has all of its files. After consolidation the checkpoint has N
+//! files, and `shard-R-model-F-of-N` has the data of rank R for file F. So the check looks for missing R and missing F.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,19 +12,20 @@ use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
-/// The hint for missing shards, if the existing shards cover every tensor.
+/// The hint if files `shard-R-model-F-of-N` are missing, but the existing files have all elements of every tensor that
+/// these files name.
 const WITHOUT_THEM: &str = "use options::allow_missing to continue without the missing shards: the existing shards have \
                             every element of their tensors, and a rank that has nothing to save writes no shard";
 
-/// The hint for files of the consolidated checkpoint that have no shard on any rank.
+/// The hint if, for some F, no rank R has a file `shard-R-model-F-of-N`.
 const WITHOUT_FILES: &str = "copy the missing files into the folder, or use options::allow_missing to continue without \
                              the tensors in them";
 
-/// Finds gaps in the shard and file numbers of the file names in a folder, and returns the missing files; `None` if
-/// there are no gaps.
+/// Returns the missing files of a folder: for every R and F, a file `shard-R-model-F-of-N` must exist. Returns `None`
+/// if no file is missing.
 ///
 /// # Errors
-/// `Conflict` if files belong to different saves, `Malformed` if a number exceeds the total.
+/// `Conflict` if files belong to different saves, `Malformed` if F exceeds N.
 pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<Shortfall>> {
     let mut ranks = BTreeMap::new();
     let mut totals = BTreeMap::new();
@@ -92,7 +93,8 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))
 }
 
-/// Returns the shortfall if the user gives a single shard as SRC: all other shards of its folder are missing.
+/// Returns the shortfall (the missing files) if the user gives a single shard file as SRC. All other shard files in the
+/// folder count as missing.
 ///
 /// # Errors
 /// `Io` if the folder of the shard cannot be listed.

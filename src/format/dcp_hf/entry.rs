@@ -1,5 +1,5 @@
 //! Shards of DCP's Hugging Face storage, which `HuggingFaceStorageWriter` of PyTorch writes: safetensors files that
-//! contain boxes of tensors. All shards of a folder are read together, box by box.
+//! contain boxes of tensors. All shard files of a folder are read together.
 
 use std::path::Path;
 

@@ -1,11 +1,14 @@
-//! Lays out Hugging Face shards for a target mesh: one safetensors file per rank that owns data.
+//! Lays out the files of DCP's Hugging Face storage for a target mesh: one safetensors file for each rank that writes a
+//! box.
 //!
-//! A part that several ranks have is written by one of them, chosen as in PyTorch (`dedup_save_plans`). Parts are
-//! assigned in the order of the first rank that has them. Each part goes to the rank with the fewest bytes assigned to
-//! it, or to the lowest of several such ranks. If an uneven split leaves several ranks with an empty part, one empty
-//! part is written, as in PyTorch. Within a file, data is in the order of the reference writer of safetensors.
+//! If several ranks have the same box of a tensor, one of these ranks writes the box. dtshard chooses the same rank as
+//! PyTorch (`dedup_save_plans`). Boxes are sorted by the lowest rank that has the box. Each box is then assigned to the
+//! rank, among the ranks that have the box, to which the fewest bytes are assigned so far; if there are several such
+//! ranks, to the lowest. If an uneven split leaves several ranks with an empty box, a single empty box is written, as
+//! in PyTorch. Within a file, data is in the order in which the reference writer of safetensors sorts tensors.
 //!
-//! A gap in the shard numbers means a lost file. So ranks without data, which have no file, get no number.
+//! A reader treats a gap in the shard numbers of file names as a lost file. So shard numbers count only the ranks that
+//! write a file.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -58,7 +61,8 @@ struct ShardPart {
     ranks: SmallVec<[Rank; 4]>,
 }
 
-/// Lays out the tensors of `state`. For each tensor, `layouts` returns the tiles of the ranks. Objects are left out.
+/// Lays out the tensors of `state`. For each tensor, `layouts` returns the tiles of the ranks. Objects are not written,
+/// because the format cannot store objects.
 ///
 /// # Errors
 /// `Unsupported` if two paths have the same dotted name, a rank has more than one box of a tensor, or the format has
@@ -87,8 +91,8 @@ pub fn reserve(source: &Catalog, state: &Value, layouts: &mut dyn Layouts) -> Re
     Ok(reservation)
 }
 
-/// Returns a tile as a box. An empty box starts where PyTorch places it: at the end of each dimension that has no
-/// elements left.
+/// Returns the only box of a tile. For an empty tile, returns the empty box that PyTorch records: in each dim without
+/// elements, the offset is the size of the tensor in that dim.
 fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     if tile.is_empty() {
         return Ok(Region::new(tile.global_offsets(shape), tile.sizes()));
@@ -104,7 +108,7 @@ fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     })
 }
 
-/// Chooses the rank that writes each part. The parts of a rank are in the order of the state dict.
+/// Chooses the rank that writes each box. The result has the boxes of each rank, in the order of the state dict.
 fn by_writer(mut parts: Vec<ShardPart>, tensors: &[Reserved]) -> BTreeMap<Rank, Vec<ShardPart>> {
     parts.sort_by_key(|part| (part.ranks.first().copied(), part.tensor));
     let mut bytes: BTreeMap<Rank, u64> = BTreeMap::new();
@@ -170,7 +174,7 @@ fn order_of(dtype: Dtype) -> usize {
     TAGS.iter().position(|known| Some(*known) == tag).unwrap_or(TAGS.len())
 }
 
-/// Returns the value of `DCP_SHARDING_INFO`: the offsets of the parts of a file, formatted like `json.dumps`.
+/// Returns the value of `DCP_SHARDING_INFO`: the offsets of the boxes in a file, as JSON in the format of `json.dumps`.
 fn sharding_info(parts: &[ShardPart], tensors: &[Reserved]) -> String {
     let mut text = String::from("{");
     for (index, part) in parts.iter().enumerate() {

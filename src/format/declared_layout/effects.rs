@@ -1,5 +1,5 @@
-//! Counts the tensors that each declared option applies to. An option that applies to no tensor is an error, because
-//! the user expects an effect.
+//! Counts the tensors to which each option of a declared layout applies. An option that applies to no tensor is an
+//! error, because the user expects an effect.
 
 use super::DeclaredLayout;
 use crate::catalog::Catalog;
@@ -7,20 +7,21 @@ use crate::error::{Error, Result};
 use crate::layout::comma_list;
 use crate::quantity::count;
 
-/// For each declaration of the user, the number of tensors that it applied to.
+/// For each option of a declared layout, the number of tensors to which the option applied.
 #[derive(Debug, Default)]
 pub struct DeclarationEffects {
     pub by_plan: usize,
     /// The number of tensors that got the fallback placements, because no rule names them. 0-d tensors are not counted,
-    /// because they have only one layout.
+    /// because a 0-d tensor has only one possible layout.
     pub by_fallback: usize,
-    /// The number of tensors that are sharded.
+    /// The number of tensors that the declared layout shards.
     pub sharded: usize,
 }
 
 impl DeclarationEffects {
     /// Checks that the plan, `options::src_placements` and `options::src_split` had an effect. `options::reduce` and
-    /// rules are checked where they are applied. A layout file may describe more tensors than the source has.
+    /// rules are checked when they are applied. A rule in a layout file may match no tensor, because a layout file may
+    /// describe more tensors than the source has.
     ///
     /// # Errors
     /// `Usage` for an option without an effect.

@@ -14,7 +14,7 @@ pub struct LayoutMisfit<'a> {
     /// The name by which a rule can match the tensor.
     pub name: &'a str,
     pub shared: &'a SharedTensor,
-    /// The option or rule that declared the layout.
+    /// The option or rule that declares the layout of the tensor, for messages.
     pub declared_by: &'a str,
     pub local_shapes: &'a [RankPart],
     pub mesh: &'a DeviceMesh,
@@ -72,7 +72,7 @@ impl LayoutMisfit<'_> {
         }
     }
 
-    /// Returns a hint with the closest declaration that would fit.
+    /// Returns a hint with the most similar placements or split that match the local shapes.
     fn hint(&self) -> String {
         let Some(near) = nearest_fit(self.mesh, self.shared, self.local_shapes) else {
             return String::from(
@@ -100,7 +100,8 @@ pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
 }
 
-/// Returns the error for undeclared optimizer state that identifies its parameter only by a number.
+/// Returns the error for optimizer state without a declared layout, if the optimizer identifies the parameter only by a
+/// number.
 pub fn unknown_number_error(fqn: &Fqn) -> Error {
     Error::unsupported(
         format!("{fqn}: the optimizer numbers its parameters, and the parameter of this number is unknown"),

@@ -1,11 +1,13 @@
-//! Joins plain tensors of rank files that are parts of larger tensors, with a layout that the user declares.
+//! Joins the plain tensors of several rank files to larger tensors. The files do not record how the tensors are
+//! sharded, so the user declares the layout.
 //!
 //! Jobs without DTensors (tensor parallelism with plain tensors, exported local tensors, gradients of each rank) save
-//! on every rank only the rank's part, and the files do not distinguish a part from a copy. With a declared mesh and
-//! declared placements the parts become one tensor with a [`Sharding`](crate::catalog::Sharding). The shape of this
-//! tensor follows from the local shapes of all ranks ([`crate::layout::whole`]), and the placements must give each rank
-//! the local shape that it has. Unit of shapes: elements. Invariant: if a tensor is declared as replicated, the copies
-//! on all ranks are compared before the tensor is used, like all plain tensors.
+//! only the local part of a tensor on each rank, and a file does not record whether a tensor is a part of a larger
+//! tensor or a copy. With a declared mesh and declared placements, the local parts of all ranks become one tensor with
+//! a [`Sharding`](crate::catalog::Sharding). The shape of this tensor follows from the local shapes of all ranks
+//! ([`crate::layout::whole`]), and the placements must give each rank the local shape that it has. Unit of shapes:
+//! elements. Invariant: if a tensor is declared as replicated, the copies on all ranks are compared before the tensor
+//! is used, as for plain tensors without a declared layout.
 //!
 //! DTensors and ShardedTensors in the same files record their own layout and keep it. Random state differs between
 //! ranks and keeps its value on each rank.
@@ -34,25 +36,27 @@ use resolver::{LayoutResolver, ResolvedLayouts};
 /// The layout of plain tensors on the ranks that saved them, declared by the user.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredLayout {
-    /// The mesh of the ranks; `None` if the DTensors in the same files provide it.
+    /// The mesh of the ranks; `None` if the mesh is taken from DTensors in the files.
     pub mesh: Option<DeviceMesh>,
     pub rules: Vec<Rule>,
     /// Placements of tensors without a rule, and the option that declared these placements; `None` if tensors without a
     /// rule are replicated on all ranks.
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
-    /// The split rule for dims that do not divide evenly, for tensors without a split rule of their own.
+    /// The split rule for dims that do not divide evenly, for tensors whose placement rule has no split rule.
     pub split: Option<Split>,
     /// The tensor-parallel plan, which gives placements to parameters without a rule.
     pub plan: Option<UnboundPlan>,
-    /// A layout file. The mesh and rules of the other fields have priority over its mesh and rules.
+    /// The content of a layout file. The mesh and rules in the other fields of this struct have priority over the mesh
+    /// and rules of the layout file.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold partial values.
     pub reduce: Vec<ReduceRule>,
-    /// Whether patterns match the names in the files exactly, including the prefixes that module wrappers add.
+    /// True if patterns match names with the wrapper prefixes in the files (such as `_orig_mod.`). False if patterns
+    /// match names without these prefixes.
     pub keep_names: bool,
 }
 
-/// Joins the parts of each plain tensor in a catalog to one tensor.
+/// Joins the local parts of each plain tensor in a catalog to one tensor, with the declared layout.
 ///
 /// # Errors
 /// `Usage` if there are no rank files, if the mesh does not match their ranks, or if a declaration has no effect;

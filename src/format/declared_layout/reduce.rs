@@ -1,9 +1,10 @@
 //! Mesh dims along which ranks hold partial values of plain tensors (`options::reduce`).
 //!
 //! The gradients of a rank, as backward leaves them before any reduction, are partial values along the data-parallel
-//! dims of the job. If the state dict has a subtree of gradients, the option applies to the tensors in it. Otherwise it
-//! applies to all floating-point tensors that are not optimizer state, random state or trainer state next to a model.
-//! Integers are never reduced: they are counters with the same value on all ranks, and are compared instead.
+//! dims of the job. If the state dict has a subtree of gradients, `options::reduce` applies to the tensors in this
+//! subtree. Otherwise the option applies to all floating-point tensors that are not optimizer state, random state or
+//! trainer state next to a model. Integer tensors are never reduced: they are counters, and all ranks must have the
+//! same value.
 
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
@@ -22,7 +23,7 @@ pub struct ReduceRule {
     pub op: ReduceOp,
 }
 
-/// The reductions of all mesh dims, and the numbers of tensors that were reduced.
+/// The reduce operation of each mesh dim, and counts of the tensors that were reduced.
 #[derive(Debug)]
 pub struct ReduceRules {
     /// For each mesh dim, the reduce operation along it; `None` if values are not reduced along the dim.
@@ -39,9 +40,9 @@ pub struct ReduceRules {
 #[derive(Debug)]
 enum ReducedTensors {
     Gradients(Path),
-    /// All float tensors except the state next to the model. `siblings` is the depth of the model's key in the state
-    /// dict. `beside` has the keys of the other state next to the model, and is empty if the model is the top of the
-    /// state dict.
+    /// All floating-point tensors except optimizer state, random state and trainer state. `siblings` is the index, in
+    /// the path of a tensor, of the key that names the model (0 if the tensors of the model are at the top level).
+    /// `beside` lists the keys at this index that hold optimizer state or trainer state.
     Floats {
         siblings: usize,
         beside: Vec<Key>,
@@ -79,7 +80,7 @@ impl ReduceRules {
         Ok(Self { ops, description: described.join("; "), scope, reduced: 0, sharded_on_reduced_dim: 0 })
     }
 
-    /// Replaces Replicate by Partial on the reduced mesh dims, in the placements of one tensor.
+    /// In the placements of one tensor, replaces Replicate by Partial on each mesh dim that `options::reduce` names.
     pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
         if !dtype.is_float() || !self.scope.contains(path) {
             return;

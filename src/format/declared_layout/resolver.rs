@@ -1,8 +1,9 @@
 //! Determines the sharding of each plain tensor from the user's declarations.
 //!
-//! Rules match a tensor by the same names as rules for a target. State and gradients get the layout of their parameter
-//! if both have the same local shape on every rank. State of another shape (a step, a factored moment) is replicated
-//! unless a rule names the state itself. Unit of shapes: elements.
+//! Rules for the source match a tensor by the same names as rules for the target. Optimizer state and gradients get the
+//! layout of their parameter if, on every rank, the local shape equals the local shape of the parameter. Optimizer
+//! state with another local shape (a step, a factored moment) is replicated, unless a rule matches the name of the
+//! state tensor itself. Unit of shapes: elements.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
@@ -30,10 +31,10 @@ use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
 
-/// The text for messages that says where the layout of a tensor without a declaration comes from.
+/// The text in messages for the origin of a layout, if the user declared no layout for the tensor.
 const UNDECLARED: &str = "the default for undeclared tensors (whole on every rank)";
-/// The text for messages that says where the layout of a presumed buffer comes from: a model tensor without a rule and
-/// without optimizer state, in a model whose other tensors have optimizer state.
+/// The text in messages for the origin of a layout, if the tensor is treated as a buffer: no rule matches the model
+/// tensor, and it has no optimizer state although other tensors of the model have optimizer state.
 const UNTRAINED: &str = "the default for tensors without a rule and optimizer state (buffers, whole on every rank)";
 
 /// Determines the layout of every plain tensor of a catalog.
@@ -45,13 +46,14 @@ pub struct LayoutResolver<'a> {
     root: &'a FilePath,
     reading: &'a ReadFindings<'a>,
     owners: Owners<'a>,
-    /// Tensors of the model.
+    /// The ids of all tensors of the model.
     parameters: HashSet<TensorId>,
     /// For each tensor, its paths in the state dict; empty for a tensor that only occurs in values that differ between
     /// ranks.
     paths: Vec<Vec<Path>>,
     reductions: ReduceRules,
-    /// Parameters for which an optimizer has state of the same local shapes.
+    /// The parameters for which an optimizer has a state tensor whose local shapes equal the local shapes of the
+    /// parameter.
     trained: HashSet<TensorId>,
     /// The number of tensors that are treated as buffers.
     buffers: usize,
@@ -71,13 +73,15 @@ pub struct ResolvedLayouts {
 /// The names by which a rule may match a tensor.
 struct TensorNames {
     names: Vec<String>,
-    /// The names of the parameter that the tensor is state of, if the parameter has other local shapes.
+    /// If the tensor is optimizer state and its local shapes differ from those of its parameter, the names of this
+    /// parameter; otherwise `None`.
     other_shaped_parameter: Option<Vec<String>>,
-    /// Whether the tensor is state of a parameter that is not in the checkpoint.
+    /// True if the tensor is optimizer state of a parameter that is not in the checkpoint.
     is_without_parameter: bool,
     is_unnamed_number: bool,
     is_in_model: bool,
-    /// The parameter that the tensor is state of, if both have the same local shapes.
+    /// If the tensor is optimizer state and has the local shapes of its parameter, the id of this parameter; otherwise
+    /// `None`.
     parameter_id: Option<TensorId>,
 }
 
@@ -123,7 +127,7 @@ impl<'a> LayoutResolver<'a> {
         }
     }
 
-    /// Returns the new entries of all plain tensors, and notes about them.
+    /// Returns the new catalog entries of all plain tensors, and notes for the user.
     pub fn resolve(mut self, order: ParameterOrder) -> Result<ResolvedLayouts> {
         let mut plain_tensors = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
@@ -187,7 +191,8 @@ impl<'a> LayoutResolver<'a> {
         Ok(Some((planned, model.into_iter().rev().map(|(fqn, id)| (id, fqn)).collect())))
     }
 
-    /// Returns the layout that the plan gives the tensor, or gives the parameter that the tensor is state of.
+    /// Returns the layout that the plan gives the tensor. If the tensor is optimizer state, returns the layout that the
+    /// plan gives the parameter.
     fn planned_layout(&self, id: TensorId, tensor_names: &TensorNames) -> Option<(SharedTensor, PlacementSource)> {
         let (planned, names) = self.planned.as_ref()?;
         let planned = planned.placement(names.get(&tensor_names.parameter_id.unwrap_or(id))?)?;
@@ -353,7 +358,8 @@ impl<'a> LayoutResolver<'a> {
     }
 }
 
-/// Returns the local shape of the tensor on each rank; a tensor that is tied on some ranks may occur twice.
+/// Returns the local shape of the tensor on each rank; if a tensor is tied on some ranks, a rank may occur twice in the
+/// result.
 fn local_shapes(entry: &TensorEntry) -> Vec<RankPart> {
     let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(entry.chunks.len());
     let mut parts = Vec::with_capacity(entry.chunks.len());
@@ -367,7 +373,7 @@ fn local_shapes(entry: &TensorEntry) -> Vec<RankPart> {
     parts
 }
 
-/// Checks that a tensor without a declaration has the same shape everywhere; its values may differ.
+/// Checks that a tensor without a declared layout has the same shape on all ranks. Does not compare the values.
 fn check_equal_shapes(entry: &TensorEntry) -> Result<()> {
     let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
     let Some(other) = other else { return Ok(()) };

@@ -1,4 +1,5 @@
-//! `flat_layout.json`: describes the units of an FSDP1 model, in a form that people can write and read.
+//! `flat_layout.json`: describes the units of an FSDP1 model (a unit is a module that FSDP1 wraps), in a form that
+//! people can write and read.
 //!
 //! ```json
 //! {"version": 1, "world_size": 2, "use_orig_params": false, "units": [
@@ -9,8 +10,8 @@
 //!
 //! Parameters are listed in the order in which the module registered them. These fields are optional:
 //! `shard_group_size`, `optimizer`, `dtype` and `align_numel` of a unit, and `stride` of a parameter. Numbers count
-//! ranks and elements. Every layout that is read has passed [`FlatLayout::check`]. The same layout is always rendered
-//! as the same text. A [layout file](crate::layout::file) has the same document under `flat`.
+//! ranks and elements. Every layout that is read has passed [`FlatLayout::check`]. Equal layouts are always rendered as
+//! equal texts. A [layout file](crate::layout::file) may contain such a document under the key `flat`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -30,10 +31,11 @@ use crate::layout::file::LayoutFile;
 /// The name of the document that is written next to the rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
 
-/// The maximum size of a document in bytes. The document of a model with a million parameters has a third of this size.
+/// The maximum size of a document in bytes. The document of a model with a million parameters takes a third of this
+/// maximum.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// The maximum number of dims of a parameter. Real tensors have fewer.
+/// The maximum number of dims of a parameter. No real model has a parameter with more dims.
 const MAX_DIMS: usize = 64;
 
 const VERSION: u64 = 1;
@@ -49,7 +51,8 @@ struct FlatDocument {
     optimizer: Option<Vec<Vec<String>>>,
 }
 
-/// Reads only the version, so that a document of a later version gives a clear error regardless of its other fields.
+/// Reads only the version, so that a document of a later version gives a clear error even if this version of dtshard
+/// cannot read other fields of the document.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,

@@ -1,8 +1,9 @@
-//! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`: one
-//! file per rank, with the shard of that rank of each flat parameter. A series of rank files is read as a whole.
+//! Rank files with flat parameters, which FSDP1 jobs save with `StateDictType.LOCAL_STATE_DICT` and `torch.save`. There
+//! is one file per rank, and the file has the rank's shard of each flat parameter. All rank files of a series are read
+//! together.
 //!
-//! `flatten` writes this format without a writer trait, because its writer needs units and orders of parameters rather
-//! than a layout for each tensor.
+//! `flatten` writes this format without a writer trait, because writing flat parameters needs the units and the order
+//! of their parameters, which the writer traits do not provide.
 
 use std::path::Path;
 
@@ -40,8 +41,8 @@ pub static ENTRY: FormatEntry = FormatEntry {
     write_whole: None,
 };
 
-/// The reader of rank files with flat parameters. Such files are detected as torch.save rank files, and their flat
-/// parameters are found when they are read.
+/// The reader of rank files with flat parameters. Detection reports such files as rank files of `torch.save`. The flat
+/// parameters are found when the files are read.
 struct Reader;
 
 impl Read for Reader {

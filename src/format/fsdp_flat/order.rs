@@ -1,8 +1,8 @@
 //! The order of parameters in a checkpoint, and the order of elements within each parameter.
 //!
-//! A flat layout needs the order in which the module registered its parameters. Many tools sort a state dict by name
-//! (DCP and safetensors do), and a torch file keeps the order it is given. If a sorted order were used, parameters of
-//! equal shapes would be swapped without an error.
+//! A flat layout needs the order in which the module registered its parameters. DCP, safetensors and many other tools
+//! sort the names of a state dict. A torch file keeps the order of the saved state dict. If dtshard used a sorted
+//! order, parameters with equal shapes would be swapped without an error.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -17,13 +17,14 @@ use crate::layout::flat::StorageOrder;
 pub enum ElementOrder {
     RowMajor,
     Strides(Dims),
-    /// The order is not recorded, and the module may have used `channels_last` instead of row-major order.
+    /// The order is unknown: the file does not record it, and the module may have stored the parameter in row-major
+    /// order or as `channels_last`.
     Unknown,
 }
 
 impl ElementOrder {
-    /// Returns the element order of a tensor. If a torch file stores the full tensor as one chunk, its strides give the
-    /// element order of the module.
+    /// Returns the element order of a tensor. If a torch file stores the full tensor as one chunk, the strides of this
+    /// chunk give the element order.
     #[must_use]
     pub fn from_entry(entry: &TensorEntry, format: Format) -> Self {
         if format.keeps_order() {
@@ -48,9 +49,9 @@ fn may_be_channels_last(shape: &[u64]) -> bool {
     shape.len() >= 4 && shape[1] > 1 && shape[2..].iter().any(|size| *size > 1)
 }
 
-/// Returns a warning if some weights are row-major in the file that the element order is taken from, although
-/// `channels_last` is possible. A tool may have rewritten them as row-major. `params` gives the name and shape of each
-/// parameter and whether it is row-major.
+/// Returns a warning about weights that are row-major in the file `path`, although `channels_last` is possible for
+/// their shapes. In the job the weights may have been `channels_last`, because a tool may have rewritten the file in
+/// row-major order. `params` has for each parameter its name, its shape, and true if it is row-major in the file.
 #[must_use]
 pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
     let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
@@ -66,11 +67,11 @@ pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn,
     ))
 }
 
-/// Returns whether a tool has sorted the names of a model: they are in alphabetical or natural order, or every `bias`
-/// comes before its `weight` (modules register the weight first).
+/// Returns whether a tool seems to have sorted the parameter names of a model: the names are in alphabetical or natural
+/// order, or the `bias` of every module comes before the `weight` (modules register the weight first).
 #[must_use]
 pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
-    /// Fewer names may be in order by chance.
+    /// The minimum number of names for the check. A shorter list may be in sorted order by chance.
     const MIN_NAMES: usize = 6;
     let names: Vec<&str> = names.collect();
     // Modules that are named by numbers are always registered in numerical order.
@@ -87,8 +88,9 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
         || has_bias_before_weight(&names)
 }
 
-/// Returns whether tensors of other modules come between the tensors of one module. `Module.state_dict` visits one
-/// module after the other. DCP directories, and files made from them, have another order.
+/// Returns whether the list interleaves modules: a tensor of another module comes between two tensors of one module.
+/// `Module.state_dict` visits one module after another, so such a list is not in the order of registration. DCP
+/// directories, and files that were made from DCP directories, have such lists.
 #[must_use]
 pub fn has_interleaved_modules<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     let modules = |name: &'a str| name.match_indices('.').map(move |(end, _)| &name[..end]);

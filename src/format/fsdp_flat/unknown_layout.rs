@@ -1,4 +1,4 @@
-//! The error for flat parameters whose layout is unknown. The layout is never guessed.
+//! The error for flat parameters whose layout is unknown. dtshard never guesses a layout.
 
 use crate::error::Error;
 

@@ -1,8 +1,8 @@
 //! Decodes the state dict in a `layout.json`. The file is not trusted, because anyone may have written it.
 //!
 //! Invariants: tensors do not occur in dict keys and attributes. Values that differ between ranks occur only inside
-//! dicts and lists. Only classes in `torch_pickle::pickle::symbols` are named. A value is nested no deeper than its
-//! JSON, and the JSON reader limits that depth.
+//! dicts and lists. The file may name only classes in `torch_pickle::pickle::symbols`. A decoded value is nested at
+//! most as deep as the JSON text, and the JSON reader limits this depth.
 
 use std::collections::{HashMap, HashSet};
 
@@ -26,14 +26,15 @@ pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> 
     }
 }
 
-/// The kind of position at which a value is, which limits the values that are allowed.
+/// The position of a value in the state dict. The position determines which values are allowed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Position {
-    /// A position inside dicts and lists only. The value may differ between ranks.
+    /// A position inside dicts and lists only. A value at this position may differ between ranks.
     Leaf,
-    /// A position inside a tuple, a set, an object or the value of one rank. The value must not differ between ranks.
+    /// A position inside a tuple, a set, an object or the value of one rank. A value at this position must not differ
+    /// between ranks.
     Within,
-    /// The position of a dict key or of an attribute. The value must not contain tensors.
+    /// The position of a dict key or of an attribute. A value at this position must not contain tensors.
     KeyOrAttribute,
 }
 

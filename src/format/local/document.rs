@@ -10,13 +10,13 @@
 //!  "state": {"model": {"w": {"$tensor": "model.w"}, "head": {"$tensor": "model.head"}}, "step": {"$tensor": "step"}}}
 //! ```
 //!
-//! Shapes are the shapes of whole tensors. Unit of shapes: elements. A mesh whose ranks are not `0, 1, 2, ...` has a
-//! list `ranks`. Optional fields of a tensor: `splits` describes how mesh dims split it if not by `torch.chunk`,
-//! `slice` lists the mesh dims of its own mesh, and `ranks` lists the ranks that have it if it is plain and not on all
-//! ranks. The keys of `tensors` are the keys in the files and the paths of the tensors in `state`, which is encoded as
-//! in [`super::encode`].
+//! Shapes are the shapes of whole tensors. Unit of shapes: elements. If the ranks of a mesh are not `0, 1, 2, ...`, the
+//! mesh has a list `ranks`. Optional fields of a tensor: `splits` gives the split rule of each mesh dim if a rule is
+//! not `torch.chunk`; `slice` lists the mesh dims of the tensor's mesh if this mesh is a slice; `ranks` lists the ranks
+//! that have a plain tensor if not all ranks have it. The keys of `tensors` are the keys in the rank files, and the
+//! names of the tensors in `state`. [`super::encode`] describes the encoding of `state`.
 //!
-//! Invariant: a document that was read is consistent, and the same document is always rendered as the same text.
+//! Invariant: a document that was read is consistent. Equal documents are rendered as equal texts.
 
 use std::collections::HashMap;
 use std::path::Path as FilePath;
@@ -40,11 +40,11 @@ pub const FILE_NAME: &str = "layout.json";
 /// The maximum size of a document in bytes. The document of a million tensors takes about 300 MB.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// The maximum number of dims of a tensor. Real tensors have fewer.
+/// The maximum number of dims of a tensor. No real tensor has more dims.
 const MAX_DIMS: usize = 64;
 
-/// The maximum number of ranks in all meshes of a document together. A short text can describe meshes of many ranks,
-/// and each rank takes memory.
+/// The maximum number of ranks in all meshes of a document together. The limit exists because each rank takes memory,
+/// although a short text can describe a mesh of many ranks.
 const MAX_CELLS: u64 = 1 << 24;
 
 const VERSION: u64 = 1;
@@ -62,14 +62,15 @@ pub struct LocalDocument {
 /// The description of one tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DescribedTensor {
-    /// The first name of the tensor, and the names that are tied to it. Each name is a key in the rank files.
+    /// All names of the tensor: its first name, followed by the further names if the tensor is tied. Each name is a key
+    /// in the rank files.
     pub names: Vec<Fqn>,
     pub dtype: Dtype,
     pub shape: Dims,
     pub class: Class,
     /// The sharding of the tensor. The mesh id is an index of the document's `meshes`.
     pub sharding: Option<Sharding>,
-    /// The ranks that have the tensor if it is plain, in ascending order; `None` if all ranks have it.
+    /// For a plain tensor, the ranks that have the tensor, in ascending order; `None` if all ranks have the tensor.
     pub ranks: Option<Vec<Rank>>,
 }
 
@@ -87,7 +88,8 @@ struct DocumentJson {
     state: Tree,
 }
 
-/// Reads only the version, so that a document of a later version gives a clear error regardless of its other fields.
+/// Reads only the version, so that a document of a later version gives a clear error even if this version of dtshard
+/// cannot read other fields of the document.
 #[derive(Deserialize)]
 struct VersionOnly {
     version: u64,

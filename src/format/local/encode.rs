@@ -1,5 +1,5 @@
-//! Encodes a state dict as JSON. Values that have a JSON type are written directly; all other values are written as an
-//! object with a key that begins with `$`.
+//! Encodes a state dict as JSON. A value with a JSON type is written as this JSON type. Any other value is written as a
+//! JSON object with a key that begins with `$`.
 //!
 //! ```text
 //! None, True, 1, 0.5, 'a', [1]     null, true, 1, 0.5, "a", [1]
@@ -22,8 +22,8 @@ use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 
-/// The maximum nesting of the encoded JSON. JSON readers stop at 128 levels, and the enclosing document takes some of
-/// them.
+/// The maximum nesting of the encoded JSON. JSON readers accept at most 128 levels, and the document around the state
+/// dict uses some of these levels.
 const MAX_DEPTH: usize = 120;
 
 /// Encodes the value at a path. Tensors get the names that [`crate::catalog::path::tensors`] gives them.

@@ -1,5 +1,5 @@
 //! dtshard's own format for programs without DTensors. It has one safetensors file per rank with the local tensors of
-//! that rank, and `layout.json` with meshes, placements and objects. The reader takes all files of the folder together.
+//! that rank, and `layout.json` with meshes, placements and objects. All rank files of a folder are read together.
 
 use std::path::Path as FilePath;
 

@@ -2,16 +2,17 @@
 //! which describes how the parts form the tensors.
 //!
 //! Inference engines and custom loaders that run a model in parallel without DTensors need exactly the local part of
-//! each rank. The document `layout.json` stores the information that safetensors files lack: mesh, placements and class
-//! of each tensor, ties, and the state dict with its objects. So DTensors can be written as local tensors and restored
-//! later.
+//! each rank. The document `layout.json` stores the information that safetensors files lack: the mesh, placements and
+//! class of each tensor, tied names, and the state dict with its objects. So DTensors can be written as local tensors
+//! and restored later.
 //!
 //! ```text
 //! rank-00000.safetensors  rank-00001.safetensors  ...  layout.json
 //! ```
 //!
 //! Offsets are in bytes; shapes count elements. Invariant: the document alone determines the tensors in each file and
-//! their shapes. A file contains every tensor of which its rank has a part, including empty parts.
+//! their shapes. The file of a rank contains every tensor of which the rank has a local part, even if this local part
+//! is empty.
 //!
 //! The local part of a rank is that of `DTensor.to_local` and `DTensor.from_local`
 //! (`torch/distributed/tensor/_api.py`).
@@ -45,7 +46,7 @@ pub fn file_name(rank: Rank) -> String {
     format!("rank-{:05}.safetensors", rank.0)
 }
 
-/// Returns the rank in the file name of a rank file; `None` if [`file_name`] does not make such a name.
+/// Returns the rank in the name of a rank file; `None` if the name does not have the form of [`file_name`].
 #[must_use]
 pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;

@@ -1,8 +1,8 @@
 //! Assigns each value that differs between ranks to the ranks of the target.
 //!
-//! If the values of several ranks differ only in the content of tensors (the state of a random number generator), they
-//! become one value: each tensor in it has different content on each rank. Values with other differences are stored
-//! separately, each with its ranks.
+//! If the values of several ranks differ only in the content of tensors (the state of a random number generator), these
+//! values become a single value, and each tensor in the value has different content on each rank. If values differ in
+//! another way, they stay separate values, each with a list of its ranks.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, RankValue, TensorId, Value};
 use crate::layout::Rank;
 
-/// The tensors of the target that have different content on each rank. Their ids follow the ids of the source's
-/// tensors.
+/// The tensors of the target that have different content on each rank. The ids of these tensors begin after the last id
+/// of the source's tensors.
 #[derive(Debug)]
 pub struct PerRankTensors {
     first: usize,
-    /// For each tensor of the target, the source tensor that gives its content on each rank.
+    /// For each such tensor, a map from a rank to the source tensor with the content for this rank.
     by_rank: Vec<BTreeMap<Rank, TensorId>>,
 }
 
@@ -33,7 +33,8 @@ impl PerRankTensors {
     }
 }
 
-/// Returns the state dict for `world_size` ranks, and the tensors in it whose content differs between ranks.
+/// Returns the state dict for a target of `world_size` ranks, and the tensors of this state dict whose content differs
+/// between ranks.
 #[must_use]
 pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();

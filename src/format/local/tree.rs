@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::format::json::distinct_entries;
 
-/// A JSON value.
+/// A JSON value with distinct keys.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Tree {
     Null,

@@ -1,9 +1,9 @@
 //! Lays out rank files of the format `local`, and `layout.json` next to them.
 //!
 //! Tensors with the widest dtypes come first, as in the reference writer of safetensors, so that the data of every
-//! tensor is aligned for its dtype. Tied tensors are stored once per name. A tensor whose content differs between ranks
-//! (`Value::Other`) is a plain tensor, and each file has the content of its rank. Offsets are in bytes; shapes count
-//! elements.
+//! tensor is aligned for its dtype. A tied tensor is stored again under each of its names. A tensor whose content
+//! differs between ranks (`Value::Other`) is a plain tensor, and each file has the content of its rank. Offsets are in
+//! bytes; shapes count elements.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path as FilePath;
@@ -30,7 +30,7 @@ use crate::storage::FileId;
 /// The class and placements of a tensor; `None` for a plain tensor that every rank has in full.
 pub type LocalLayout = Option<(Class, SharedTensor)>;
 
-/// A function that returns the layout of the tensor at a path.
+/// A function that returns the layout of the tensor at a path in the state dict.
 pub type ChooseLayout<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
 
 /// The input of [`reserve`]: a mesh, and a layout for each tensor.
@@ -38,8 +38,9 @@ pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
     /// The number of ranks, each of which gets a file. Files of ranks outside the mesh contain only plain tensors.
     pub world_size: u32,
-    /// A function that is called for each name of each tensor and returns its layout. If names are tied, the layout of
-    /// the first name counts. A tensor whose content differs between ranks is always plain.
+    /// A function that is called for each name of each tensor and returns its layout. For a tied tensor, the layout
+    /// that the function returns for the first name is used. A tensor whose content differs between ranks is always
+    /// plain.
     pub layout: &'a mut ChooseLayout<'a>,
 }
 
@@ -99,8 +100,8 @@ fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Removes attributes of dicts that cannot be encoded. Attributes with tensors cannot be encoded, because such tensors
-/// have no names.
+/// Removes attributes of dicts that cannot be encoded. Attributes with tensors cannot be encoded, because a tensor in
+/// an attribute has no name.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {
@@ -124,14 +125,14 @@ fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     }
 }
 
-/// The names and tensors to write, before they are divided among the files.
+/// The names and tensors to write. The same plan is used for the files of all ranks.
 struct LocalPlan {
     /// The names in the order of the state dict, each with its index in `described`.
     names: Vec<(Fqn, usize)>,
     described: Vec<DescribedTensor>,
     /// For each tensor in `described`, the source of its content.
     contents: Vec<LocalContent>,
-    /// The index in `described` of each tensor id in the state dict.
+    /// For each tensor id in the state dict, the index of the tensor in `described`.
     described_ids: HashMap<TensorId, TensorId>,
 }
 
@@ -195,7 +196,8 @@ impl LocalPlan {
         &self.described[self.names[at].1]
     }
 
-    /// Returns the source tensor for the name `at`, and the tile of it that a rank has; `None` if the rank has no part.
+    /// Returns the source tensor for the name `at`, and the tile that `rank` has of this tensor; `None` if the rank has
+    /// no part.
     fn local_tile(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let DescribedTensor { names, shape, sharding, .. } = self.tensor_at(at);
         let source = match &self.contents[self.names[at].1] {
@@ -233,9 +235,9 @@ fn is_sharded(class: Class, shared: &SharedTensor) -> bool {
 struct FileWriter<'a> {
     plan: &'a LocalPlan,
     mesh: &'a DeviceMesh,
-    /// The distinct headers of the files. Most ranks have equal headers, which are in memory only once.
+    /// The distinct headers of the files. Most ranks have equal headers, and equal headers are in memory only once.
     headers: HashSet<Arc<Vec<u8>>>,
-    /// For each name, the written chunks of each source tensor.
+    /// For each name, the chunks to write, by the source tensor from which the content of the chunks comes.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
 

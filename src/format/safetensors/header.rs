@@ -1,7 +1,7 @@
 //! The header of a safetensors file: JSON with the location of each tensor, checked against the file.
 //!
-//! Unit of offsets: bytes. Invariant of a returned [`Header`]: the data of the tensors is in order and without holes,
-//! and PyTorch has their dtypes. Source: `safetensors/src/tensor.rs`.
+//! Unit of offsets: bytes. Invariant of a returned [`Header`]: the data of the tensors is in the order of `tensors`,
+//! without gaps, and PyTorch has the dtype of every tensor. Source: `safetensors/src/tensor.rs`.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -21,12 +21,12 @@ use crate::json_text;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
-/// The maximum header length. The reference reader refuses longer headers as well.
+/// The maximum header length in bytes. The reference reader of safetensors has this limit, too.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 const METADATA: &str = "__metadata__";
 
-/// The maximum number of dims of a tensor. Real tensors have fewer.
+/// The maximum number of dims of a tensor. No real tensor has more dims.
 const MAX_DIMS: usize = 64;
 
 /// The maximum number of entries of `__metadata__`, which has names of tied tensors and a few notes of the writer. The
@@ -39,8 +39,8 @@ pub fn starts_with_header(head: &[u8], len: u64) -> bool {
     head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
 }
 
-/// Reads the header of a file, and the states of random number generators in the file, so that these byte ranges are
-/// recorded. Damage is ignored.
+/// Reads the header of a file, and the states of random number generators in the file, so that `files` records these
+/// byte ranges. Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(header) = read_header(files, file) else { return };
     for (name, stored) in header.tensors {
@@ -81,7 +81,7 @@ struct RawEntry<'a> {
     data_offsets: (u64, u64),
 }
 
-/// Reads the sizes of a tensor. Their number is limited, because a damaged file could list very many.
+/// Reads the sizes of a tensor. The number of sizes is limited, because a damaged file could list very many sizes.
 fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
     struct Sizes;
 
@@ -123,13 +123,13 @@ struct RawHeaderVisitor<'a> {
     fault: &'a mut Fault,
 }
 
-/// The details of a JSON error that an error of serde_json does not contain.
+/// Details about an error in the header that the error of serde_json does not have.
 enum Fault {
-    /// The JSON error is not inside an entry of the header.
+    /// The error is not inside an entry of the header.
     None,
-    /// The JSON error is in the entry with this name. The second field is the expected content of the entry.
+    /// The JSON of the entry with this name has an error. The second field describes the expected content.
     In(String, &'static str),
-    /// The JSON of an entry is valid, but the entry is not.
+    /// The JSON of an entry has no error, but the entry breaks a rule of safetensors.
     Unfit(Box<Error>),
 }
 
@@ -309,7 +309,7 @@ pub struct WrittenTensor<'a> {
     pub dtype: Dtype,
     /// The shape.
     pub shape: &'a [u64],
-    /// The offset from the start of all tensor data, in bytes.
+    /// The offset of the tensor's data in bytes, counted from the first byte after the header.
     pub begin: u64,
 }
 
@@ -328,7 +328,7 @@ const LENGTH_BYTES: usize = 8;
 ///
 /// # Errors
 /// `Unsupported` if the format has no tag for a dtype, or if the header is too long for readers. `shorter` is the hint
-/// if the header is too long.
+/// that the second error has.
 pub fn write_header<'a>(
     path: &Path,
     metadata: &Map<String, Json>,

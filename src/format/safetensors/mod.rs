@@ -35,7 +35,7 @@ use crate::storage::{FileId, Files};
 /// The key in `__metadata__` for the framework that wrote a file. Loaders expect the value `pt`.
 pub const FORMAT_KEY: &str = "format";
 
-/// The key in `__metadata__` for the version of DCP's Hugging Face storage.
+/// The key in `__metadata__` with which DCP's Hugging Face storage records its version.
 pub const DCP_VERSION_KEY: &str = "DCP_VERSION";
 
 /// Keys in `__metadata__` that describe the file. Other keys may be names of tied tensors.
@@ -105,10 +105,11 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) ->
     Ok((catalog, differing))
 }
 
-/// The tensor of each name, with the first file that contains it.
+/// For each name, the tensor and the path of the first file that contains this tensor.
 type Names = BTreeMap<Arc<str>, (Arc<Path>, TensorId)>;
 
-/// Builds the state dict from the names of tensors. In natural order, the first name of each tensor becomes its FQN.
+/// Builds the state dict from the names of tensors. The names are in natural order, and the first name of each tensor
+/// becomes the tensor's FQN.
 fn put_in_order(catalog: &mut Catalog, names: Names) {
     let mut names: Vec<(Arc<str>, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
@@ -123,8 +124,8 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
 }
 
-/// Returns the error for a tensor name that occurs in two files. The hint differs if they may be the files of two
-/// ranks.
+/// Returns the error for a tensor name that occurs in two files. If the two files may be the files of two ranks, the
+/// hint suggests to declare a layout.
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
@@ -143,9 +144,9 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
     })
 }
 
-/// Returns the names of tied tensors that are only in `__metadata__` (`safetensors.torch.save_model`): a tied tensor is
-/// written under one name, and an entry of `__metadata__` gives that name for each further name. All other entries of
-/// `__metadata__` are shown to the user.
+/// Returns the names of tied tensors that are only in `__metadata__` (`safetensors.torch.save_model`): the file stores
+/// a tied tensor under one name, and for each further name `__metadata__` has an entry with the stored name. All other
+/// entries of `__metadata__` are shown to the user.
 fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
     let mut aliases = Names::new();
     for (path, key, value) in notes {
@@ -176,10 +177,10 @@ fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, 
 pub enum FileDivision {
     /// One file with this name.
     File(PathBuf),
-    /// A folder. Each file has at most `max_shard_bytes` bytes of tensor data, but a larger tensor gets a file of its
-    /// own.
+    /// A folder. Each file has at most `max_shard_bytes` bytes of tensor data, but a tensor with more bytes gets a file
+    /// of its own.
     Folder { max_shard_bytes: u64 },
-    /// A folder with the same files as the source.
+    /// A folder with the file names of the source; each tensor is in the file that has its name in the source.
     Like(Placing),
 }
 
@@ -270,8 +271,8 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: 
     Ok(reservation)
 }
 
-/// Divides tensors into groups of consecutive tensors. Each group has at most `limit` bytes; a larger tensor forms a
-/// group of its own.
+/// Divides tensors into groups of consecutive tensors. Each group has at most `limit` bytes of tensor data; a tensor
+/// with more bytes forms a group of its own.
 fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<FileGroup<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
@@ -326,9 +327,9 @@ fn reserve_file(
     Ok(())
 }
 
-/// Returns the offset of each tensor's data, and the end of all data, in bytes. The data is in the order of `tensors`
-/// if that aligns every tensor for its dtype. Loaders refuse tensors that are not aligned, so otherwise tensors with
-/// wider dtypes come first.
+/// Returns the offset of each tensor's data, and the end of all data, in bytes. If the order of `tensors` aligns every
+/// tensor for its dtype, the data has this order. Otherwise tensors with wider dtypes come first, because loaders
+/// refuse tensors that are not aligned.
 fn data_offsets(wanted: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];

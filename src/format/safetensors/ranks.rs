@@ -1,6 +1,7 @@
-//! Reads one safetensors file per rank: the shards of each rank, under the same tensor names.
+//! Reads one safetensors file per rank: each file has one rank's shards, and the files of all ranks use the same tensor
+//! names.
 //!
-//! The format cannot record which part of a tensor a file contains, so files are read as shards only if the user
+//! The format cannot record which elements of a tensor a shard contains. So files are read in this way only if the user
 //! declares the layout ([`crate::format::declared_layout`]). Before the declared layout is applied, every chunk is
 //! treated as a full tensor.
 

@@ -1,9 +1,10 @@
 //! Shards of DCP's Hugging Face storage: safetensors files that record the offsets of each box in its tensor.
 //!
-//! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` contains the part of rank R (counted from 1) of the F-th file
-//! of the whole checkpoint. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each box in the whole
-//! tensor. The shape of the whole tensor is not stored. It is assumed to end where the shards end, as in PyTorch's
-//! reader. So a missing shard in the middle of a tensor is detected, but a missing shard at its end is not.
+//! After consolidation the checkpoint would have N files. A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors`
+//! contains the boxes that rank R (counted from 1) has of the tensors in file F. `DCP_SHARDING_INFO` in the
+//! `__metadata__` of the shard file gives the offsets of each box in the whole tensor. The shape of the whole tensor is
+//! not stored. As in PyTorch's reader, a tensor is assumed to end at the end of the last box. So a box that is missing
+//! in the middle of a tensor is detected, but a box that is missing at the end is not.
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 
@@ -29,9 +30,9 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 pub struct ShardName {
     /// The number of the rank in the file name, counted from 1.
     pub shard: u32,
-    /// The number of the file of the consolidated checkpoint, counted from 1.
+    /// The number F in `model-F-of-N`, counted from 1: after consolidation, the tensors of this shard are in file F.
     pub file: u32,
-    /// The number of files of the consolidated checkpoint.
+    /// The number N in `model-F-of-N`: the number of files after consolidation.
     pub files: u32,
 }
 
@@ -55,8 +56,8 @@ impl fmt::Display for ShardName {
     }
 }
 
-/// Returns a warning if no file beside the shards gives the shapes of whole tensors: neither a config, nor a
-/// consolidated file, which the writer puts above a folder `sharded`.
+/// Returns a warning if no file near the shards gives the shapes of whole tensors: neither a config, nor a file from
+/// consolidation, which PyTorch writes into the folder above `sharded`.
 ///
 /// # Errors
 /// `Io` if the file system cannot report whether such a file exists.
@@ -80,7 +81,7 @@ pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
 /// Parses the offsets that a file records for its tensors.
 ///
 /// # Errors
-/// `Malformed` if the text does not have the writer's structure.
+/// `Malformed` if the text does not have the structure that PyTorch writes.
 pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> {
     #[derive(Deserialize)]
     struct ShardingEntry {
@@ -107,10 +108,10 @@ pub struct TensorShard {
     pub offsets: Option<Box<Dims>>,
 }
 
-/// Joins the parts of one name into a tensor.
+/// Joins the boxes with one tensor name to a tensor.
 ///
 /// # Errors
-/// `Conflict` if the parts disagree, `Malformed` if offsets do not fit the parts.
+/// `Conflict` if the boxes differ in dtype or number of dims, `Malformed` if the offsets of a box do not fit its shape.
 pub fn tensor(shards: &[TensorShard]) -> Result<TensorEntry> {
     let first = &shards[0];
     let fqn = Fqn::from(first.name.clone());

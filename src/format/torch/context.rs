@@ -13,11 +13,12 @@ use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, NodeId};
 use torch_pickle::zip::Archive;
 
-/// A plain tensor: a part of a storage, as a strided array. Unit of offset, sizes and strides: elements of `dtype`.
+/// A plain tensor as a view: elements of a storage, described by an offset, sizes and strides. Unit of offset, sizes
+/// and strides: elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
-    /// The key of the storage. The zip record `data/KEY` has its data.
+    /// The key of the storage. The zip record `data/KEY` has the data of the storage.
     pub key: Box<str>,
     pub storage_bytes: u64,
     pub offset: u64,
@@ -25,10 +26,10 @@ pub struct View {
     pub strides: Dims,
 }
 
-/// A mesh as the file of one rank describes it.
+/// A mesh, as the file of one rank describes this mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshSpec {
-    /// The mesh of this rank, which may be a slice of a larger mesh.
+    /// The mesh of the tensor. This mesh may be a slice of a larger mesh.
     pub mesh: DeviceMesh,
     /// The mesh of which `mesh` is a slice; `None` if `mesh` is not a slice.
     pub root: Option<DeviceMesh>,
@@ -36,40 +37,41 @@ pub struct MeshSpec {
     pub rank: Option<Rank>,
     /// True if the saving rank is in the mesh. If false, the rank has no part of the tensors on the mesh.
     pub is_member: bool,
-    /// The PyTorch release and the device type with which the mesh was pickled.
+    /// The PyTorch release that pickled the mesh, and the device type of the mesh.
     pub style: DTensorStyle,
 }
 
-/// The maximum size, in bytes, of the tensor with the ranks of a mesh: 16 million ranks of 8 bytes.
+/// The maximum size, in bytes, of the tensor that lists the ranks of a mesh: 16 million ranks of 8 bytes each.
 const MAX_RANKS_BYTES: u64 = 1 << 27;
 
-/// The state of reading one archive's pickle.
+/// The state of reading the pickle of one archive: caches, and limits against hostile files.
 pub struct Reader<'a> {
     pub source: ArchiveSource<'a>,
     pub archive: &'a Archive,
-    /// The meshes that were already read, by their node. A mesh that several tensors share is one node, and is read
-    /// once.
+    /// The meshes that were already read, by their node in the pickle. If several tensors share a mesh, this mesh is a
+    /// single node and is read only once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
-    /// The number of tensors and meshes that contain the tensor or mesh that is being read.
+    /// The current nesting depth: the number of tensors and meshes around the tensor or mesh that is being read.
     pub depth: usize,
     /// The number of shards that may still be read. Several tensors may share a list of shards, but a hostile file must
     /// not repeat such a list without limit.
     pub shards_left: usize,
-    /// The reason why a valid tensor is not supported; `None` if there is no such tensor.
+    /// The reason why dtshard does not support a valid tensor of the pickle; `None` if all tensors so far are
+    /// supported.
     pub unsupported: RefCell<Option<String>>,
-    /// The error of the file system if the file could not be read.
+    /// The error of the file system; `None` if the file could be read so far.
     pub read_error: RefCell<Option<Error>>,
 }
 
 impl Reader<'_> {
-    /// Returns the error for a valid tensor that is not supported.
+    /// Returns the error for a valid tensor that dtshard does not support. Also stores the reason in `unsupported`.
     pub fn unsupported(&self, what: impl Into<String>) -> DecodeError {
         let what = what.into();
         *self.unsupported.borrow_mut() = Some(what.clone());
         DecodeError::malformed(what)
     }
 
-    /// Converts an error of reading the file. Also stores the error if it is not about the content of the file.
+    /// Converts an error of reading the file. If the file system caused the error, also stores it in `read_error`.
     fn read_error(&self, error: Error) -> DecodeError {
         let what = DecodeError::malformed(error.to_string());
         if !error.is_about_content() {
@@ -127,7 +129,8 @@ impl Reader<'_> {
         Ok(values)
     }
 
-    /// Checks that the zip record of a view's storage exists and has exactly the length of the storage.
+    /// Checks that the archive has a zip record for the storage of a view, and that the length of the zip record is
+    /// exactly the length of the storage.
     pub fn check_storage(&self, view: &View) -> Result<(), DecodeError> {
         let name = format!("data/{}", view.key);
         match self.archive.get(&name) {

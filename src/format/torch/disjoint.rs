@@ -1,5 +1,5 @@
-//! Joins several torch.save files into one flat state dict. Each file has different tensors of it, as `save_pretrained`
-//! splits large models.
+//! Joins several torch.save files into one flat state dict. Each file has other tensors of the model than the other
+//! files, because `save_pretrained` splits large models in this way.
 //!
 //! Invariant: every name is in exactly one file.
 

@@ -158,7 +158,8 @@ fn differing(files: &Files, index: &ShardIndex, catalog: &Catalog, paths: &[Path
     index.differing(&|name| holders.get(name).copied(), stored, paths)
 }
 
-/// The reader of the format `torch-ranks`. It finds flat parameters only when it reads the files.
+/// The reader of the format `torch-ranks`. Rank files with flat parameters are detected as `torch-ranks`, too; the
+/// reader finds the flat parameters when it reads the files, and then returns the format `fsdp-flat`.
 pub struct RankReader;
 
 impl Read for RankReader {

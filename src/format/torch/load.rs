@@ -1,7 +1,7 @@
 //! Reads the files of all ranks in parallel.
 //!
 //! Every ShardedTensor in every file lists the shards of all ranks, so the lists grow with the square of the number of
-//! ranks: 1,024 ranks with 40 flat parameters list 42 million shards. Equal lists are therefore kept once.
+//! ranks: 1,024 ranks with 40 flat parameters list 42 million shards. Therefore equal lists are in memory only once.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use torch_pickle::pickle::Unknown;
 /// Reads the rank files `ranks` in parallel.
 ///
 /// # Errors
-/// The errors of reading one file. If several files have errors, the error of the lowest rank.
+/// The errors of reading one file. If several files have errors, returns the error of the lowest rank.
 pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown) -> Result<Vec<RankFile>> {
     let own: Vec<(Rank, &PathBuf, FileId)> =
         ranks.iter().map(|(rank, path)| Ok((Rank(*rank), path, files.add(path)?))).collect::<Result<_>>()?;

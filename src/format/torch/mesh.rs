@@ -1,8 +1,9 @@
 //! Reads DeviceMesh objects as PyTorch 2.2 to 2.15 pickles them.
 //!
-//! Up to 2.9 the array of ranks is stored directly. From 2.10 on a mesh is a layout over the ranks of its root mesh:
-//! the sizes and strides of the (possibly flattened) axes of each dim. A slice does not record its position in the
-//! root; the position follows from the saving rank and its coordinate. Sizes and strides count ranks.
+//! Up to PyTorch 2.9, a pickled mesh has the array of ranks. From 2.10 on, a mesh is a layout over the ranks of its
+//! root mesh (the mesh of which it is a slice): the sizes and strides of the (possibly flattened) axes of each dim. A
+//! slice does not record its position in the root; the position follows from the saving rank and its coordinate. Sizes
+//! and strides count ranks.
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
@@ -14,10 +15,10 @@ use super::view::plain_view;
 use crate::layout::{DeviceMesh, Dims, Rank};
 use torch_pickle::pickle::{DecodeError, Ref};
 
-/// The maximum number of ranks of a mesh. No cluster has so many ranks, so a larger array is damaged.
+/// The maximum number of ranks of a mesh. No cluster has so many ranks, so a file with a larger array is damaged.
 const MAX_RANKS: u64 = 1 << 24;
 
-/// Reads the DeviceMesh at a node, or returns it if it was read before.
+/// Returns the DeviceMesh at a node of the pickle. Reads the mesh only at the first call for a node.
 pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>, DecodeError> {
     let key = node.id();
     if let Some(known) = reader.meshes.get(&key) {
@@ -49,7 +50,8 @@ fn dim_names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
     names.map(Some).ok_or_else(|| DecodeError::malformed("mesh_dim_names that are not strings"))
 }
 
-/// Returns the coordinate of the saving rank; `None` if the rank is outside the mesh or the coordinate is not recorded.
+/// Returns the coordinate of the saving rank; `None` if the rank is outside the mesh, or if the pickle does not record
+/// the coordinate.
 fn coordinate(state: Ref<'_>) -> Option<Dims> {
     state.get("_coordinate_on_dim").filter(|node| !node.is_none()).and_then(Ref::to_dims)
 }
@@ -139,7 +141,8 @@ impl MeshAxis {
         self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
     }
 
-    /// Returns how far a position along this dim is from position 0 in the root's list of ranks.
+    /// Returns the difference, in the root mesh's list of ranks, between the indices of two ranks: the rank at
+    /// `position` along this dim, and the rank at position 0.
     fn offset(&self, position: u64) -> Option<u64> {
         let mut rest = position;
         let mut offset = 0_u64;

@@ -61,14 +61,16 @@ pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Ca
     Ok(catalog)
 }
 
-/// Returns the objects that were dropped from the files, as `FQN (symbol)`. Each object is listed once.
+/// Returns the objects that were dropped from the files, as `FQN (symbol)`. An object that occurs in several files is
+/// listed once.
 pub fn dropped_objects(files: &[ranks::RankFile]) -> Vec<String> {
     let all = files.iter().flat_map(|file| &file.contents.dropped);
     let distinct: IndexSet<String> = all.map(|dropped| format!("{} ({})", dropped.path, dropped.symbol)).collect();
     distinct.into_iter().collect()
 }
 
-/// Returns a chunk of a tensor: `tile` is its position, and `view` is its data in the archive.
+/// Returns a chunk of a tensor: `tile` is the position of the chunk in the tensor, and `view` is the data of the chunk
+/// in the archive.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
     Chunk { tile, location: contents.record_location(view), strides, rank }

@@ -1,8 +1,8 @@
 //! Merges the torch.save files of all ranks into one state dict.
 //!
-//! Containers are merged by key. A DTensor or ShardedTensor contributes its local part. Plain tensors and objects that
-//! several ranks store must be equal on all of them: objects are compared while files are merged, tensor data when it
-//! is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
+//! Dicts and lists are merged key by key. Of a DTensor or ShardedTensor, each file contributes the local part of its
+//! rank. Plain tensors and objects that several ranks store must be equal on all of them: objects are compared while
+//! files are merged, tensor data when it is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -35,10 +35,10 @@ pub struct RankFile {
     pub contents: ArchiveContents,
 }
 
-/// The relation between the plain tensors that several ranks store under the same name.
+/// The relation between plain tensors with one name in the files of several ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainKind {
-    /// The tensors are copies, which must be equal on all ranks.
+    /// The tensors are copies of one tensor, so all ranks must have equal values.
     Replicas,
     /// The tensors are parts of one tensor, and may have different shapes. The user declares how they form the tensor
     /// ([`crate::format::declared_layout`]). Until the declared layout is applied, the tensor has the shape of its
@@ -46,11 +46,11 @@ pub enum PlainKind {
     Parts,
 }
 
-/// Returns the catalog of a file that belongs to no series. If the file has a DTensor, it has only the part of one
-/// rank, and the later check of coverage reports the missing parts.
+/// Returns the catalog of a file that belongs to no series. If the file contains a DTensor, the file has only the local
+/// part of one rank. The later coverage check then reports the missing elements.
 ///
 /// # Errors
-/// `Malformed` for an invalid file, `Conflict` for a contradiction in it.
+/// `Malformed` for an invalid file, `Conflict` for a contradiction in the file.
 pub fn single(file: &RankFile) -> Result<Catalog> {
     merge(std::slice::from_ref(file), PlainKind::Replicas)
 }
@@ -58,8 +58,8 @@ pub fn single(file: &RankFile) -> Result<Catalog> {
 /// Merges the files of all ranks into one catalog.
 ///
 /// # Errors
-/// `Conflict` if ranks store different metadata for a tensor, `Malformed` if a file belongs to another rank than its
-/// name states.
+/// `Conflict` if ranks store different metadata for a tensor, `Malformed` if the name of a file states another rank
+/// than the content of the file.
 pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
@@ -109,12 +109,12 @@ struct TensorOfRank {
 struct Merger<'a> {
     files: &'a [RankFile],
     plain: PlainKind,
-    /// For each tensor of the merged state dict, the tensors of the ranks that it consists of.
+    /// For each tensor of the merged state dict, the tensors in the rank files that were merged to this tensor.
     tensors: Vec<Vec<TensorOfRank>>,
 }
 
 impl Merger<'_> {
-    /// Returns the value of a file with new tensor ids, which are distinct from the ids of other files.
+    /// Returns a copy of `value` with new tensor ids, which differ from the tensor ids of all other files.
     fn renumber(&mut self, file: usize, value: &Value) -> Value {
         let first = self.tensors.len();
         let count = self.files[file].contents.tensors.len();
@@ -168,8 +168,9 @@ impl Merger<'_> {
         }
     }
 
-    /// Removes from `rank_values` the ranks whose file has no value at `path`. When a conflict is found, the first
-    /// value is assigned to all ranks that were merged before, also to ranks without the value.
+    /// Removes from `rank_values` the ranks whose file has no value at `path`. This is needed because, when ranks first
+    /// differ in a value, the earlier value is assigned to all ranks that were merged before, including ranks whose
+    /// file does not have the value.
     fn remove_ranks_without_value(&self, path: &Path, rank_values: &mut [RankValue]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
@@ -213,7 +214,7 @@ impl Merger<'_> {
         &self.files[part.file].contents.tensors[part.tensor]
     }
 
-    /// Returns the catalog entry of a tensor, with a chunk for the part of each rank.
+    /// Returns the catalog entry of a tensor, with one chunk for the local part of each rank.
     fn merged_entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
         let first = parts[0];
         for &part in parts {
@@ -417,8 +418,8 @@ fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::c
     }
 }
 
-/// Converts placements on a slice to placements on its root mesh. The tensor is replicated on mesh dims outside the
-/// slice.
+/// Converts placements on a slice to placements on the root mesh of this slice. On mesh dims of the root mesh that are
+/// not in the slice, the result is Replicate.
 fn lift_to_root(
     mesh: &DeviceMesh,
     root: Option<&DeviceMesh>,

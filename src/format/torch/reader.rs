@@ -38,14 +38,14 @@ impl ArchiveContents {
         id
     }
 
-    /// Returns the byte range of the file that the archive fills.
+    /// Returns the byte range that the archive occupies in its file.
     #[must_use]
     pub fn file_range(&self) -> FileRange {
         self.file_range
     }
 
-    /// Returns the location of the first element of a view. The storage of the view must have been checked before with
-    /// [`Reader::check_storage`].
+    /// Returns the location of the first element of a view, relative to the zip record of its storage. The caller must
+    /// have checked the storage with [`Reader::check_storage`].
     #[must_use]
     pub fn record_location(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
@@ -56,8 +56,8 @@ impl ArchiveContents {
         }
     }
 
-    /// Returns the frame of a view: the bytes of the archive that determine the location of the view. Returns `None` if
-    /// the frame would be too large to cache.
+    /// Returns the frame of a view: the bytes of the archive that determine the location of the view. All archives with
+    /// this frame have the view's data at this location. Returns `None` if the frame is too large to cache.
     ///
     /// # Errors
     /// `Io` if the archive cannot be read.
@@ -93,8 +93,8 @@ impl ArchiveContents {
 /// The maximum length of the zip record `byteorder` in bytes. Its content is `little` or `big`.
 const MAX_BYTE_ORDER_BYTES: u64 = 64;
 
-/// Reads the archive that fills a byte range of a file. Messages use `name` as the name of the content of the range; it
-/// is empty for a complete file.
+/// Reads the archive that occupies a byte range of a file. Messages use `name` (such as the FQN of an item) to name the
+/// archive; `name` is empty if the archive is the complete file.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported` or `Io`, naming the file and the position in it.
@@ -189,13 +189,13 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
     }
 }
 
-/// Returns the error for a file whose pickle `what` cannot be parsed.
+/// Returns the error for a file with a pickle that cannot be parsed. `what` is the name of the pickle.
 pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
     Error::malformed(path, format!("{what}, byte {}", error.at), error.expected(), error.found.clone())
 }
 
-/// Returns the error for a file with a pickled value that cannot be decoded. `unsupported` is the reason if the value
-/// is valid but not supported.
+/// Returns the error for a file with a pickled value that cannot be decoded. If the value is valid but dtshard does not
+/// support it, `unsupported` is the reason.
 pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
     let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
     match (error, unsupported) {

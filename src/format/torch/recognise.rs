@@ -1,4 +1,4 @@
-//! Recognises torch.save files by their first bytes, and torch files without a model by their names. It also reads the
+//! Recognises torch.save files by their first bytes, and torch files without a model by their names. Also reads those
 //! bytes of an archive that are not tensor data.
 
 use std::path::Path;
@@ -26,7 +26,8 @@ const NO_MODEL: [&str; 11] = [
     "common.pt",
 ];
 
-/// Returns whether a torch file of this name contains no model, because trainers save it beside a model.
+/// Returns whether the name of a torch file shows that the file contains no model, because trainers save files with
+/// this name beside a model.
 pub fn is_no_model(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
@@ -47,8 +48,8 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
     name.ends_with(b"/data.pkl")
 }
 
-/// Reads the metadata of an archive, and the states of random number generators in it, so that these byte ranges are
-/// recorded. Damage is ignored.
+/// Reads the metadata of an archive, and the states of random number generators in it, so that `files` records these
+/// byte ranges. Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in state_dict::all_tensors(&contents.value) {

@@ -1,6 +1,6 @@
-//! The PyTorch releases that are able to load the written DTensors.
+//! The PyTorch releases that can load DTensors that dtshard writes.
 //!
-//! The fields of a DTensor are the same in releases 2.5 to 2.15. The fields of its mesh were renamed in 2.10, and the
+//! A DTensor has the same fields in all releases from 2.5 to 2.15. The fields of its mesh were renamed in 2.10, and the
 //! class of the mesh layout changed in 2.13, so no pickle is a valid mesh for all releases. Measured with 2.5.1, 2.9.1,
 //! 2.10.0, 2.12.0 and 2.15.0:
 //!
@@ -23,7 +23,8 @@ pub enum Release {
     V2_5,
     /// PyTorch 2.10: the mesh is a layout of nested sizes and strides.
     V2_10,
-    /// PyTorch 2.11 and 2.12: the mesh is as in 2.10, and also has the rank. Strided shards record their own order.
+    /// PyTorch 2.11 and 2.12: the mesh has the fields of 2.10, and also the rank. Strided shards record the order in
+    /// which mesh dims shard the tensor dim.
     V2_11,
     /// PyTorch 2.13 and later: the mesh is a layout of axes.
     #[default]
@@ -46,12 +47,13 @@ impl Release {
     }
 }
 
-/// The form of the DTensors in a checkpoint, which depends on the job.
+/// The form in which a checkpoint stores DTensors. The form depends on the PyTorch release and the device type of the
+/// job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DTensorStyle {
     pub release: Release,
-    /// The device type of meshes: `cpu` or `cuda`. Local tensors are always written as CPU tensors, which load
-    /// everywhere; trainers that save with CPU offload write them in the same way.
+    /// The device type of meshes: `cpu` or `cuda`. Local tensors are always written as CPU tensors, because these load
+    /// on every machine. Trainers with CPU offload also save CPU tensors.
     pub device_type: String,
 }
 

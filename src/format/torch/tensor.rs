@@ -26,13 +26,13 @@ pub enum TensorNode {
         mesh: Arc<MeshSpec>,
         placements: Vec<Placement>,
     },
-    /// A ShardedTensor. `local` has the shards of this rank, and `all` has the regions of the shards of all ranks in
-    /// the group.
+    /// A ShardedTensor. `local` has the shards of the rank that saved the file. `all` has the region of each shard of
+    /// all ranks in the process group.
     Sharded {
         dtype: Dtype,
         shape: Dims,
         /// The strides of the whole tensor in memory, like [`crate::catalog::TensorEntry::stride`]. A pickled
-        /// ShardedTensor does not record them, so they are `None` when it is read.
+        /// ShardedTensor does not record strides, so this field is `None` for a ShardedTensor that was read.
         stride: Option<Dims>,
         group: ProcessGroup,
         local: Vec<(Region, View)>,
@@ -69,7 +69,8 @@ pub fn read_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Tens
     Ok(plain_view(reader, node)?.map(TensorNode::Plain))
 }
 
-/// Returns an attribute of a DTensor or ShardedTensor. Its state is a dict, or a tuple `(dict or None, slots)`.
+/// Returns an attribute of a DTensor or ShardedTensor. The pickled state of the tensor is a dict, or a tuple `(dict or
+/// None, slots)`.
 fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, DecodeError> {
     let parts: Vec<Ref<'a>> = state.as_tuple().map_or_else(|| vec![state], Iterator::collect);
     (parts.iter().find_map(|part| part.get(name)))

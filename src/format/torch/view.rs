@@ -10,7 +10,7 @@ use torch_pickle::pickle::{DecodeError, Items, Ref};
 /// Returns the view of a plain tensor; `None` for any other node.
 ///
 /// # Errors
-/// `DecodeError` for a damaged tensor, and for a tensor of an unsupported kind.
+/// `DecodeError` for a damaged tensor, and for a kind of tensor that dtshard does not support.
 pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
     let args = call.args;
@@ -31,7 +31,8 @@ pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>
     }
 }
 
-/// Returns whether a function of torch only wraps the tensor that is its first argument, as `_rebuild_parameter` does.
+/// Returns whether a function of torch only wraps a tensor, which is the first argument of the function. An example is
+/// `_rebuild_parameter`.
 pub fn is_wrapping_function(module: &str, name: &str) -> bool {
     let wrappers = ["_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_device_tensor_from_cpu_tensor"];
     module == "torch._utils" && wrappers.contains(&name)
@@ -53,7 +54,7 @@ fn read_rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>
     }
 }
 
-/// Reads a tensor of a subclass: `_rebuild_from_type_v2(func, type, args, state)`.
+/// Reads a tensor whose class is a subclass of `Tensor`, pickled as `_rebuild_from_type_v2(func, type, args, state)`.
 fn read_typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, DecodeError> {
     let (func, class) = (argument(args, 0)?, argument(args, 1)?.global().unwrap_or_default());
     let inner = argument(args, 2)?.as_tuple();
@@ -130,7 +131,8 @@ fn read_plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) ->
 }
 
 impl View {
-    /// Checks that the view is inside its storage, so that reading it needs no further checks.
+    /// Checks that all elements of the view are inside the storage, so that reading the elements needs no further
+    /// checks.
     fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());

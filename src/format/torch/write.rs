@@ -1,5 +1,6 @@
-//! Writes a torch.save file that `torch.load(weights_only=True)` reads back as the same state dict, with its
-//! containers, tied tensors and non-tensor values. Unit of offsets and lengths: bytes in files, elements in storages.
+//! Writes a torch.save file that `torch.load(weights_only=True)` reads back as a state dict equal to the given state
+//! dict, including containers, tied tensors and values that are not tensors. Unit of offsets and lengths: bytes in
+//! files, elements in storages.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -18,13 +19,13 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::ArchiveWriter;
 
-/// The name of the folder inside a written archive. PyTorch uses the name of the file, but reads an archive with any
-/// folder. With a fixed name, equal checkpoints have equal files.
+/// The name of the folder inside a written archive. PyTorch writes the name of the file as the name of this folder, but
+/// reads archives with any folder name. dtshard uses a fixed name, so that equal checkpoints have equal files.
 pub const PREFIX: &str = "archive";
 
 /// The maximum number of boxes for one tensor that is not row-major. Such a tensor is written as row-major boxes, for
-/// example one box per filter and kernel position. The next constant is the maximum for all such tensors of an archive.
-/// Both limit the memory for boxes.
+/// example one box per filter and kernel position. The next constant is the maximum for all such tensors of an archive
+/// together. Both constants limit the memory that boxes take.
 const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_PER_ARCHIVE: u64 = 1 << 21;
 
@@ -36,7 +37,7 @@ pub struct SavedArchive {
     pub len: u64,
 }
 
-/// A tensor of a written archive, which has a storage of its own.
+/// A tensor in a written archive. Each tensor has a storage of its own.
 pub struct SavedTensor {
     pub id: TensorId,
     /// The offset of the tensor's data in the file, in bytes.
@@ -45,7 +46,7 @@ pub struct SavedTensor {
 }
 
 impl SavedTensor {
-    /// Returns the position of the tensor in the output file, as an entry of the reservation.
+    /// Returns the reservation entry of the tensor, which has the position of the tensor's data in the output file.
     pub fn reserved(&self, source: &Catalog, file: FileId) -> Reserved {
         let TensorEntry { fqn, dtype, shape, .. } = source.tensor(self.id);
         let SavedOrder::Permuted(order) = &self.order else {
@@ -67,9 +68,11 @@ impl SavedTensor {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SavedOrder {
     RowMajor,
-    /// The order of the tensor's strides in memory, which the catalog records.
+    /// The elements have the order that the strides in the catalog describe, which is the order in the memory of the
+    /// job.
     Permuted(StorageOrder),
-    /// Row-major order. The order in memory would need too many boxes.
+    /// The elements have row-major order, although the strides in the catalog describe another order. That order would
+    /// need too many boxes.
     TooFragmented,
 }
 
@@ -88,8 +91,8 @@ impl SavedOrder {
     }
 }
 
-/// Appends an archive to a file, as torch.save writes it for `value`. A tensor that occurs several times is stored
-/// once, with the strides that it had in memory.
+/// Appends an archive to a file, as torch.save writes it for `value`. A tensor that occurs several times in `value` is
+/// stored once. Tensors get the strides that the catalog records.
 ///
 /// # Errors
 /// A message about the reason why the value cannot be pickled.
@@ -121,17 +124,20 @@ pub fn save(
     Ok(SavedArchive { tensors: tensors.collect(), len })
 }
 
-/// Archives as torch.save makes them for a single contiguous tensor. An archive depends only on the dtype and the sizes
-/// of its tensor, so tensors with equal dtype and sizes share one archive.
+/// A cache of archives that contain a single contiguous tensor, as `torch.save` writes them. Except for tensor data, an
+/// archive depends only on the dtype and the sizes of the tensor. So one cached archive is used for all tensors with
+/// equal dtype and sizes.
 #[derive(Default)]
 pub struct TensorArchives {
-    /// For each dtype and sizes, the archive as a separate file, and the offset of the tensor data in this file.
+    /// For each dtype and sizes, the layout of the archive as a separate file, and the offset of the tensor data in
+    /// this file, in bytes.
     archives: HashMap<(Dtype, Dims), (OutputFile, u64)>,
     pub frames: SharedBytes,
 }
 
 impl TensorArchives {
-    /// Appends an archive to `file`. Returns the offset of the tensor data in `file`, and the length of the archive.
+    /// Appends an archive for a tensor of this dtype and these sizes to `file`. Returns the offset of the tensor data
+    /// in `file` and the length of the archive, in bytes.
     pub fn append(&mut self, dtype: Dtype, sizes: &[u64], file: &mut OutputFile) -> (u64, u64) {
         let Self { archives: known, frames } = self;
         let (archive, data) = known.entry((dtype, Dims::from_slice(sizes))).or_insert_with(|| {
@@ -168,7 +174,8 @@ pub struct StoredView<'a> {
     pub dtype: Dtype,
     /// The key of the storage, which is the number in the name of its zip record `data/KEY`.
     pub key: usize,
-    /// The number of elements in the storage. The next field is the element at which the view begins.
+    /// The number of elements in the storage. The next field is the index of the first element of the view in the
+    /// storage.
     pub stored: u64,
     pub offset: u64,
     pub sizes: &'a [u64],
@@ -259,7 +266,7 @@ pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mu
     });
 }
 
-/// Writes the layout `torch.strided`.
+/// Writes the value `torch.strided`, which is the memory layout of a tensor.
 pub(super) fn write_strided(writer: &mut Writer) {
     writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
 }
@@ -280,8 +287,8 @@ pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     writer.tuple(sizes.len());
 }
 
-/// Lays out one torch.save file that contains `state`. Every tensor is written in full, in the element order that it
-/// had in memory.
+/// Lays out one torch.save file that contains `state`. Every tensor is written in full. If the catalog records the
+/// strides of a tensor, the elements are written in the order of these strides.
 ///
 /// # Errors
 /// `Unsupported` if a value cannot be pickled.

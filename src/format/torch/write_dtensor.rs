@@ -1,7 +1,7 @@
 //! Writes DTensors as PyTorch pickles them, so that `torch.load` restores DTensors.
 //!
-//! The fields of a DTensor are the same in PyTorch 2.5 to 2.15, but the fields of its [mesh](super::write_mesh) differ
-//! between these releases. Unit of shapes: elements.
+//! A DTensor has the same fields in all PyTorch releases from 2.5 to 2.15, but the fields of its
+//! [mesh](super::write_mesh) differ between these releases. Unit of shapes: elements.
 //!
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`.
 
@@ -24,9 +24,9 @@ pub struct DTensorSpec<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
-    /// The mesh dims of the tensor's own mesh, if that mesh is a slice of the whole mesh; otherwise `None`.
+    /// If the tensor is on a slice of the mesh, the mesh dims of this slice; otherwise `None`.
     pub slice: Option<&'a [MeshDim]>,
-    /// The storage key of the local tensor, which is contiguous. `local_sizes` are the sizes of the local tensor.
+    /// The storage key of the local tensor. The local tensor is contiguous and has the sizes `local_sizes`.
     pub key: usize,
     pub local_sizes: &'a [u64],
 }
@@ -78,8 +78,8 @@ fn write_spec(writer: &mut Writer, meshes: &mut MeshWriter<'_>, tensor: DTensorS
     writer.setitems().build();
 }
 
-/// Writes a placement: `cls.__new__(cls)` and a state. Every placement needs a state, because placements are C++
-/// classes from PyTorch 2.10 on, and the opcode BUILD creates them.
+/// Writes a placement: `cls.__new__(cls)` followed by BUILD with a state. BUILD is needed for every placement: from
+/// PyTorch 2.10 on, placements are C++ classes, and BUILD creates the C++ object.
 fn write_placement(writer: &mut Writer, placement: Placement) {
     let class = match placement {
         Placement::Shard(_) => "Shard",
@@ -105,8 +105,8 @@ fn write_placement(writer: &mut Writer, placement: Placement) {
     writer.build();
 }
 
-/// Returns, for each tensor dim, the mesh dims that shard it, in the order of sharding. Returns `None` if the split
-/// factors of the placements do not correspond to an order.
+/// Returns, for each tensor dim, the mesh dims that shard it, in the order of sharding. Returns `None` if no order of
+/// mesh dims gives the split factors of the placements.
 fn shard_order(placements: &[Placement], mesh_shape: &[u64]) -> Option<Vec<(TensorDim, Vec<MeshDim>)>> {
     let mut order: BTreeMap<TensorDim, Vec<MeshDim>> = BTreeMap::new();
     for (at, placement) in placements.iter().enumerate().rev() {

@@ -1,8 +1,7 @@
-//! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]; `mesh.rs` reads them. Unit of sizes and
-//! strides: ranks.
+//! Writes DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]. The module `mesh` reads such meshes. Unit
+//! of sizes and strides: ranks.
 //!
-//! Invariant: a mesh, and each slice of it, is written once in a pickle. Later uses refer to the same object through
-//! the memo.
+//! Invariant: a pickle has the mesh once, and each slice of the mesh once. Later uses fetch the object from the memo.
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
@@ -17,11 +16,11 @@ use torch_pickle::pickle::Writer;
 const DEVICE_MESH: (&str, &str) = ("torch.distributed.device_mesh", "DeviceMesh");
 const LAYOUT: &str = "torch.distributed._mesh_layout";
 
-/// The memo index of the whole mesh, which all DTensors of a file share. The memo index of a slice is a number with one
-/// bit set for each mesh dim of the slice.
+/// The memo index of the complete mesh, which all DTensors of a file share. The memo index of a slice is a bit mask:
+/// bit `i` is set if mesh dim `i` belongs to the slice.
 const MESH_MEMO: u32 = 0;
 
-/// The maximum number of dims of a mesh of which slices are written, because every slice needs a memo index.
+/// The maximum number of dims of a mesh of which slices are written, because every possible slice needs a memo index.
 const MAX_SLICED_DIMS: usize = 8;
 
 /// The storage key of the tensor that lists the ranks of the mesh.
@@ -41,13 +40,13 @@ pub struct MeshWriter<'a> {
 }
 
 impl MeshWriter<'_> {
-    /// Returns the first memo index that meshes do not use.
+    /// Returns the lowest memo index that is above the memo indices of all meshes and slices.
     pub fn first_free_memo(&self) -> u32 {
         1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
     }
 
-    /// Returns the mesh dims of the mesh to write for a tensor: the dims of its slice, or all dims. Before PyTorch 2.10
-    /// a slice cannot refer to its root mesh, so all dims are written.
+    /// Returns the mesh dims of the mesh to write for a tensor: the dims of its slice, or all dims. If the target is a
+    /// PyTorch release before 2.10, returns all dims, because a slice cannot refer to its root mesh in such a release.
     pub fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
         match slice {
             Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {
@@ -57,7 +56,7 @@ impl MeshWriter<'_> {
         }
     }
 
-    /// Writes the mesh with these dims. If it is already in the pickle, writes a reference to it.
+    /// Writes the mesh with these dims. If this mesh is already in the pickle, writes a reference to the memo.
     pub fn write(&mut self, writer: &mut Writer, dims: &[usize]) {
         let is_whole = dims.len() == self.mesh.ndim();
         let memo = if is_whole { MESH_MEMO } else { dims.iter().map(|dim| 1 << dim).sum() };
@@ -160,9 +159,9 @@ impl MeshWriter<'_> {
         writer.setitem().build();
     }
 
-    /// Returns, for each mesh dim, the process group of this rank along that dim. The names of the groups are the names
-    /// in a job that creates the groups of this mesh before all other groups. Loaded tensors can communicate only in
-    /// such a job.
+    /// Returns, for each mesh dim, the process group along that dim that contains this rank. PyTorch numbers groups in
+    /// the order of their creation. The returned names are right if a job creates the groups of this mesh before all
+    /// other groups; only in such a job can loaded DTensors communicate.
     fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
@@ -192,7 +191,7 @@ impl MeshWriter<'_> {
 }
 
 struct MeshGroup {
-    /// The number that is the name of the group. 0 is the group of all ranks of the job.
+    /// The name of the process group, which is a number. 0 is the name of the group of all ranks of the job.
     name: u64,
     ranks: Vec<Rank>,
 }

@@ -1,11 +1,12 @@
-//! Writes one torch.save file per rank. All files have the same tree, each with its rank's part of every tensor.
+//! Writes one torch.save file per rank. Each file has the complete state dict, with the rank's local part of every
+//! tensor.
 //!
 //! A tensor is written as a DTensor, as a ShardedTensor, as a plain tensor that is whole on every rank, or as a plain
-//! tensor that is the local part of each rank. Files share no data, so a replica is stored once for each rank that has
-//! it, as in PyTorch. Offsets are in bytes; shapes count elements.
+//! tensor that is the rank's local part. Files share no data, so, as in PyTorch, the file of each rank stores the
+//! rank's replica of a tensor. Offsets are in bytes; shapes count elements.
 //!
-//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if the trees of
-//! ranks differ.
+//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
+//! different values in the state dict.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::PathBuf;
@@ -39,20 +40,21 @@ pub enum RankLayout {
     Plain,
     /// A DTensor, of which every rank in the mesh has its local part.
     Distributed {
-        /// One placement for each dim of the mesh.
+        /// The placement of the tensor on each dim of the mesh.
         placements: Vec<Placement>,
-        /// The dims of the tensor's own mesh, if it gets a mesh that is a slice of the whole mesh. The tensor is
-        /// replicated on all other mesh dims.
+        /// If the tensor is on a slice of the mesh, the mesh dims of this slice; otherwise `None`. On mesh dims that
+        /// are not in the slice, the tensor is replicated.
         slice: Option<Vec<MeshDim>>,
     },
     /// A plain tensor. On each rank it is the rank's local part, and the file does not record the placements.
     Local(SharedTensor),
-    /// A ShardedTensor whose rows are sharded over one mesh dim. All ShardedTensors of a target use the same dim.
+    /// A ShardedTensor whose rows are sharded over one mesh dim. All ShardedTensors of a target are sharded over one
+    /// mesh dim.
     Sharded { dim: MeshDim },
 }
 
 impl RankLayout {
-    /// Returns the layout that writes a tensor as a DTensor.
+    /// Returns the layout [`RankLayout::Distributed`] for a tensor with these placements.
     ///
     /// # Errors
     /// `Unsupported` if the tensor is not split like `torch.chunk`.
@@ -76,8 +78,8 @@ impl RankLayout {
         }
     }
 
-    /// Returns the layout that FSDP1 has for these placements: a ShardedTensor, or a plain tensor if nothing is
-    /// sharded.
+    /// Returns the layout that FSDP1 uses for a tensor with these placements: a ShardedTensor, or a plain tensor if no
+    /// placement shards the tensor.
     ///
     /// # Errors
     /// `Unsupported` for placements other than `S(0)` on one mesh dim, and for splits that FSDP1 does not make.
@@ -94,8 +96,8 @@ impl RankLayout {
     }
 }
 
-/// Checks that each rank's part is the part that `torch.chunk` would give. DTensors and ShardedTensors do not record
-/// split rules, and assume `torch.chunk`.
+/// Checks that each rank has the elements that `torch.chunk` would give the rank. The check is needed because DTensors
+/// and ShardedTensors record no split rule, and PyTorch assumes `torch.chunk` for them.
 fn check_chunks(
     fqn: &Fqn,
     entry: &TensorEntry,
@@ -126,22 +128,23 @@ fn check_chunks(
 /// The input of [`reserve_ranks`]: a mesh, a style, and a layout for each tensor.
 pub struct RankTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of ranks, each of which gets a file. A file of a rank outside the mesh has no part of sharded
+    /// The number of ranks, each of which gets a file. The file of a rank outside the mesh has no data of sharded
     /// tensors.
     pub world_size: u32,
     pub style: &'a DTensorStyle,
     /// A function that returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
-    /// A function that is called for each name of each tensor and returns its layout. If names are tied, the layout of
-    /// the first name counts. A tensor whose content differs between ranks is always plain.
+    /// A function that is called for each name of each tensor and returns its layout. For a tied tensor, the layout
+    /// that the function returns for the first name is used. A tensor whose content differs between ranks is always
+    /// plain.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
 /// Returns the mesh dim over which all ShardedTensors of a target are sharded; `None` if there are no ShardedTensors.
 ///
 /// # Errors
-/// `Unsupported` if ShardedTensors are sharded over different mesh dims, or if the ranks along the dim are not
-/// ascending.
+/// `Unsupported` if ShardedTensors are sharded over different mesh dims, or if the rank numbers along that mesh dim are
+/// not in ascending order.
 fn common_sharding_dim<'l>(
     layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
     mesh: &DeviceMesh,
@@ -176,9 +179,9 @@ fn common_sharding_dim<'l>(
     Ok(Some(dim))
 }
 
-/// Lays out a file for each rank. If ranks of the source store different values of an object, a rank gets the value
-/// that the rank with the same number stores. If that rank stores no value, the `n` ranks that store one are counted
-/// from 0, and rank `r` gets the value of the rank with count `r mod n`.
+/// Lays out a file for each rank. If ranks of the source store different values of an object, rank `r` of the target
+/// gets the value that rank `r` of the source stores. If rank `r` of the source stores no value, the `n` source ranks
+/// that store a value are numbered from 0, and rank `r` of the target gets the value of number `r mod n`.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -239,7 +242,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     Ok(reservation)
 }
 
-/// Returns the error for a rank outside the mesh. FSDP1 has no ShardedTensor that such a rank could load.
+/// Returns the error for a rank outside the mesh. The error exists because FSDP1 expects a ShardedTensor on every rank.
 fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
         format!("ShardedTensors on the mesh {mesh} need every rank, but rank {rank} is not in the mesh"),
@@ -253,12 +256,12 @@ struct PlannedTensor {
     /// The first name of the tensor in the state dict.
     fqn: Fqn,
     layout: RankLayout,
-    /// The number of places in the state dict at which the tensor occurs. All of them refer to the same object, as in
-    /// the job that saved it.
+    /// The number of times that the tensor occurs in the state dict. All occurrences are references to one object in
+    /// the pickle, so the tensor stays tied.
     count: usize,
 }
 
-/// Returns the tensors to write, in the order in which each file has their data.
+/// Returns the tensors to write, in the order in which their data follows in each file.
 fn plan(
     source: &Catalog,
     state: &Value,
@@ -295,7 +298,8 @@ fn plan(
 }
 
 impl PlannedTensor {
-    /// Returns the tile of the rank at a coordinate; `None` if the rank is outside the mesh and has no part.
+    /// Returns the tile of the tensor on the rank at a coordinate; `None` if the rank is outside the mesh, because such
+    /// a rank has no data of the tensor.
     fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: Option<&Dims>) -> Result<Option<Tile>> {
         let whole = || Tile::from_region(&Region::whole(&entry.shape));
         let Some(coordinate) = coordinate else {
@@ -321,34 +325,35 @@ impl PlannedTensor {
 struct TorchRankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
-    /// The rank's tile of each tensor; `None` if the rank has no part of the tensor.
+    /// The rank's tile of each tensor; `None` if the rank has no data of the tensor.
     tiles: Vec<Option<Tile>>,
-    /// True if the files have DTensors. In that case the files also have the mesh.
+    /// True if the files have DTensors. Files with DTensors also have the mesh.
     distributed: bool,
 }
 
-/// Returns the sizes of a rank's local tensor. As in PyTorch, the local tensor of a rank without a part has one dim of
-/// size 0, regardless of the tensor's shape.
+/// Returns the sizes of a rank's local tensor. As in PyTorch, a rank without data of the tensor (`tile` is `None`) has
+/// a local tensor with one dim of size 0, whatever the shape of the tensor is.
 fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
 }
 
-/// The pickle of one rank, and which tensors the rank has data of.
+/// The pickle of one rank, and the list of tensors of which the rank has data.
 struct TorchRankPickle {
     bytes: Vec<u8>,
-    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on all ranks, and are in memory
-    /// only once.
+    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on all ranks, and equal parts
+    /// are in memory only once.
     cuts: Vec<usize>,
     stored: Vec<bool>,
     has_mesh: bool,
 }
 
-/// The number of tensors in one part of a pickle. Equal parts of several rank files are in memory only once.
+/// The number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this part is
+/// in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
-    /// Returns the storage key of the tensor at `index`. Keys are the same on all ranks: the mesh has the first key,
-    /// and the tensors follow in order.
+    /// Returns the storage key of the tensor at `index`. A tensor has the same key in the files of all ranks: key 0 is
+    /// the storage of the mesh, if there is a mesh, and the keys of the tensors follow in the order of the tensors.
     fn key(&self, index: usize) -> usize {
         index + if self.distributed { MESH_KEY + 1 } else { 0 }
     }
@@ -412,8 +417,8 @@ impl TorchRankFile<'_> {
         Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.written_meshes.is_empty() })
     }
 
-    /// Lays out the archive, and returns the offset of each tensor's data in the file; `None` if the rank has no data
-    /// of it.
+    /// Lays out the archive, and returns the offset of each tensor's data in the file; `None` for a tensor of which the
+    /// rank has no data.
     fn lay_out(
         &self,
         pickle: &TorchRankPickle,

@@ -1,14 +1,14 @@
-//! Writes ShardedTensors as FSDP1 pickles them under `SHARDED_STATE_DICT`, so that `torch.load` in a process of the
-//! same rank restores ShardedTensors.
+//! Writes ShardedTensors as FSDP1 pickles them under `SHARDED_STATE_DICT`, so that `torch.load` restores ShardedTensors
+//! in the process with the rank of the file.
 //!
-//! Each ShardedTensor lists the shards of all ranks that share it and has the data of its own shard.
-//! `_sharded_pre_load_state_dict_hook` ignores the listed offsets: it treats the rows of the n-th rank of its process
-//! group as the n-th part of `torch.chunk`. So only such rows are written, and the ranks of a [`RankGroup`] must be
-//! ascending. Unit of shapes: elements.
+//! Each ShardedTensor in a rank file lists the shards of all ranks of its process group, and has the data of the rank's
+//! shard. `_sharded_pre_load_state_dict_hook` ignores the offsets in this list: it treats the rows of the n-th rank of
+//! the process group as the n-th part of `torch.chunk`. So the n-th rank must get exactly the n-th part of
+//! `torch.chunk`, and the ranks of a [`RankGroup`] must be ascending. Unit of shapes: elements.
 //!
 //! The tensor properties are written as a tuple of five fields: early releases reject a sixth field (strides), and 2.15
-//! accepts both forms. Under hybrid sharding, PyTorch records the rank within the group in a local shard, and the rank
-//! in the job in the list of all shards. dtshard writes the rank in the job in both.
+//! accepts both forms. Under hybrid sharding, PyTorch records for a local shard the rank within the process group, and
+//! in the list of all shards the global rank. dtshard writes the global rank in both fields.
 //!
 //! Source: `torch/distributed/fsdp/_shard_utils.py` (`_create_chunk_sharded_tensor`),
 //! `torch/distributed/_shard/sharded_tensor/api.py` (`__getstate__`, `__setstate__`), `metadata.py`.
@@ -31,8 +31,8 @@ const REMOTE_DEVICE: (&str, &str) = ("torch.distributed.remote_device", "_remote
 const CHUNKS: (&str, &str) = ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec");
 const BOXES: (&str, &str) = ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec");
 
-/// Returns the mesh dim over which FSDP1 shards a tensor with these placements. Returns `None` if every rank has the
-/// tensor in full; such a tensor is written as a plain tensor.
+/// Returns the mesh dim over which FSDP1 shards a tensor with these placements. Returns `None` if the placements
+/// replicate the tensor; such a tensor is written as a plain tensor.
 ///
 /// # Errors
 /// `Unsupported` for placements other than `S(0)` on one mesh dim.
@@ -60,7 +60,8 @@ pub fn sharding_dim(
     }
 }
 
-/// The ranks of a process group whose ranks each have a shard of the same ShardedTensors.
+/// The ranks of a process group. Each of these ranks has a shard of every ShardedTensor in its file, and the shards of
+/// the group form the complete tensor.
 pub struct RankGroup {
     pub(super) ranks: Vec<Rank>,
     /// The index in `ranks` of the rank whose file is written.
@@ -103,14 +104,15 @@ pub struct ShardedWriter {
     group: RankGroup,
     /// The number of ranks in the job.
     world_size: usize,
-    /// The memo index at which the objects of [`memo`] begin in the pickle's memo.
+    /// The first memo index that this writer uses. An object with the index `i` in [`memo`] has the memo index `memo +
+    /// i`.
     memo: u32,
     /// Whether each object is already in the pickle's memo, by the index of the object in [`memo`].
     written: Vec<bool>,
 }
 
 /// The memo indices, relative to `ShardedWriter::memo`, of objects that many tensors and shards refer to. Each of these
-/// objects is written only once, because every tensor lists the shards of all ranks.
+/// objects is written only once, to keep the pickle small: every ShardedTensor lists the shards of all ranks.
 mod memo {
     /// The memo index of the state of the process group.
     pub const GROUP: usize = 0;
@@ -132,7 +134,7 @@ pub struct ShardedTensorSpec<'a> {
     pub dtype: Dtype,
     /// The shape of the tensor. It has at least one dim, and no size is 0.
     pub shape: &'a [u64],
-    /// The key of the storage with this rank's shard, which is contiguous and begins at the start of the storage.
+    /// The key of the storage with this rank's shard. The shard is contiguous and begins at element 0 of the storage.
     pub key: usize,
     /// The number of elements in the storage, if the storage is longer than the shard; otherwise `None`.
     pub stored: Option<u64>,
@@ -140,7 +142,7 @@ pub struct ShardedTensorSpec<'a> {
 }
 
 impl ShardedWriter {
-    /// Returns a writer whose objects use the indices from `memo` on in the pickle's memo.
+    /// Returns a writer of the ShardedTensors of the rank `group.own`. The writer uses the memo indices from `memo` on.
     pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
         let known = vec![false; memo::DEVICES + group.ranks.len()];
         Self { group, world_size, memo, written: known }
@@ -180,7 +182,8 @@ impl ShardedWriter {
         own_from..own_until
     }
 
-    /// Writes the object with the index `what` in [`memo`]. If it is already in the pickle, writes a reference to it.
+    /// Writes the object with the index `what` in [`memo`]. If the object is already in the pickle, writes a reference
+    /// to the memo.
     fn write_once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
         let number = self.memo + u32::try_from(what).expect("ranks are 32-bit numbers");
         if std::mem::replace(&mut self.written[what], true) {
@@ -241,8 +244,8 @@ impl ShardedWriter {
         list(writer, &numbered, |writer, (part, region)| self.shard_metadata(writer, *part, region));
     }
 
-    /// Writes the sharding spec that PyTorch's `_infer_sharding_spec_from_shards_metadata` derives from the shards.
-    /// From a single shard it cannot derive the sharded dim.
+    /// Writes the sharding spec that PyTorch's `_infer_sharding_spec_from_shards_metadata` derives from the shards. If
+    /// there is a single shard, PyTorch cannot derive the sharded dim, so the spec has no sharded dim.
     fn spec(&mut self, writer: &mut Writer, boxes: &[Region]) {
         if boxes.len() == 1 {
             instance(writer, BOXES);

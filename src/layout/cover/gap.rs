@@ -1,8 +1,9 @@
 //! Finds the first gap between tiles, for error messages.
 //!
-//! Shapes and offsets count elements. The tiles are disjoint, so a slice of the tensor across a dim is full if and only
-//! if the slices of its tiles add up to it. The first slice that is not full contains the first gap in row-major order.
-//! The search continues in that slice, along the next dim:
+//! Shapes and offsets count elements. A slice is the part of the tensor at one index of a dim. The tiles are disjoint,
+//! so a slice is full if and only if the tiles have together as many elements in the slice as the slice itself. The
+//! first slice that is not full contains the first gap in row-major order. The search continues in that slice, along
+//! the next dim:
 //!
 //! ```text
 //!     a a b b      rows 0 and 1 are full, row 2 has 3 of 4 elements: the gap is in row 2
@@ -54,7 +55,7 @@ fn first_not_full(n: u64, dim: usize, full: u64, tiles: &[&Tile]) -> std::ops::R
     from..n
 }
 
-/// Extends a gap as far as possible without touching a tile, innermost dim first.
+/// Extends a gap along each dim until the gap would overlap a tile. The innermost dim is extended first.
 pub(super) fn grow(mut hole: Region, shape: &[u64], tiles: &[IndexedTile<'_>]) -> Region {
     for dim in (0..shape.len()).rev() {
         let mut tallest = hole.clone();

@@ -1,4 +1,5 @@
-//! Covers whose tiles are all combinations of a few classes for each dim.
+//! Covers in which the tiles form a grid: each dim is divided into a few classes of indices, and each combination of
+//! classes is one tile.
 //!
 //! Offsets and sizes count elements. A class is a set of indices of one dim, and a cell is one combination of classes.
 //! Invariant: the classes of a dim are disjoint and cover the dim, and every cell is exactly one tile. So the tiles are
@@ -24,12 +25,13 @@ use crate::layout::{Dims, Intervals, Tile, unravel};
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
     axes: SmallVec<[GridAxis; 4]>,
-    /// The index of the tile of each cell, in the caller's list of tiles. Cells are in row-major order.
+    /// For each cell, in row-major order, the index of its tile in the caller's list of tiles.
     cells: Vec<usize>,
 }
 
 impl Grid {
-    /// Proves that the tiles are a complete grid. Returns `None` if they are not a grid and another proof is needed.
+    /// Proves that the tiles are a complete grid. Returns `None` if the tiles are not a grid; the caller then uses
+    /// another proof.
     pub(super) fn prove(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Option<Result<Self, CoverError>> {
         let mut axes: SmallVec<[GridAxis; 4]> = SmallVec::new();
         let mut cells: Vec<(u64, usize)> = (0..tiles.len()).map(|at| (0, at)).collect();
@@ -79,14 +81,15 @@ impl Grid {
 #[derive(Clone, Debug)]
 struct GridAxis {
     classes: Vec<Intervals>,
-    /// True if every class is one interval, so that the ends of the classes ascend too.
+    /// True if every class is a single interval. In this case the ends of the classes ascend, as their starts always
+    /// do.
     single: bool,
 }
 
 impl GridAxis {
     /// Returns the classes of a dim, and the class of each tile, or `None` if two different classes overlap. Indices
-    /// that belong to no class form an additional class; no tile fills the cells of this class, so they are found as a
-    /// gap.
+    /// that belong to no class form an additional class. No tile fills the cells of the additional class, so these
+    /// cells are found as a gap.
     fn new<'a>(n: u64, tile_dims: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
         let tile_dims: Vec<&Intervals> = tile_dims.collect();
         let mut order: Vec<(u64, u32)> = tile_dims.iter().map(|class| start(class)).zip(0..).collect();

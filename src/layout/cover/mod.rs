@@ -1,17 +1,18 @@
-//! Proves that tiles hold every element of a tensor exactly once, and keeps the proof as an index of the tiles.
+//! Proves that tiles hold every element of a tensor exactly once, and keeps the proof as an index by which overlapping
+//! tiles are found.
 //!
 //! Shapes and offsets count elements. A gap, an overlap or a tile out of bounds means that a checkpoint is damaged or
-//! misread. This must be an error that names the place, because zeros in a gap look like weights. A [`Cover`] exists
-//! only for tiles that passed the proof, and finds the tiles that overlap a region without testing all of them.
-//! Replicas are not overlaps: the caller first picks one holder of each tile.
+//! misread. Such damage must be an error that names the region, because zeros in a gap look like weights. A [`Cover`]
+//! exists only for tiles that passed the proof, and finds the tiles that overlap a region without testing all of them.
+//! Replicas of a tile are not overlaps: the caller passes each tile only once.
 //!
 //! There are two proofs, and neither compares all pairs of tiles:
 //!
 //! - [`Grid`]: along each dim the tiles fall into a few disjoint classes of intervals, and every combination of classes
 //!   is one tile. Every `DTensor` layout is a grid, even an interleaved one, because
 //!   `torch/distributed/tensor/_utils.py` splits each dim separately.
-//! - [`Slabs`]: any other boxes, such as those of flat parameters. The tensor is split where no tile is split, and then
-//!   each slab again.
+//! - [`Slabs`]: any other boxes, such as those of flat parameters. The tensor is split into slabs along lines that
+//!   split no tile, and each slab is then split in this way again.
 //!
 //! ```text
 //!     grid             slabs
@@ -46,7 +47,7 @@ pub enum CoverError {
     Ndim { tile: usize, expected: usize, found: usize },
 }
 
-/// An index of tiles that cover a shape exactly once.
+/// An index of tiles that together hold every element of a shape exactly once.
 #[derive(Clone, Debug)]
 pub struct Cover {
     index: CoverIndex,
@@ -56,7 +57,7 @@ pub struct Cover {
 enum CoverIndex {
     /// The tensor has no elements, so it needs no tiles.
     Empty,
-    /// The tile with this index is the complete tensor.
+    /// A single tile is the complete tensor. The number is the index of this tile in the caller's list.
     Whole(usize),
     Grid(Grid),
     Slabs(Slabs),
@@ -65,7 +66,8 @@ enum CoverIndex {
 /// A non-empty tile, with its index in the list of tiles that the caller gave to [`Cover::prove`].
 type IndexedTile<'a> = (usize, &'a Tile);
 
-/// Indices of tiles. Most target tiles overlap only a few tiles, whose indices are stored without allocation.
+/// Indices of tiles. A target tile usually overlaps only a few source tiles, and a few indices are stored without
+/// allocation.
 type TileIndices = SmallVec<[usize; 8]>;
 
 impl Cover {

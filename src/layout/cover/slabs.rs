@@ -1,9 +1,9 @@
 //! Covers of irregular tiles: the tensor is split recursively along lines that split no tile.
 //!
-//! Shapes and offsets count elements. Tiles are sorted along a dim. Where all earlier tiles end before the next tile
-//! starts, the tensor is split into two slabs, which are disjoint in that dim. Each slab is split again along the other
-//! dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf, and a sweep
-//! compares them.
+//! Shapes and offsets count elements. Tiles are sorted along a dim. If all earlier tiles end before the next tile
+//! starts, the tensor is split at this index into two slabs, which are disjoint in that dim. Each slab is split again
+//! along the other dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf of
+//! the tree, and a sweep compares these tiles.
 //!
 //! ```text
 //!     a a b       a pinwheel: every straight line splits a tile, so five tiles are one leaf
@@ -11,8 +11,8 @@
 //!     d c c
 //! ```
 //!
-//! Invariant: tiles in different slabs are disjoint by construction, and tiles in one leaf were compared. Together they
-//! have as many elements as the tensor.
+//! Invariant: tiles in different slabs are disjoint by construction, and tiles in one leaf were compared with each
+//! other. All tiles together have as many elements as the tensor.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ use super::{CoverError, IndexedTile, TileIndices, gap, start};
 use crate::layout::Tile;
 
 /// The maximum depth of nested slabs. Real tilings need one or two levels for each dim. A hostile tiling that needs
-/// thousands of levels is swept from this depth on, so it does not overflow the stack.
+/// thousands of levels is not split further at this depth but swept, so the recursion does not overflow the stack.
 const MAX_DEPTH: usize = 32;
 
 /// A tree of slabs, with tiles at the leaves.
@@ -101,8 +101,9 @@ impl SlabNode {
     }
 }
 
-/// Returns where tiles that are sorted along `dim` can be separated. Each pair has the number of tiles before the
-/// split, and the index along `dim` of the split. The last pair is the end of all tiles.
+/// Returns the positions at which tiles, sorted along `dim`, can be separated. Each pair has the number of tiles before
+/// the split, and the index of the split along `dim`. The last pair has the number of all tiles and the end of the last
+/// tile.
 fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     let mut cuts = Vec::new();
     let mut end = 0;

@@ -1,4 +1,4 @@
-//! Reads the keys of a table of a layout file, and makes errors with their position.
+//! Reads the keys of a table of a layout file, and makes errors with the position of a key in the file.
 //!
 //! Lines count from 1. Invariant: a table with an unknown key is an error.
 
@@ -24,12 +24,12 @@ impl FilePosition<'_> {
         format!("{} line {}{section}", self.name, self.line)
     }
 
-    /// Returns the same position on another line.
+    /// Returns this position with another line number.
     pub fn at_line(self, line: usize) -> Self {
         Self { line, ..self }
     }
 
-    /// Makes an error at this position.
+    /// Makes an error that names this position.
     pub fn error(&self, problem: impl Display, hint: Option<String>) -> LayoutError {
         let (file, position) = (self.name.to_owned(), self.describe());
         LayoutError::File { file, position, problem: problem.to_string(), hint }
@@ -92,7 +92,7 @@ pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEn
     }
 }
 
-/// Returns the items of a list; `of` names the kind of the items in errors.
+/// Returns the items of a list; errors use `of` as the name for the items.
 pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], LayoutError> {
     match &node.value {
         FileValue::List(items) => Ok(items),
@@ -100,7 +100,7 @@ pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'
     }
 }
 
-/// Returns the numbers of a list; `of` names the kind of the numbers in errors.
+/// Returns the numbers of a list; errors use `of` as the name for the numbers.
 pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, LayoutError> {
     let number = |item: &FileNode| match &item.value {
         FileValue::Number(number) => number

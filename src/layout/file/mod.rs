@@ -60,21 +60,22 @@ pub struct LayoutFile {
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// The split rule of tensors that no rule matches. An option of the command line may replace it.
+    /// The split rule of tensors that no rule matches. An option may replace this default.
     pub split: Option<Split>,
     rules: Vec<WrittenRule>,
     /// The parallelize plan that the file declares; empty if the file declares none.
     pub plan: DeclaredPlan,
-    /// The content of the key `flat`, which has the format of `flat_layout.json`, with its position in the file.
+    /// The content of the key `flat`, which has the format of `flat_layout.json`, together with the position of the key
+    /// in the file.
     pub flat: Option<Positioned<Json>>,
 }
 
 /// A parallelize plan, as a layout file declares it.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredPlan {
-    /// The name of a built-in plan.
+    /// The name of a built-in plan, such as `llama`.
     pub name: Option<Positioned<String>>,
-    /// The styles, which are tried before the styles of the built-in plan.
+    /// The styles in the file. These styles are tried before the styles of the built-in plan.
     pub styles: Vec<StyleRule>,
     /// The name of the mesh dim of tensor parallelism.
     pub tp: Option<Positioned<String>>,
@@ -84,7 +85,7 @@ pub struct DeclaredPlan {
 }
 
 impl DeclaredPlan {
-    /// Returns whether the file declares no plan: it names no built-in plan, no styles and no mesh dims for them.
+    /// Returns whether the file declares no plan: the file has no built-in plan, no styles, and no mesh dims of a plan.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self { name, styles, tp, fsdp, replicate, ddp } = self;
@@ -92,7 +93,7 @@ impl DeclaredPlan {
     }
 }
 
-/// A value from a layout file, with its position.
+/// A value from a layout file, with the position of the value in the file.
 #[derive(Clone, Debug)]
 pub struct Positioned<T> {
     pub value: T,
@@ -112,7 +113,7 @@ impl<T> Positioned<T> {
         FilePosition { name: &self.name, line: self.line, section: self.section }
     }
 
-    /// Makes an error about the value, with its position.
+    /// Makes an error about the value that names the position of the value.
     #[must_use]
     pub fn error(&self, problem: impl std::fmt::Display, hint: impl Into<String>) -> LayoutError {
         self.at().error(problem, Some(hint.into()))
@@ -141,7 +142,7 @@ impl LayoutFile {
     /// Returns the mesh `given`, or the mesh of the file if `given` is `None`.
     ///
     /// # Errors
-    /// `File` if both exist and differ in the names of their dims.
+    /// `File` if `given` and the file both have a mesh, and the names of the dims of the two meshes differ.
     pub fn mesh(&self, given: Option<DeviceMesh>) -> Result<Option<DeviceMesh>, LayoutError> {
         let (Some(own), Some(given)) = (&self.mesh, &given) else {
             return Ok(given.or_else(|| self.mesh.as_ref().map(|own| own.value.clone())));
@@ -175,7 +176,7 @@ impl LayoutFile {
             && self.plan.is_empty()
     }
 
-    /// Returns whether the file has a plan or styles, and nothing else.
+    /// Returns whether the file has a plan (a built-in plan, styles, or mesh dims of a plan) and nothing else.
     #[must_use]
     pub fn has_only_plan(&self) -> bool {
         let Self { mesh, fallback, split, rules, plan, flat, .. } = self;
@@ -200,7 +201,8 @@ impl LayoutFile {
     }
 }
 
-/// Returns whether a file is JSON, by its suffix, otherwise by its first character.
+/// Returns whether a file is JSON. The suffix `.json` or `.toml` decides; with any other suffix, the first character of
+/// the text decides.
 fn is_json(name: &str, text: &str) -> bool {
     let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix.to_ascii_lowercase());
     match suffix.as_deref() {

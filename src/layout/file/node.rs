@@ -79,7 +79,7 @@ impl FileNode {
     }
 }
 
-/// The positions of line ends in a text.
+/// The offsets of the line breaks in a text, by which line numbers are found.
 struct LineIndex<'t> {
     text: &'t str,
     ends: Vec<usize>,
@@ -94,7 +94,7 @@ impl<'t> LineIndex<'t> {
         self.ends.partition_point(|end| *end < offset) + 1
     }
 
-    /// Returns the line of a slice of the text.
+    /// Returns the number of the line in which a slice of the text starts.
     fn line_of(&self, part: &str) -> usize {
         self.at(part.as_ptr() as usize - self.text.as_ptr() as usize)
     }
@@ -167,7 +167,8 @@ fn fault(first_line: usize, error: &serde_json::Error) -> ParseFault {
     ParseFault { line: first_line + error.line().saturating_sub(1), problem }
 }
 
-/// Parses one level of JSON. The levels below stay raw slices of the text, whose addresses give their lines.
+/// Parses one level of JSON. Nested values are kept as unparsed slices of the text, because the address of a slice
+/// gives the line number.
 fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<FileNode, ParseFault> {
     let source = raw.get();
     let line = lines.line_of(source);
@@ -204,7 +205,7 @@ fn json_node(lines: &LineIndex<'_>, raw: &RawValue, depth: usize) -> Result<File
     Ok(FileNode { line, value })
 }
 
-/// A JSON object whose keys and values are slices of the text.
+/// A JSON object whose keys and values are unparsed slices of the text.
 struct RawObject<'t>(Vec<(&'t RawValue, &'t RawValue)>);
 
 impl<'t> Deserialize<'t> for RawObject<'t> {

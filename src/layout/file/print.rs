@@ -1,4 +1,4 @@
-//! Writes a layout as a JSON document, and a JSON document as TOML.
+//! Converts a layout to a JSON document, and such a JSON document to TOML.
 //!
 //! Unit of sizes: elements. Invariant: reading the output gives an equal layout.
 
@@ -9,8 +9,8 @@ use serde_json::{Map, Value as Json, json};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList, Rule};
 use crate::layout::{DeviceMesh, comma_list};
 
-/// Returns a layout as a JSON document. The document has no key for "the placements of the source", so it omits such a
-/// fallback.
+/// Returns a layout as a JSON document. If the fallback is "the placements of the source", the document has no
+/// fallback, because no key of the document can express it.
 #[must_use]
 pub fn document(layout: &MeshLayout) -> Json {
     let mut document = Map::new();
@@ -87,7 +87,7 @@ fn write_table(text: &mut String, path: &str, table: &Map<String, Json>) {
     }
 }
 
-/// Returns whether a value becomes a TOML table with a header. Values nested deeper are written inline.
+/// Returns whether a value becomes a TOML table with a header. Any other value is written inline, after `key =`.
 fn is_section(path: &str, value: &Json) -> bool {
     let shallow = path.matches('.').count() == 0;
     match value {
@@ -97,8 +97,8 @@ fn is_section(path: &str, value: &Json) -> bool {
     }
 }
 
-/// Formats a value as TOML text to the right of `key =`. If `may_break` is true, a list that is not a list of numbers
-/// has one item on each line.
+/// Formats a value as TOML text to the right of `key =`. If `may_break` is true, a list has one item per line, except
+/// for a list of numbers.
 fn inline(value: &Json, may_break: bool) -> String {
     match value {
         Json::Array(items) => {

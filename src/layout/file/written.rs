@@ -31,16 +31,18 @@ pub struct WrittenSpec {
     pub placements: Vec<PlacementSpec>,
     /// The line of the key `slice`, and the names of the mesh dims of the slice.
     pub slice: Option<(usize, Vec<String>)>,
-    /// The line of the key `split`, and its split rules: one for all mesh dims, or one for each mesh dim.
+    /// The line of the key `split`, and the value of the key: one split rule for all mesh dims, or one for each mesh
+    /// dim.
     pub split: Option<(usize, Vec<Split>)>,
-    /// For each entry of the key `sizes`: its line, the name of the mesh dim, and one size for each coordinate of the
-    /// mesh dim.
+    /// For each entry of the key `sizes`: the line of the entry, the name of the mesh dim, and one size for each
+    /// coordinate of this mesh dim.
     pub sizes: Vec<(usize, String, Vec<u64>)>,
 }
 
 impl WrittenRule {
-    /// Applies the rule to `mesh`, which replaces `own`, the mesh of the file. If the rule has sizes but no split rule,
-    /// `split` (the default of the layout) applies to the mesh dims without sizes.
+    /// Applies the rule to `mesh`, the mesh in use. `own` is the mesh in the file, for which the rule was written. If
+    /// the rule has sizes but no split rule, `split` (the default of the layout) applies to the mesh dims without
+    /// sizes.
     pub fn resolve(
         &self,
         name: &str,
@@ -115,7 +117,8 @@ impl WrittenSpec {
     }
 }
 
-/// Checks that there is one placement for each mesh dim, and that the slice has all mesh dims that shard.
+/// Checks that there is one placement for each mesh dim, and that the slice contains all mesh dims that shard the
+/// tensor.
 pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
     spec.check(mesh).map_err(at.wrap())
 }

@@ -1,19 +1,21 @@
 //! The indices of one tensor dim that a shard holds: an ascending list of disjoint half-open intervals.
 //!
-//! Offsets and sizes count indices along that dim. A `Shard` is one interval, but a `_StridedShard` (FSDP2 over TP on
-//! one dim, or an interleaved fused weight) has many. PyTorch stores them as an index tensor:
-//! `_StridedShard.local_shard_size_and_offset` in `torch/distributed/tensor/placement_types.py`. Here, equal intervals
-//! at equal distances are one *run*, so a shard of 10^5 interleaved pieces costs as much as a shard of one interval:
+//! Offsets and sizes count indices along that dim. With a `Shard`, a rank holds one interval. With a `_StridedShard`
+//! (FSDP2 over TP on one dim, or an interleaved fused weight), a rank holds many intervals. PyTorch stores the indices
+//! in a tensor: `_StridedShard.local_shard_size_and_offset` in `torch/distributed/tensor/placement_types.py`. Here,
+//! equal intervals at equal distances are one *run*, so a shard of 10^5 interleaved intervals takes as little memory as
+//! a shard of one interval:
 //!
 //! ```text
 //!     0:2 + 4:6 + 8:10 + 11:12   =   Run {start 0, step 4, count 3, len 2}, Run {start 11, ..}
 //! ```
 //!
-//! Invariants: intervals are not empty and do not touch (adjacent intervals are merged), and runs are the result of
-//! greedy compression from the left. So equal sets have equal representations, and `==` and `Hash` compare sets.
+//! Invariants: intervals are not empty and do not touch (adjacent intervals are merged), and each run, from the left,
+//! contains as many intervals as possible. So equal sets of indices have equal representations, and `==` and `Hash`
+//! compare sets.
 //!
-//! There are two coordinates: the *index* along the global dim, and the *position* in the list, which is the index
-//! along the dim of the local tensor.
+//! There are two coordinates: the *index* of an element along the dim of the global tensor, and its *position* in the
+//! list, which is the index of the element along the dim of the local tensor.
 
 mod walk;
 
@@ -24,7 +26,8 @@ use smallvec::{SmallVec, smallvec};
 pub use walk::{CommonRange, Segments};
 pub(super) use walk::{Piece, Pieces};
 
-/// A run: `count` intervals of `len` elements, the first at `start`, one every `step`.
+/// A run: `count` intervals of `len` elements. The first interval starts at `start`, and each later interval starts
+/// `step` after the previous one.
 ///
 /// `step` is larger than `len`, or 0 if there is only one interval.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -49,7 +52,8 @@ impl IntervalRun {
         self.count * self.len
     }
 
-    /// Returns whether `interval` continues this run. A run of one interval has no step yet, so nothing continues it.
+    /// Returns whether `interval` continues this run. The result is false for a run of one interval, which has no step
+    /// yet.
     fn continues_with(&self, interval: &Range<u64>) -> bool {
         self.count > 1
             && self.last().start.checked_add(self.step) == Some(interval.start)
@@ -85,8 +89,8 @@ impl Intervals {
         Self::single(0, n)
     }
 
-    /// Makes a list of `count` intervals of `len <= step` elements, one every `step`. The last interval must end within
-    /// `u64`.
+    /// Makes a list of `count` intervals of `len` elements. Each interval starts `step` after the previous one; `len`
+    /// must not exceed `step`. The last interval must end within `u64`.
     #[must_use]
     pub(super) fn progression(start: u64, step: u64, count: u64, len: u64) -> Self {
         debug_assert!(len <= step, "intervals of a progression are disjoint");
@@ -148,7 +152,7 @@ impl Intervals {
         self.runs.iter().map(of_run).sum()
     }
 
-    /// Passes an encoding of the list to `emit`. Different lists have different encodings.
+    /// Passes an encoding of the list to `emit`. Unequal lists have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.runs.len() as u64);
         self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(emit);
@@ -172,7 +176,8 @@ impl Intervals {
     /// Appends an interval. An empty interval changes nothing.
     ///
     /// # Panics
-    /// If the interval starts before the end of the list, because another order would be another tensor.
+    /// If the interval starts before the end of the list, because intervals must ascend: another order would describe
+    /// another tensor.
     pub fn push(&mut self, mut interval: Range<u64>) {
         if interval.is_empty() {
             return;
@@ -193,7 +198,7 @@ impl Intervals {
         }
     }
 
-    /// Removes and returns the last interval. This undoes the push of that interval.
+    /// Removes and returns the last interval. This is the inverse of [`push`](Self::push).
     fn pop(&mut self) -> Range<u64> {
         let run = self.runs.last_mut().expect("only a list with an interval is popped");
         let last = run.last();
@@ -206,7 +211,8 @@ impl Intervals {
         last
     }
 
-    /// Appends every interval of a run. The first few are appended one by one, and all others in one step.
+    /// Appends every interval of a run. The first few intervals are appended one by one, and the remaining intervals in
+    /// one step.
     fn push_run(&mut self, run: &IntervalRun) {
         for k in 0..run.count {
             let interval = run.interval(k);
@@ -254,8 +260,8 @@ impl Intervals {
         taken
     }
 
-    /// Returns the elements at a list of positions, all of which must exist. [`slice`](Self::slice) is the function for
-    /// a single range of positions.
+    /// Returns the elements at a list of positions, all of which must exist. For a single range of positions,
+    /// [`slice`](Self::slice) is faster.
     #[must_use]
     pub(super) fn select(&self, positions: &Self) -> Self {
         debug_assert!(positions.bounds().end <= self.len(), "positions in the list");

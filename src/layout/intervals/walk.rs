@@ -1,9 +1,9 @@
 //! The intersection of two interval lists.
 //!
-//! Positions count indices along one dim. An iterator yields the pieces of a list in ascending order, each with its
-//! position in the list. It can also *seek*: within a run, the next relevant piece is found by a division. So the cost
-//! of intersecting one interval with a run of 10^5 depends on the number of results, not on the number of skipped
-//! pieces.
+//! Positions count indices along one dim. An iterator returns the intervals of a list in ascending order, each with its
+//! position in the list. The iterator can also *seek*: within a run, a division finds the next interval that ends after
+//! an index. So the cost of intersecting one interval with a run of 10^5 intervals depends on the number of results,
+//! not on the number of skipped intervals.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{IntervalRun, Intervals};
 
-/// A range that two lists share: its position in each list, and its length.
+/// A range of indices that two lists share: the position of the range in each list, and the length of the range.
 ///
 /// In `0:2+4:6` and `1:5` the common indices 1 and 4 are two ranges: `{left: 1, right: 0, len: 1}` and
 /// `{left: 2, right: 3, len: 1}`.
@@ -24,7 +24,8 @@ pub struct CommonRange {
     pub len: u64,
 }
 
-/// The common ranges of two lists, ascending in both lists. Usually there is one, which is stored without allocation.
+/// The common ranges of two lists, ascending in both lists. A single common range, the usual case, is stored without
+/// allocation.
 pub type Segments = SmallVec<[CommonRange; 1]>;
 
 /// A maximal interval and the position of its first element in the list.
@@ -34,7 +35,7 @@ pub(in crate::layout) struct Piece {
     pub range: Range<u64>,
 }
 
-/// An iterator over the pieces of a list.
+/// An iterator over the intervals of a list, each with its position.
 #[derive(Clone, Debug)]
 pub(in crate::layout) struct Pieces<'a> {
     runs: &'a [IntervalRun],
@@ -48,7 +49,7 @@ impl<'a> Pieces<'a> {
         Self { runs, next: 0, position: 0 }
     }
 
-    /// Skips every piece that ends at `index` or before.
+    /// Skips every interval that ends at `index` or before.
     fn seek(&mut self, index: u64) {
         while let [run, rest @ ..] = self.runs {
             let passed = match index.checked_sub(run.start + run.len) {

@@ -73,7 +73,7 @@ impl ParallelizePlan {
         Ok(parameters.iter().zip(found).map(place).collect())
     }
 
-    /// Returns the user's rules, followed by the rules of the built-in plan.
+    /// Returns the user's style rules, followed by the style rules of the built-in plan.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
         let of_user = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::User, note: None };
         let mut candidates: Vec<Candidate> = self.styles.iter().map(of_user).collect();

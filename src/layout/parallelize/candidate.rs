@@ -11,11 +11,11 @@ pub struct Parameter<'a> {
     pub kind: ParameterKind,
 }
 
-/// The tensor whose shape is known: the global tensor, or only a local shard.
+/// The tensor from which the shape of a parameter is known: the global tensor, or only a local shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShapeOrigin {
     Global,
-    /// The known shape is the shape of one rank's local shard. It does not show how often the tensor was split.
+    /// The known shape is the shape of one rank's local shard. The number of shards is unknown.
     LocalShard,
 }
 
@@ -23,7 +23,7 @@ pub enum ShapeOrigin {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParameterKind {
     Parameter,
-    /// A buffer: it stays a plain tensor, unless a style matches it.
+    /// A buffer, which stays a plain tensor unless a style matches the buffer.
     Buffer,
 }
 
@@ -45,12 +45,13 @@ pub(super) struct Candidate {
 /// The origin of a style rule: the user, or a part of a built-in plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RuleOrigin {
-    /// The user gave the rule. It must match a parameter.
+    /// The user gave the rule. A rule of the user that matches no parameter is an error.
     User,
     /// The rule is one of the attention and MLP rules of a built-in plan. At least one of these rules must match a
     /// parameter.
     Layers,
-    /// The rule is another rule of a built-in plan: for an embedding, a norm or the head. It need not match a parameter.
+    /// The rule is the rule of a built-in plan for an embedding, a norm or the head. Such a rule may match no
+    /// parameter.
     OutsideLayers,
 }
 
@@ -66,7 +67,7 @@ impl Candidate {
             && (self.matches_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
 
-    /// Returns the role of a parameter that the rule matches.
+    /// Returns the role (weight, bias or other) of a parameter that the rule matches.
     pub fn role(&self, parameter: &str) -> ParameterRole {
         if self.rule.pattern.matches(parameter) {
             ParameterRole::by_itself(parameter)

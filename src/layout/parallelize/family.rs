@@ -12,7 +12,7 @@ use super::super::Pattern;
 use super::candidate::{Candidate, Parameter, RuleOrigin};
 use super::{ParallelStyle, StyleRule};
 
-/// The plan of a model family.
+/// The built-in plan of a model family, such as `llama`.
 #[derive(Debug)]
 pub struct Family {
     pub name: &'static str,
@@ -156,7 +156,7 @@ impl Family {
         &FAMILIES
     }
 
-    /// Returns the plan of this name. `_` and `-` are equivalent.
+    /// Returns the plan of this name. In the name, `_` and `-` are equivalent.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
         let name = name.to_ascii_lowercase().replace('_', "-");
@@ -185,8 +185,8 @@ fn parse(pattern: &str) -> Pattern {
     Pattern::parse(pattern).expect("built-in patterns are globs")
 }
 
-/// Returns the families whose plans match the most attention and MLP parameters. If several plans match equally many
-/// parameters, the plans with the fewest unmatched rows win.
+/// Returns the families whose plans match the most attention and MLP parameters. Among plans that match equally many
+/// parameters, only the plans with the fewest rows that match nothing are returned.
 #[must_use]
 pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     // Layers and experts have equal names except for numbers, so each name is counted once.

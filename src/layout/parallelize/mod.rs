@@ -20,10 +20,11 @@
 //!     none                                       the module has no style
 //! ```
 //!
-//! A weight with more dims is a stack of such weights (experts), so dims count from the end. A parameter without a
-//! style is sharded by FSDP only, on the FSDP slice of the mesh. Without FSDP it is a plain tensor.
+//! A weight with more dims than in the table is a stack of weights (experts), so the dims in the table count from the
+//! end. A parameter without a style is sharded by FSDP only, on the FSDP slice of the mesh. Without FSDP it is a plain
+//! tensor.
 //!
-//! Invariant: a shard boundary never crosses the blocks of a fused weight silently. If the blocks cannot be sharded
+//! Invariant: a fused weight is never sharded as if it were a single weight. If its blocks cannot be sharded
 //! separately, the weight is replicated on that mesh dim, and [`ParameterPlacement::uncut`] has the reason.
 //!
 //! Source: `torch/distributed/tensor/parallel/style.py` and `api.py`,
@@ -51,7 +52,7 @@ pub use family::{Family, similar_families};
 pub use roles::{MeshRoles, RoleNames, UnboundPlan};
 pub use style::{ParallelStyle, ParameterRole, RuleStyle};
 
-/// A style, and a pattern for the modules that get it.
+/// A style, and a pattern for the modules that get this style.
 #[derive(Clone, Debug)]
 pub struct StyleRule {
     /// A pattern for a module name, or for the name of a parameter that is not the weight or bias of a module (stacked
@@ -62,10 +63,11 @@ pub struct StyleRule {
     pub origin: String,
 }
 
-/// A plan: styles, and the mesh dims that they apply to.
+/// A plan: the styles of modules, and the mesh dims for tensor parallelism and FSDP.
 #[derive(Clone, Debug, Default)]
 pub struct ParallelizePlan {
-    /// The styles of the user. Each must match a parameter, and the first that matches a parameter wins.
+    /// The styles of the user. Each of these styles must match a parameter. If several styles match a parameter, the
+    /// first style wins.
     pub styles: Vec<StyleRule>,
     /// A built-in plan, tried after the styles. Not all of its patterns need to match.
     pub family: Option<&'static Family>,
@@ -73,16 +75,17 @@ pub struct ParallelizePlan {
     pub roles: MeshRoles,
 }
 
-/// The placement of one parameter, and the reason for it.
+/// The placement that a plan gives one parameter, and the origin of this placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterPlacement {
-    /// The placements, or `None` for a plain tensor on every rank.
+    /// The placements of a DTensor, or `None` for a plain tensor that every rank has in full.
     pub shared: Option<SharedTensor>,
     /// The rule that decided the placement.
     pub by: PlacementSource,
-    /// The reason why the parameter is replicated on a mesh dim on which the plan would shard it.
+    /// If the plan would shard the parameter on a mesh dim but the parameter is replicated there, the reason; otherwise
+    /// `None`.
     pub uncut: Option<UncutReason>,
-    /// An assumption of the built-in plan that the user should know.
+    /// A text about an assumption of the built-in plan that the user should know, or `None`.
     pub note: Option<&'static str>,
 }
 
@@ -112,8 +115,9 @@ impl fmt::Display for PlacementSource {
 pub enum UncutReason {
     /// The size of the dim is not a multiple of the number of blocks, so tensor parallelism cannot shard each block.
     OddBlocks { blocks: u64, size: u64 },
-    /// Tensor parallelism gives each rank a part of each block. FSDP would then shard these parts on a mesh dim to the
-    /// left, which no placement can express, so the tensor is replicated on the mesh dim of FSDP.
+    /// Tensor parallelism gives each rank a shard of each block, and the FSDP mesh dim is to the left of the TP mesh
+    /// dim. No placement can express that FSDP then shards these shards, so the tensor is replicated on the FSDP mesh
+    /// dim.
     BlocksWithinFsdp,
 }
 

@@ -1,8 +1,9 @@
 //! The style `pairwise`: `colwise` and `rowwise` in turn for the linear child modules of a module.
 //!
 //! `PairwiseParallel` of PyTorch up to 2.3 paired the children that are an `nn.Linear`. A checkpoint has no classes, so
-//! a child counts as linear if it has a 2-d `weight`. An `nn.Embedding` has one, too, and looks like an `nn.Linear`
-//! without a bias. A pair whose sizes do not fit is an error, and a note lists the paired weights without a bias.
+//! a child counts as linear if it has a 2-d `weight`. An `nn.Embedding` also has a 2-d `weight`, so it cannot be
+//! distinguished from an `nn.Linear` without a bias. If the sizes of a pair do not fit together, this is an error. A
+//! note lists the paired weights without a bias, because these may be embeddings.
 //!
 //! Source: `_parallelize_mlp` in `torch/distributed/tensor/parallel/style.py` of PyTorch 2.0.
 
@@ -21,11 +22,12 @@ const WITHOUT_BIAS: &str =
 /// A rule with the style `pairwise`.
 pub(super) struct PairwiseRule<'a> {
     pub candidate: &'a Candidate,
-    /// The child modules that the rule names; empty if it pairs all linear children.
+    /// The child modules that the rule names; empty if the rule pairs all linear children.
     pub children: &'a [String],
     /// The order of the parameters that the rule is applied to.
     pub order: ParameterOrder,
-    /// True if FSDP shards the parameters, too. The shapes of local shards then do not show which weights fit together.
+    /// True if the plan also shards parameters with FSDP. The shapes of local shards then do not show whether two
+    /// weights fit together.
     pub has_fsdp: bool,
 }
 
@@ -33,8 +35,8 @@ pub(super) struct PairwiseRule<'a> {
 type Linear<'a> = (&'a str, usize);
 
 impl PairwiseRule<'_> {
-    /// Returns the parameters that the rule matches. `is_linear` returns false for a weight that another rule names as
-    /// an embedding, or excludes.
+    /// Returns the parameters that the rule matches. `is_linear` returns false for a weight if another rule declares an
+    /// embedding, or excludes the weight.
     pub fn bind(
         &self,
         parameters: &[Parameter<'_>],
@@ -73,7 +75,8 @@ impl PairwiseRule<'_> {
         Ok(parameters.iter().enumerate().filter_map(styled).collect())
     }
 
-    /// Returns the error that a module has no pair of linear children: too few, or none of those that the rule names.
+    /// Returns the error that a module has no pair of linear children: the module has fewer than two linear children,
+    /// or none of the children that the rule names.
     fn no_pair(&self, module: &str, found: usize, parameters: &[Parameter<'_>]) -> PlanError {
         let (origin, name) = (self.origin(), display_module(module));
         match self.children.first() {
@@ -112,7 +115,8 @@ impl PairwiseRule<'_> {
         Ok(modules)
     }
 
-    /// Returns the children that the rule names, in the order of the rule, of each module that has at least one of them.
+    /// Returns the children that the rule names, for each module that has at least one of these children. The children
+    /// are in the order of the rule.
     fn named_children<'p>(
         &self,
         parameters: &'p [Parameter<'_>],
@@ -142,8 +146,9 @@ impl PairwiseRule<'_> {
         found.into_iter().map(complete).collect()
     }
 
-    /// Checks that the second module of a pair has as many inputs as the first has outputs. A rule that names its pairs
-    /// is not checked, because a module without parameters between the two may change the size.
+    /// Checks that the second module of a pair has as many inputs as the first module has outputs. A rule that names
+    /// its children is not checked, because between the two modules there may be a module without parameters that
+    /// changes the size.
     fn check_sizes(
         &self,
         module: &str,
@@ -182,7 +187,7 @@ fn ancestors(parameter: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(Some(module_of(parameter)), |module| (!module.is_empty()).then(|| module_of(module)))
 }
 
-/// Returns the module below which another module has this relative name.
+/// Returns the path of the parent module of `module`, if `module` has the name `relative` within that parent.
 fn parent_of<'a>(module: &'a str, relative: &str) -> Option<&'a str> {
     let parent = module.strip_suffix(relative)?;
     if parent.is_empty() { Some(parent) } else { parent.strip_suffix('.') }

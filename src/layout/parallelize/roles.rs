@@ -1,9 +1,10 @@
 //! The role of each mesh dim, and the placements of a parameter on all of them.
 //!
 //! Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are evaluated from the left,
-//! so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: it takes a part of each of the n
-//! shards that tensor parallelism makes. HSDP replicates along one more mesh dim. DDP has no DTensors of its own: a
-//! tensor is a DTensor on the other mesh dims only, and the ranks along the mesh dim of DDP hold copies of it.
+//! so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: each rank along the FSDP dim gets a
+//! part of each of the n shards that tensor parallelism makes. HSDP replicates along one more mesh dim. DDP makes no
+//! DTensors: a tensor is a DTensor on the other mesh dims only, and the ranks along the mesh dim of DDP hold copies of
+//! the tensor.
 //!
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
@@ -15,7 +16,7 @@ use super::{
     ShapeOrigin, StyleRule, UncutReason,
 };
 
-/// A plan that is not applied to a mesh yet; it refers to mesh dims by name.
+/// A plan that is not applied to a mesh yet, so mesh dims are given by name.
 #[derive(Clone, Debug, Default)]
 pub struct UnboundPlan {
     pub styles: Vec<StyleRule>,
@@ -34,7 +35,7 @@ impl UnboundPlan {
     }
 }
 
-/// The mesh dim of each role.
+/// The mesh dim that has each role; `None` if no mesh dim has the role.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MeshRoles {
     /// The mesh dim of tensor parallelism.
@@ -54,7 +55,7 @@ pub struct RoleNames {
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
     pub ddp: Option<String>,
-    /// Mesh dims that the plan may leave without a role.
+    /// The names of mesh dims that may have no role.
     pub unused: Vec<String>,
 }
 
@@ -141,8 +142,8 @@ impl MeshRoles {
         ParameterPlacement { shared, by: PlacementSource::Style(style), uncut, note: None }
     }
 
-    /// Returns the placements of a parameter without a style. They are the placements of `fully_shard`, on the mesh
-    /// dims of FSDP only.
+    /// Returns the placements of a parameter without a style. Only FSDP shards such a parameter, so these are the
+    /// placements that `fully_shard` gives, on the mesh dims of FSDP.
     pub(super) fn place_unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
         let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
         dims.sort_unstable();
@@ -155,14 +156,15 @@ impl MeshRoles {
     }
 }
 
-/// Returns placements on some dims of a mesh: on a slice, unless these are all dims.
+/// Returns placements for a tensor on the mesh dims `dims`. Unless these are all dims of the mesh, the tensor is on a
+/// slice.
 fn on_slice(placements: Vec<Placement>, dims: Vec<MeshDim>) -> SharedTensor {
     let slice = (dims.len() < placements.len()).then_some(dims);
     SharedTensor { slice, ..SharedTensor::from(placements) }
 }
 
-/// Returns the placement of a parameter on the mesh dim of tensor parallelism. The second value is the reason if the
-/// parameter is replicated although its style shards it.
+/// Returns the placement of a parameter on the mesh dim of tensor parallelism. If the parameter is replicated although
+/// its style would shard the parameter, the second value is the reason.
 fn tensor_parallel_placement(
     style: ParallelStyle,
     part: ParameterRole,

@@ -1,14 +1,14 @@
 //! Parallel styles: the tensor dim that each style shards, and the name of the style in a layout file.
 //!
-//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. The styles have the same
-//! effect as in `torch/distributed/tensor/parallel/style.py`.
+//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. Each style shards
+//! parameters as the PyTorch style of this name does (`torch/distributed/tensor/parallel/style.py`).
 
 use std::{fmt, str::FromStr};
 
 use super::super::{LayoutError, TensorDim};
 
 /// The way to shard the parameters of a module over tensor parallelism. `blocks` is the number of weights in a fused
-/// weight, which are sharded separately; 1 for an ordinary weight.
+/// weight; each of these weights is sharded separately. For an ordinary weight, `blocks` is 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ParallelStyle {
     /// Shards the outputs of a linear module.
@@ -39,8 +39,8 @@ pub enum RuleStyle {
     Single(ParallelStyle),
     /// `colwise` and `rowwise` in turn for the child modules.
     Pairwise {
-        /// The names of the child modules in the order of their use, relative to the module; empty if all linear
-        /// children are paired in the order of registration.
+        /// The names of the child modules in the order in which the module uses the children, relative to the module;
+        /// empty if all linear children are paired in the order of registration.
         children: Vec<String>,
     },
 }
@@ -77,8 +77,8 @@ impl ParameterRole {
 impl ParallelStyle {
     /// Returns the dim along which a parameter is sharded, or `None` if it is replicated.
     ///
-    /// A 1-d tensor other than a bias (scales of quantised weights) is treated like a bias, because it belongs to the
-    /// outputs.
+    /// A 1-d tensor other than a bias (scales of quantised weights) is sharded like a bias, because the tensor has one
+    /// element for each output.
     #[must_use]
     pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { ParameterRole::Bias } else { part };
@@ -98,8 +98,8 @@ impl ParallelStyle {
         ndim.checked_sub(from_the_end).map(TensorDim)
     }
 
-    /// Returns the number of weights that a fused weight consists of; each is sharded separately. It is 1 for other
-    /// weights.
+    /// Returns the number of weights that a fused weight consists of; each of these weights is sharded separately.
+    /// Returns 1 for a weight that is not fused.
     #[must_use]
     pub fn blocks(self) -> u64 {
         match self {
@@ -186,7 +186,8 @@ impl RuleStyle {
         "none",
     ];
 
-    /// Returns whether the rule names modules that are not linear: an embedding, or a module without a style.
+    /// Returns whether the style shows that the matched modules are not linear: the style is for embeddings, or
+    /// excludes the modules.
     pub(super) fn is_not_linear(&self) -> bool {
         use ParallelStyle::{ColwiseEmbedding, None, RowwiseEmbedding};
         matches!(self, Self::Single(ColwiseEmbedding | RowwiseEmbedding | None))

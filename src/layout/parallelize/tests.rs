@@ -225,7 +225,8 @@ fn pairwise_notes_weights_without_a_bias() {
     assert_eq!(notes("pairwise(tok,fc1)"), [false, false, false]);
 }
 
-/// The shard of a rank shows fewer outputs of the first module if FSDP shards it, too.
+/// If FSDP also shards the first module, the local shard of a rank has fewer outputs than the module has after tensor
+/// parallelism.
 #[test]
 fn pairwise_does_not_compare_local_shards_of_fsdp() {
     let named: &[(&str, &[u64])] = &[("0.weight", &[2, 6]), ("2.weight", &[3, 4])];

@@ -17,7 +17,7 @@ fn dict(entries: Vec<(&str, Value)>) -> Value {
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
-/// Makes an `OrderedDict` whose `_metadata` lists these modules, as torch does.
+/// Makes an `OrderedDict` like a state dict of torch: its `_metadata` lists `modules`.
 fn ordered(entries: Vec<(&str, Value)>, modules: &[&str]) -> Value {
     let version = || dict(vec![("version", Value::Int(1))]);
     let modules = modules.iter().map(|module| (*module, version())).collect();
@@ -75,7 +75,8 @@ fn state(state: &Value, options: &NameOptions) -> Value {
     selection(state, options).catalog.state
 }
 
-/// Compares complete values, because the default text of a value is shortened.
+/// Asserts that two values are equal. On failure, prints the complete values, because the default text of a value is
+/// shortened.
 #[track_caller]
 fn assert_state(found: &Value, expected: &Value) {
     assert!(found == expected, "found    {found:.2000}\nexpected {expected:.2000}");
@@ -302,7 +303,7 @@ fn pattern_that_matches_nothing_is_an_error() {
     assert_eq!(hint, "there are no names to match");
 }
 
-/// Each of the renames doubles the name.
+/// Each rename in this test doubles the length of the name.
 #[test]
 fn name_that_grows_too_long_is_an_error() {
     let (message, _) = error(&training(), &renaming(&[r".*=\0\0"; 40]));

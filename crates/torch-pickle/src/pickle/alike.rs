@@ -1,12 +1,15 @@
-//! A cache of recent object records: an object record with the same bytes as an earlier one becomes the same row.
+//! A cache of recent object records. An object record is an object that is read directly from its opcodes, without
+//! nodes; the visitor turns it into a row. If an object record has the same bytes as a cached object record, it becomes
+//! the row of the cached one.
 //!
 //! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors with equal dtype and shape have
 //! object records with equal bytes. Most of a `.metadata` consists of such object records. A repeated object record is
-//! not read again, but becomes the row of the first one.
+//! not read again.
 //!
-//! Invariant: equal bytes mean equal object records, because memo entries do not change. If an entry may have changed,
-//! by a PUT or by the BUILD of an object that was fetched before, the cache is cleared. If an object record adds memo
-//! entries that are fetched later, it is not cached, and no cached object record takes its place.
+//! Invariant: equal bytes mean equal object records, because memo entries do not change. If a memo entry may have
+//! changed (by a PUT, or by the BUILD of an object that was fetched from the memo), the cache is cleared. If an object
+//! record adds memo entries that are fetched later, it is always read: it is not cached, and it does not become the row
+//! of a cached object record.
 
 use std::collections::VecDeque;
 
@@ -17,7 +20,8 @@ use super::visitor::Row;
 /// The maximum number of cached object records: more than the number of shapes in a model.
 const KEPT: usize = 16;
 
-/// An object record that was read directly from its opcodes, before the machine runs them.
+/// An object record that was read directly from its opcodes. The machine (which runs opcodes) has not run these
+/// opcodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
     /// The index of the object's class among the globals of the pickle.
@@ -46,7 +50,8 @@ impl Alike {
     }
 
     /// Returns a cached object record of the class whose bytes are equal to the input at `start`. Returns `None` if
-    /// there is none, or if one of its memo entries is fetched later.
+    /// there is no such object record, or if the pickle later fetches a memo entry that the object record at `start`
+    /// adds.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

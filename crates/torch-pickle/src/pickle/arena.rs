@@ -4,8 +4,8 @@
 //! and neither walking nor dropping the graph recurses. A node is 16 bytes, because text and bytes stay in the input
 //! and children are in side tables.
 //!
-//! Invariants: a node takes at least one input byte. A node that is not *pinned* (fetched from the memo, or
-//! duplicated) has exactly one owner, so freeing its owner frees the node as well. A pinned node is never freed.
+//! Invariants: a node takes at least one input byte. A node that is not *pinned* (fetched from the memo, or duplicated)
+//! has exactly one owner, so the node is freed together with its owner. A pinned node is never freed.
 
 use smallvec::SmallVec;
 
@@ -15,12 +15,12 @@ use super::slab::Slab;
 use super::visitor::Row;
 use super::{Limits, Ref};
 
-/// The id of a node in its pickle. Two references with equal ids are references to one Python object.
+/// The id of a node in a pickle. If two references have equal ids, both refer to one Python object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u32);
 
-/// The number of items from which on a list of ints has no node for each int. Lists of sizes, ranks and parameters are
-/// shorter.
+/// The minimum number of items of a list of ints that is stored without a node for each int. Lists of sizes, ranks and
+/// parameters are shorter than this.
 pub(super) const LONG_LIST: usize = 1 << 20;
 
 /// The ids of the children of one node. Up to four ids need no allocation, and most nodes have no more.
@@ -30,7 +30,7 @@ pub(super) type Ids = SmallVec<[NodeId; 4]>;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seq(Option<SeqSlot>);
 
-/// A slot number plus one. Since zero is not a valid value, `Seq` takes only four bytes.
+/// The number of a slot, plus one. The value is never zero, so an `Option` of this type takes only four bytes.
 type SeqSlot = std::num::NonZeroU32;
 
 impl Seq {
@@ -46,11 +46,12 @@ impl Seq {
 pub(super) struct Make {
     pub callee: NodeId,
     pub args: NodeId,
-    /// The number of the slot with [`More`], plus one; `None` if the object has no such properties.
+    /// The number of the slot with [`More`], plus one; `None` if the object has none of the properties in [`More`].
     more: Option<std::num::NonZeroU32>,
 }
 
-/// Properties that only a few of the objects made by a call have.
+/// Properties of an object made by a call. Only few objects have any of these properties, so they are stored
+/// separately.
 #[derive(Clone, Debug)]
 pub(super) struct More {
     pub kwargs: Option<NodeId>,
@@ -91,18 +92,18 @@ pub(super) enum Node {
     List(Seq),
     /// The slot of a list that contains only ints and is so long that a node for each would take too much memory.
     Ints(u32),
-    /// A dict. Its children are the keys and values, alternating.
+    /// A dict. The children of this node are the keys and values, alternating: key, value, key, value.
     Dict(Seq),
     Set(Seq),
     FrozenSet(Seq),
-    /// The index of an interned [`struct@Global`].
+    /// A class, function or dtype by name: the index of a [`struct@Global`]. Each name is stored once.
     Global(u32),
     /// An object made by REDUCE.
     Call(Make),
     /// An object made by NEWOBJ or NEWOBJ_EX.
     New(Make),
     PersistentId(NodeId),
-    /// A `torch.Size`.
+    /// A `torch.Size`, with the range of its sizes in the pool of dims.
     Dims(Block),
     Row(Row),
 }
@@ -118,7 +119,7 @@ impl Node {
         }
     }
 
-    /// Returns a copy of the node in which `make` is the call that made the object.
+    /// Returns a copy of the node with `make` in place of the call that made the object.
     pub fn remade(self, make: Make) -> Self {
         match self {
             Self::Call(_) => Self::Call(make),
@@ -136,7 +137,7 @@ pub(super) struct Global<'a> {
     pub role: Role,
 }
 
-/// The way in which the machine treats the calls and objects of a global.
+/// The treatment of a class or function by the machine, which runs the opcodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     /// The global `torch.Size`, whose calls become a list of sizes.
@@ -146,14 +147,15 @@ pub(super) enum Role {
     Other,
 }
 
-/// A parsed pickle. It borrows the input, in which text and bytes stay.
+/// A parsed pickle. The pickle borrows the input, because texts and bytes are not copied.
 pub struct Pickle<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) limits: Limits,
     pub(super) root: NodeId,
     pub(super) globals: Vec<Global<'a>>,
     nodes: Slab<Node>,
-    /// The node of the empty tuple, once there is one. As in Python, there is at most one.
+    /// The node of the empty tuple; `None` until the pickle creates an empty tuple. As in Python, there is at most one
+    /// empty tuple.
     empty_tuple: Option<NodeId>,
     pinned: BitSet,
     seqs: Slab<Ids>,
@@ -184,12 +186,12 @@ impl<'a> Pickle<'a> {
         self.node(self.root)
     }
 
-    /// Returns the node of an id of this pickle.
+    /// Returns a reference to the node with this id. The id must come from this pickle.
     pub fn node(&self, id: NodeId) -> Ref<'_> {
         Ref::new(self, id)
     }
 
-    /// Returns the number of nodes that are in use. Objects that became rows count as well.
+    /// Returns the number of nodes that are in use. Nodes of rows count as well.
     pub fn live_nodes(&self) -> usize {
         self.nodes.live()
     }
@@ -324,8 +326,8 @@ impl<'a> Pickle<'a> {
         self.dims.get(block)
     }
 
-    /// Frees the node `id` and all nodes that only it owns. This terminates, because every cycle contains a pinned
-    /// node, which is never freed.
+    /// Frees the node `id`, and all nodes that only this node owns. This terminates, because every cycle contains a
+    /// pinned node, which is never freed.
     pub(super) fn release(&mut self, id: NodeId) {
         // Most nodes are shared, or have no children.
         if self.is_pinned(id) {
@@ -381,11 +383,12 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// The maximum number of sizes of a `torch.Size` in the pool. Five bytes of a pickle can make a `torch.Size` of a
-/// shared tuple and copy the tuple, so the length of the copies must be limited.
+/// The maximum number of sizes of a `torch.Size` in the pool. The limit is needed because each `torch.Size` copies its
+/// tuple into the pool, and five bytes of a pickle can make a `torch.Size` from a shared tuple of any length.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// The pool with the sizes of all `torch.Size` nodes. Freed blocks are kept by length and reused.
+/// The pool with the sizes of all `torch.Size` nodes. The ranges of freed `torch.Size` nodes are sorted by length and
+/// reused.
 #[derive(Default)]
 struct Dims {
     values: Vec<u64>,

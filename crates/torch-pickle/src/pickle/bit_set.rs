@@ -10,7 +10,7 @@ pub(super) struct BitSet {
 }
 
 impl BitSet {
-    /// Adds `index`, and returns whether it was absent.
+    /// Adds the number `index`. Returns true if the set did not contain this number.
     pub fn insert(&mut self, index: u32) -> bool {
         let (word, bit) = place(index);
         if word >= self.words.len() {
@@ -47,7 +47,8 @@ impl BitSet {
     }
 }
 
-/// Returns the index of the word that has the bit of a number, and a word in which only this bit is set.
+/// Returns, for the bit of a number, the index of the word that contains the bit, and a word in which only this bit is
+/// set.
 pub(super) fn place(index: u32) -> (usize, u64) {
     ((index / 64) as usize, 1 << (index % 64))
 }

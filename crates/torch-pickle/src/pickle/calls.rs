@@ -1,8 +1,8 @@
-//! The opcodes that run code in CPython: names, calls, objects and their state. This module only records them as
-//! nodes.
+//! The opcodes that look up names, call functions and create objects. CPython runs code for these opcodes; this module
+//! only records nodes.
 //!
-//! A name is interned and never looked up. A call is a node with a callee and its arguments. BUILD attaches a state to
-//! the node of an object. Objects that a [`Visitor`] recognises become rows, and each call of `torch.Size` becomes a
+//! A name is stored once and never looked up. A call is a node with a callee and its arguments. BUILD attaches a state
+//! to the node of an object. Objects that a [`Visitor`] recognises become rows, and each call of `torch.Size` becomes a
 //! list of numbers.
 //!
 //! Invariant: the arguments of a call are a tuple node, for every callee.

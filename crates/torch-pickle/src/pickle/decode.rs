@@ -1,11 +1,12 @@
-//! Decodes nodes to a [`Value`]. Only here the names in a pickle get a meaning, or are refused.
+//! Decodes nodes to a [`Value`]. Only this module decides what the names in a pickle mean, or refuses them.
 //!
-//! A name on a list is decoded or carried (see [`super::symbols`]). Any other name is refused, and the error gives its
-//! path. The caller recognises tensors: it sees every call, object and persistent id before they are decoded.
+//! A name on the lists in [`super::symbols`] is decoded, or kept with its arguments. Any other name is refused, and the
+//! error has the path of the object. The caller recognises tensors: the closure of the caller receives every call,
+//! object and persistent id before this module decodes it.
 //!
-//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so recursion may walk
-//! and drop it. [`Limits::max_visits`](super::Limits) bounds the work of one decode, however many nodes the graph
-//! shares. A graph with a cycle is not a tree and is refused.
+//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so code may walk and drop
+//! the value recursively. [`Limits::max_visits`](super::Limits) bounds the work of one decode, however many nodes the
+//! graph shares. A graph with a cycle is not a tree and is refused.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py`; CPython `Lib/pickle.py`, `save_bytes` and the
 //! `__reduce_ex__` of the built-in types.
@@ -28,14 +29,15 @@ use crate::value::{Construct, Dict, DictEntry, DictKind, Object, Symbol};
 /// tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
-/// The handling of objects whose class or function is not on a list.
+/// The handling of an object whose class or function is not on a list of allowed names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unknown {
-    /// Such an object is an error, and decoding fails.
+    /// An object whose name is not on a list is an error, and decoding fails.
     #[default]
     Refuse,
-    /// Such an object is left out and reported. A dict entry or set element is removed; in a list, in a tuple or as the
-    /// whole value, None replaces the object. An object with such an argument is left out as well.
+    /// An object whose name is not on a list is left out and reported. If the object is a dict entry or a set element,
+    /// the entry or element is removed. In a list or a tuple, or as the complete value, the object is replaced by
+    /// `None`. An object that has a left-out object as an argument is left out, too.
     Drop,
 }
 
@@ -95,10 +97,11 @@ struct Decoder<'a, 't, 'f, T, X> {
     max_depth: usize,
     depth: usize,
     visits_left: u64,
-    /// The shared nodes that contain the node that is being decoded. Only a shared node can contain itself.
+    /// The shared nodes that are being decoded now, from the outermost to the innermost. A shared node that occurs
+    /// inside itself is a cycle.
     open: Vec<NodeId>,
     steps: Vec<Step<'a>>,
-    /// True if the current error already has its full path.
+    /// True if an error occurred and its path is already complete.
     located: bool,
     dropped: Vec<Dropped>,
 }
@@ -108,7 +111,8 @@ type Decode<L> = Result<L, DecodeError>;
 type Value<T, X> = crate::value::Value<T, X>;
 
 impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
-    /// Decodes a child that may be left out. Returns `None` if it was left out because its name is not on a list.
+    /// Decodes a child that may be left out. Returns `None` if the child was left out because its name is not on a
+    /// list.
     fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.child(step, r) {
             Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
@@ -121,8 +125,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a child that must not be left out. If the child has an error, the innermost such call adds the path to
-    /// the error.
+    /// Decodes a child that must not be left out. If decoding the child fails, the innermost call of this function adds
+    /// the path of the child to the error.
     fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.steps.extend(step);
         let mut value = self.descend(r);
@@ -168,8 +172,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a node without children. This function is separate from [`value`](Self::value), because its many
-    /// temporaries would otherwise be on the stack once per level.
+    /// Decodes a node without children. This function is separate from [`value`](Self::value), because `value` is
+    /// recursive: the many temporaries of this function would be on the stack once per level of nesting.
     fn leaf(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         let bytes = self.pickle.bytes;
         Ok(match r.node() {
@@ -313,7 +317,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         Ok(bytes.to_vec())
     }
 
-    /// Counts one visit, and the work of copying `bytes` bytes, against [`Limits::max_visits`](super::Limits).
+    /// Adds one visit, and the cost of copying `bytes` bytes, to the work of this decode. It is an error if the work
+    /// exceeds [`Limits::max_visits`](super::Limits).
     fn charge(&mut self, bytes: usize) -> Decode<()> {
         let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
         self.visits_left =

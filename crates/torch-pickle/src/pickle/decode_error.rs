@@ -4,7 +4,8 @@ use thiserror::Error;
 
 use super::path;
 
-/// An error of decoding a node to a value. Paths start at the decoded node and are empty for the node itself.
+/// An error of decoding a node to a value. The path of the wrong node starts at the decoded node, and is empty if the
+/// decoded node itself is wrong.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
@@ -39,12 +40,14 @@ fn place(path: &str) -> String {
 }
 
 impl DecodeError {
-    /// Returns an error about the current node. Its path is empty; callers add the steps to the node.
+    /// Returns an error about the current node. The path in the error is empty. Each caller adds the step that leads to
+    /// its child.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }
     }
 
-    /// Returns an error about the current node. Its path is empty; callers add the steps to the node.
+    /// Returns an error about the current node. The path in the error is empty. Each caller adds the step that leads to
+    /// its child.
     pub fn malformed(what: impl Into<String>) -> Self {
         Self::Malformed { what: what.into(), path: String::new() }
     }
@@ -53,14 +56,14 @@ impl DecodeError {
         Self::Limit { what: what.into(), path: String::new() }
     }
 
-    /// Returns the path of the node.
+    /// Returns the path of the node that caused the error.
     pub fn path(&self) -> &str {
         match self {
             Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. } => path,
         }
     }
 
-    /// Returns `path` prefixed with `prefix`.
+    /// Returns the path that consists of `prefix` and `path`.
     #[must_use]
     pub fn join(prefix: &str, path: &str) -> String {
         path::join(prefix, path)

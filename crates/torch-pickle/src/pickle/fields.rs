@@ -1,4 +1,4 @@
-//! The fields of an object record, which is a flat view of an object.
+//! The fields of an object record. An object record is an object as a flat list of fields, without nodes.
 //!
 //! Reason: an object record exists only while a visitor reads it, and there are millions of object records. So the
 //! numbers and rows of all fields are in two vectors that are reused for every object record, and a field itself is a
@@ -25,7 +25,7 @@ pub struct Record<'r, 'a> {
     rows: &'r [Row],
 }
 
-/// The value of a field.
+/// The value of a field in an object record.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Field<'a> {
     /// The value `None`.
@@ -34,7 +34,7 @@ pub enum Field<'a> {
     Number(u64),
     /// A text.
     Text(&'a str),
-    /// A `torch.Size`. If the object record was made of nodes, this may also be a tuple or list of numbers.
+    /// A `torch.Size`. If the fields come from nodes, the value may also be a tuple or list of numbers.
     Dims(FieldPart),
     /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
@@ -136,7 +136,7 @@ pub struct Fields<'a> {
     pub(super) rows: Vec<Row>,
 }
 
-/// The position at which the fields of one object start.
+/// The position in [`Fields`] at which the fields, numbers and rows of one object start.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Bottom {
     pub named: usize,
@@ -145,7 +145,7 @@ pub(super) struct Bottom {
 }
 
 impl<'a> Fields<'a> {
-    /// Returns the fields of a state that is a dict or a tuple.
+    /// Returns the fields of an object whose state is a dict or a tuple; `None` for any other state.
     pub fn of(state: Ref<'a>) -> Option<Self> {
         let mut all = Self::default();
         if let Some(items) = state.as_tuple().filter(|items| items.len() <= MAX_FIELDS) {

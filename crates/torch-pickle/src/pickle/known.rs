@@ -1,4 +1,4 @@
-//! The list of known calls. A known call is decoded to a separate variant of `Value`, for example `set`.
+//! The list of known calls: calls that have a variant of `Value`, such as `set`.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, `save_bytes` and `save_bytearray`, and the `__reduce_ex__` of the
 //! built-in types. Only the argument shapes that these functions write are accepted.
@@ -16,7 +16,7 @@ pub(super) fn is_known(module: &str, name: &str) -> bool {
 }
 
 /// Returns the value of a known call, or `None` if CPython does not write such arguments. `OrderedDict` is not a known
-/// call here, because its entries are set after the call.
+/// call here, because the entries of the dict are set after the call.
 pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<T, X>> {
     Some(match (name, args) {
         ("set", []) => Value::Set(Vec::new()),
@@ -35,8 +35,8 @@ pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<
     })
 }
 
-/// Decodes bytes as protocol 2 stores them. It has no opcode for bytes, so they are a text with one character per byte,
-/// and a call that encodes the text as Latin-1.
+/// Decodes a `bytes` object of protocol 2. This protocol has no opcode for bytes. Instead, it stores a text with one
+/// character per byte, and a call that encodes the text as Latin-1.
 fn latin1(text: &str, codec: &str) -> Option<Vec<u8>> {
     if !matches!(codec, "latin1" | "latin-1") {
         return None;

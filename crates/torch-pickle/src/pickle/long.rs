@@ -30,7 +30,8 @@ pub(super) fn to_i64(bytes: &[u8]) -> Option<i64> {
     Some(i64::from_le_bytes(padded))
 }
 
-/// Converts an integer in little-endian two's complement to `u64`. The upper half of `u64` has nine bytes in this form.
+/// Converts an integer in little-endian two's complement to `u64`. A number in the upper half of `u64` takes nine bytes
+/// in this form.
 pub(super) fn to_u64(bytes: &[u8]) -> Option<u64> {
     match minimal(bytes) {
         [low @ .., 0] if low.len() == 8 => low.first_chunk().map(|low| u64::from_le_bytes(*low)),

@@ -1,4 +1,5 @@
-//! The stack machine: it runs the opcodes of a pickle and creates nodes in the arena. It imports and calls nothing.
+//! The stack machine: it runs the opcodes of a pickle and creates nodes in the arena. The machine imports no module and
+//! calls no function.
 //!
 //! GLOBAL makes a node for a name, and REDUCE a node for a call. BUILD stores the state of an object in the node of the
 //! object. [`super::decode()`] and the formats give these nodes a meaning.
@@ -6,8 +7,8 @@
 //! Invariants: no mark is above the top of the stack, and nothing is popped through a mark. The argument tuple of a
 //! call is a tuple node. The depth of nesting is not limited here, because neither this module nor the arena recurses.
 //!
-//! Source of the rule: CPython `Lib/pickle.py`, class `_Unpickler`. If that class would raise a TypeError during a
-//! call, this machine reports an error at the opcode.
+//! Source of the rule: CPython `Lib/pickle.py`, class `_Unpickler`. If `_Unpickler` would raise a TypeError during a
+//! call, this machine reports an error at the opcode of the call.
 
 use std::collections::HashMap;
 
@@ -40,7 +41,8 @@ pub(super) struct Machine<'a> {
 pub(super) type Done<T = ()> = Result<T, PickleError>;
 
 impl<'a> Machine<'a> {
-    /// Creates a machine. This walks the input once, to find the memo entries that are fetched.
+    /// Creates a machine. This function walks the opcodes of the input once, to find the memo entries that a GET
+    /// fetches.
     pub fn new(bytes: &'a [u8], limits: Limits) -> Done<Self> {
         Ok(Self {
             memo: Memo::survey(bytes)?,
@@ -55,7 +57,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// Runs to STOP and returns the pickle and its length in bytes.
+    /// Runs the opcodes up to STOP. Returns the parsed pickle, and the length of the pickle in bytes.
     pub fn run<F: Visitor + ?Sized>(mut self, visitor: &mut F) -> Done<(Pickle<'a>, usize)> {
         loop {
             self.at = self.lexer.pos();
@@ -206,7 +208,7 @@ impl<'a> Machine<'a> {
         self.push(kind(seq))
     }
 
-    /// Converts the bytes of LONG1 to a node. The int usually fits 64 bits.
+    /// Converts the bytes of LONG1 to a node. Usually the int fits 64 bits and becomes a small int.
     fn long(&self, span: Span) -> Node {
         long::to_i64(span.of(self.pickle.bytes)).map_or(Node::BigInt(span), Node::Int)
     }
@@ -276,8 +278,8 @@ impl<'a> Machine<'a> {
 
     // Stack and memo
 
-    /// Returns the height that the stack has without its topmost `len` values. It is an error if one of them is below a
-    /// mark.
+    /// Returns the height of the stack without its topmost `len` values. It is an error if a mark is above one of these
+    /// values.
     pub(super) fn height_for(&self, len: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(len) {
@@ -322,8 +324,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Stores the value on top of the stack in the memo. If the entry is fetched later, the value has more than one
-    /// owner and is pinned.
+    /// Stores the value on top of the stack in the memo. If a later GET fetches the entry, the value will have more
+    /// than one owner, so its node is pinned (never freed).
     fn put(&mut self, index: Option<u32>) -> Done {
         let id = self.top()?;
         let kept = match index {

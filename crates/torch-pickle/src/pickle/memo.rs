@@ -1,13 +1,13 @@
 //! The memo, which stores only the entries that are fetched later.
 //!
-//! CPython memoizes nearly every object that it pickles and fetches few of them: a `.metadata` of a million chunks has
-//! about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only these
-//! indices get a cell. The walk also shows which nodes have exactly one owner; when an object with one owner becomes a
-//! row, its node may be freed (see [`super::visitor`]).
+//! CPython stores nearly every object in the memo, but fetches few of these entries: a `.metadata` of a million chunks
+//! has about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only
+//! these indices get a cell. The first walk also shows which nodes have exactly one owner: nodes that are never
+//! fetched. When an object becomes a row, a node with one owner may be freed (see [`super::visitor`]).
 //!
-//! The walk only needs the positions of opcodes. Each frame contains whole opcodes, so several threads walk a long
-//! pickle from different frames. If every part ends where the next part starts, the result equals the result of a
-//! single walk. Otherwise a single walk is made.
+//! Pickles of protocol 4 and later consist of frames, and each frame contains complete opcodes. So a long pickle is
+//! divided into parts at the start of frames, and several threads walk the parts. If every walk ends exactly where the
+//! next part starts, the result equals the result of a single walk. Otherwise one thread walks the complete pickle.
 //!
 //! Invariant: the number of the cell for index `i` is the number of fetched indices below `i`.
 //!
@@ -23,10 +23,11 @@ use super::arena::NodeId;
 use super::bit_set::{BitSet, place};
 use super::opcode::{End, Lexer, frames};
 
-/// The minimum length, in bytes, of a pickle that several threads walk. One thread walks a shorter pickle faster.
+/// The minimum length, in bytes, of a pickle that several threads walk. For a shorter pickle, one thread is faster.
 const LONG_BYTES: usize = 2 << 20;
 
-/// Returns the memo indices that the opcodes from `start` on fetch. The walk must stop at an end of the kind `end`.
+/// Returns the memo indices that the opcodes from `start` on fetch. It is an error if the walk ends in another way than
+/// `end`: at STOP or at the end of the input.
 fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleError> {
     let mut fetched = BitSet::default();
     let mut lexer = Lexer::new(bytes)?;
@@ -54,19 +55,20 @@ fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
 
 pub(super) struct Memo {
     fetched: BitSet,
-    /// For each word of `fetched`, the number of fetched indices in the words before it. With it, a cell is found in
-    /// constant time.
+    /// For each word of `fetched`, the number of fetched indices in the words before it. With this table, the cell of
+    /// an index is found in constant time.
     before: Vec<u32>,
     cells: Vec<Option<NodeId>>,
     written: Written,
 }
 
-/// The memo indices that were written. MEMOIZE writes the index that is equal to the number of entries.
+/// The memo indices that were written. MEMOIZE writes to the index that equals the number of written entries.
 #[derive(Default)]
 struct Written {
-    /// All indices below this index are written; this index is not.
+    /// The lowest index that is not written. All indices below it are written.
     below: u32,
-    /// The entries above `below` that PUT wrote. `ahead_len` is the number of them that are still above `below`.
+    /// The indices above `below` that PUT wrote. The set may also contain indices that are now below `below`.
+    /// `ahead_len` is the number of indices in the set that are above `below`.
     ahead: BitSet,
     ahead_len: u32,
 }
@@ -111,8 +113,8 @@ impl Memo {
         Ok(Self { fetched, before, cells, written: Written::default() })
     }
 
-    /// Records that the entry `index` was written. Returns whether the memo stores the entry, which it does if a GET
-    /// fetches it.
+    /// Records that the entry `index` was written. Returns whether the memo stores the entry. The memo stores only
+    /// entries that a GET fetches.
     pub fn put(&mut self, index: u32, node: NodeId) -> bool {
         self.written.insert(index);
         let Some(cell) = self.cell(index) else {
@@ -148,7 +150,8 @@ impl Memo {
         self.fetched.contains_any(next..next + entries)
     }
 
-    /// Counts the next `entries` entries as written. The caller stores the entries that are fetched.
+    /// Counts the next `entries` entries as written, without storing them. The caller must store each of these entries
+    /// that a GET fetches.
     pub fn skip(&mut self, entries: u32) {
         self.written.below += entries;
     }
@@ -172,7 +175,7 @@ impl Memo {
 mod tests {
     use super::*;
 
-    /// Returns a pickle whose frames contain the given opcodes.
+    /// Returns a pickle with one frame for each item of `frames`, which has the opcodes of the frame.
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()

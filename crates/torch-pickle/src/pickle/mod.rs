@@ -1,8 +1,9 @@
 //! Reads pickles as data and writes pickles of protocol 2.
 //!
 //! Reason for a separate reader: a pickle is a program, and running it runs any code that its author wrote. This module
-//! turns a pickle into a graph of nodes, in which a call is also a node. No name of a pickle is imported or called;
-//! [`decode()`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the list in [`symbols`].
+//! turns a pickle into a graph of nodes, and a call is only a node in this graph. Nothing that a pickle names is
+//! imported or called; [`decode()`] turns the graph into a [`Value`](crate::Value) only if every name in it is on the
+//! list in [`symbols`].
 //!
 //! ```text
 //! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
@@ -76,11 +77,11 @@ pub fn parse_with<'a, F: Visitor + ?Sized>(
     machine::Machine::new(bytes, limits)?.run(visitor)
 }
 
-/// Limits on the memory and the work that an input may cause. Lengths and memo indices are bounded by the input
-/// itself.
+/// Limits on the memory and the work that an input may cause. Lengths and memo indices need no limit here, because the
+/// length of the input bounds them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The maximum nesting of a decoded value. It prevents a stack overflow in every recursion over a value.
+    /// The maximum nesting of a decoded value. The limit prevents stack overflows in recursive functions over a value.
     pub max_depth: usize,
     /// The maximum number of nodes in memory while a pickle is read. A node takes 16 to 64 bytes.
     pub max_nodes: u32,
@@ -90,8 +91,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns limits that no real pickle of `len` bytes reaches. In real pickles, the tree is only a little larger
-    /// than the graph of shared nodes. Four visits per byte are hundreds of visits for each object that CPython writes.
+    /// Returns limits that no real pickle of `len` bytes reaches. In real pickles, the decoded tree is only a little
+    /// larger than the graph of nodes. The limit of four visits per byte allows hundreds of visits for each object that
+    /// CPython writes.
     pub fn for_input(len: usize) -> Self {
         Self {
             max_depth: 256,
@@ -129,7 +131,7 @@ pub enum PickleErrorKind {
 }
 
 impl PickleError {
-    /// Returns a description of the input that the reader expected where it found an error of this kind.
+    /// Returns a description of the input that the reader expected at the position of the error.
     pub fn expected(&self) -> &'static str {
         match self.kind {
             PickleErrorKind::Truncated => "a complete pickle",

@@ -1,8 +1,8 @@
-//! The lexer: it reads one opcode with its argument at a time.
+//! The lexer, which reads one opcode with its argument at a time.
 //!
 //! Reason for a separate lexer: the reader walks every pickle twice. The first walk finds the memo entries that are
-//! fetched (see [`super::memo`]), and the second walk runs the opcodes. Both walks use this lexer, so the second walk
-//! finds the same opcodes as the first.
+//! fetched (see [`super::memo`]), and the second walk runs the opcodes. Both walks use this lexer, so both walks find
+//! the same opcodes.
 //!
 //! Positions are bytes of the input. Invariant: every returned [`Span`] is inside the input, and each opcode consumes
 //! at least one byte. So the length of the input bounds the numbers of opcodes, nodes and memo entries.
@@ -12,7 +12,7 @@
 
 use super::PickleError;
 
-/// A range of the input, in bytes. The bounds have 32 bits each, so that a node takes only 16 bytes.
+/// A range of the input, in bytes. The start and the end have 32 bits each, so that a node takes only 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub start: u32,
@@ -20,13 +20,13 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Returns the bytes of the span.
+    /// Returns the bytes of the input `bytes` in this range.
     pub fn of(self, bytes: &[u8]) -> &[u8] {
         let start = self.start as usize;
         &bytes[start..start + self.len as usize]
     }
 
-    /// Returns the end of the span.
+    /// Returns the offset of the first byte after the range.
     pub fn end(self) -> usize {
         self.start as usize + self.len as usize
     }
@@ -48,7 +48,7 @@ pub(super) enum Op {
     Long(Span),
     Float(f64),
     Unicode(Span),
-    /// A `str` of Python 2. It becomes a text if its bytes are valid UTF-8, otherwise bytes.
+    /// A `str` of Python 2. The value becomes a text if its bytes are valid UTF-8, otherwise a `bytes` object.
     String(Span),
     Bytes(Span),
     ByteArray(Span),
@@ -98,11 +98,11 @@ const FIXED: [(u8, u8); 29] = [
     (b's', 1), (b'u', 1), (0x93, 1), (b'R', 1), (0x81, 1), (0x92, 1), (b'b', 1), (b'q', 2), (0x94, 1),
 ];
 
-/// The kind of position at which a walk over the opcodes ends.
+/// The reason why a walk over the opcodes ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Stop,
-    /// The end of the input. The last opcode ends exactly there.
+    /// The walk reached the end of the input, and the last opcode is complete.
     Input,
 }
 
@@ -122,7 +122,7 @@ pub(super) struct Lexer<'a> {
 
 impl<'a> Lexer<'a> {
     /// Creates a lexer. A pickle of 4 GiB or more is an error, because its positions do not fit a [`Span`]. The pickles
-    /// of checkpoints contain no tensor data, so they are far shorter.
+    /// of checkpoints contain no tensor data, so these pickles are far shorter than 4 GiB.
     pub fn new(bytes: &'a [u8]) -> Result<Self, PickleError> {
         if bytes.len() >= u32::MAX as usize {
             return Err(PickleError::limit(0, "the pickle is 4 GiB or longer"));
@@ -135,7 +135,7 @@ impl<'a> Lexer<'a> {
         self.pos
     }
 
-    /// Moves the lexer to the position `pos`, after bytes that other code has already read.
+    /// Moves the lexer to the position `pos`, because other code has read the bytes before `pos`.
     pub fn seek(&mut self, pos: usize) {
         self.pos = pos;
     }

@@ -1,6 +1,6 @@
 //! Paths into a value, spelled as in Python: `param_groups[0].lr`.
 //!
-//! Only errors need a path. So during decoding the path is a stack of steps, and only an error turns it into text.
+//! Only errors need a path. So decoding keeps a stack of steps, and only an error turns the steps into text.
 
 use std::fmt::Write;
 
@@ -41,7 +41,7 @@ pub(super) fn render(steps: &[Step<'_>]) -> String {
     path
 }
 
-/// Returns `path` prefixed with `prefix`.
+/// Returns the path that consists of `prefix` and `path`.
 pub(super) fn join(prefix: &str, path: &str) -> String {
     let dot = if prefix.is_empty() || path.is_empty() || path.starts_with('[') { "" } else { "." };
     format!("{prefix}{dot}{path}")

@@ -1,14 +1,16 @@
 //! Object records: objects with a few plain fields, read directly from their opcodes.
 //!
-//! Reason: nearly all of a large `.metadata` consists of objects of five classes, always written with the same opcodes.
-//! The state of such an object has numbers, texts, sizes and other such objects. Creating nodes for these objects, only
-//! to free the nodes when the object becomes a row, takes most of the reading time. This module creates nodes only for
-//! the values that the memo needs later.
+//! Reason: nearly all of a large `.metadata` consists of objects of five classes, and CPython writes the objects of a
+//! class always with the same opcodes. The state of such an object has numbers, texts, sizes, and other objects of
+//! these classes. Creating nodes for these objects takes most of the reading time, although the nodes are freed as soon
+//! as the visitor replaces the object by a row. This module creates nodes only for the values that the memo needs
+//! later.
 //!
 //! Invariant: an object record is read completely, or the machine is left unchanged. The machine then runs or refuses
-//! unusual or invalid input, so only the machine decides what a pickle may contain. An attempt reads no further than
-//! the first unknown opcode, and object records are nested at most [`MAX_DEPTH`] deep, so the total work is linear.
-//! Rows that a failed attempt made have no references.
+//! unusual or invalid input, so only the machine decides what a pickle may contain. Reading an object record stops at
+//! the first unknown opcode, and object records are nested at most [`MAX_DEPTH`] deep. So the total work is linear in
+//! the length of the pickle, even if many attempts fail. If an attempt fails, nothing refers to the rows that the
+//! visitor made during this attempt.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -30,7 +32,7 @@ const MAX_DEPTH: usize = 2;
 
 impl Machine<'_> {
     /// Runs NEWOBJ and the opcodes after it as an object record. Returns true if the visitor made a row for the object;
-    /// the row is then on the stack. Returns false if the machine must run the opcodes.
+    /// the row is then on the stack. Returns false if the machine must run the opcodes instead.
     pub(super) fn record<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
@@ -64,8 +66,8 @@ impl Machine<'_> {
         Ok(true)
     }
 
-    /// Reads the object record after the current position. Also returns the memo entries in it that a GET fetches
-    /// later. Returns `None` if the input is not an object record.
+    /// Reads the object record after the current position. Also returns the memo entries that the object record writes
+    /// and that a GET fetches later. Returns `None` if the input is not an object record.
     fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
@@ -108,7 +110,7 @@ enum Kept {
     Dims(SmallVec<[u64; 4]>),
 }
 
-/// Reads an object record directly from its opcodes, before the machine runs them. Its functions return `None` if the
+/// Reads an object record directly from its opcodes, without running the machine. The methods return `None` if the
 /// input is not an object record.
 struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
@@ -127,7 +129,7 @@ struct Reader<'m, 'a, F: ?Sized> {
 }
 
 impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
-    /// Reads the opcodes after NEWOBJ: the state of the object, and BUILD.
+    /// Reads the opcodes of an object after NEWOBJ: the state of the object, and BUILD.
     fn object(&mut self) -> Option<()> {
         self.memo_of_none()?;
         match self.op()? {
@@ -138,7 +140,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.expect(b'b')
     }
 
-    /// Reads a state that is a dict, after its EMPTY_DICT: MARK, the fields, and SETITEMS.
+    /// Reads the state of an object, if the state is a dict: MARK, the fields, and SETITEMS. EMPTY_DICT has already
+    /// been read.
     fn dict(&mut self) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
@@ -155,7 +158,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         None
     }
 
-    /// Reads a state that is a tuple, after its MARK: the items, and TUPLE.
+    /// Reads the state of an object, if the state is a tuple: the items, and TUPLE. MARK has already been read.
     fn tuple(&mut self) -> Option<()> {
         let bottom = self.fields.top();
         loop {
@@ -177,8 +180,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.memo_of_none()
     }
 
-    /// Makes a nested tuple of the last `len` items of the outer tuple, which TUPLE1, TUPLE2 or TUPLE3 takes from the
-    /// stack.
+    /// Runs TUPLE1, TUPLE2 or TUPLE3 inside a tuple: replaces the last `len` items of the outer tuple by a nested tuple
+    /// of these items.
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let first = bottom.named.checked_sub(len).filter(|first| *first >= outer.named)?;
@@ -224,7 +227,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads an object inside the object record. Its class was fetched from the memo.
+    /// Reads an object inside the object record. The opcode for its class, a GET, has already been read.
     fn nested(&mut self, class: Global<'a>) -> Option<Row> {
         self.expect(b')')?;
         self.expect(0x81)?;
@@ -242,7 +245,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         row
     }
 
-    /// Reads a list of objects. They are appended one by one with APPEND, or together from MARK to APPENDS.
+    /// Reads a list of objects. The objects are appended one by one with APPEND, or together from MARK to APPENDS.
     fn rows(&mut self) -> Option<Field<'a>> {
         self.memo_of_none()?;
         let bottom = self.fields.top();
@@ -353,7 +356,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// Reads MEMOIZE if it is the next opcode. If a GET fetches the entry later, `value` is kept for it.
+    /// Reads MEMOIZE if it is the next opcode. If a GET later fetches the entry that MEMOIZE writes, keeps the result
+    /// of `value` for this GET.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;
@@ -364,8 +368,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads MEMOIZE if it is the next opcode. Returns `None` if a GET fetches the entry later, because such a value is
-    /// not kept.
+    /// Reads MEMOIZE if it is the next opcode. Returns `None` if a GET later fetches the entry that MEMOIZE writes,
+    /// because this kind of value is not kept.
     fn memo_of_none(&mut self) -> Option<()> {
         if self.peek() == Some(0x94) {
             self.pos += 1;

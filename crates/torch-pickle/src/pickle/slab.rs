@@ -1,4 +1,4 @@
-//! A vector with holes: slots are allocated, freed and reused.
+//! A vector of slots that are allocated, freed and reused.
 //!
 //! Invariant: a freed slot is not read until it is allocated again. The owner of the slot ensures this.
 
@@ -8,7 +8,7 @@ pub(super) struct Slab<T> {
 }
 
 impl<T: Default> Slab<T> {
-    /// Returns an empty slab.
+    /// Returns a slab without slots.
     pub fn new() -> Self {
         Self { slots: Vec::new(), free: Vec::new() }
     }

@@ -2,18 +2,19 @@
 //!
 //! * **Known**: decoded to a separate variant of `Value` (`OrderedDict`, `set`, `bytearray`, ...); `known.rs` has this
 //!   list.
-//! * **Inert**: carried by name with their arguments and state. If an inert name is written again, it runs in the
-//!   program that loads the result. So a name is on the list only if creating such an object has no other effect.
+//! * **Inert**: a call or object of such a name is kept as its name, arguments and state. If the value is written to a
+//!   file again, the program that loads the file runs the call. So a name is on this list only if the call creates an
+//!   object and has no other effect.
 //! * All other names are refused. The lists have no pattern, no prefix and no module: `builtins.getattr`,
 //!   `os.system` and `torch.load` are each a name that is not listed.
 //!
-//! Invariant: a name on a list only stores its arguments, or calls the listed types among them, as `defaultdict` does
-//! with its factory. A name that would call anything else is not on a list.
+//! Invariant: a class or function on a list only stores its arguments, or calls an argument that is itself a listed
+//! type, as `defaultdict` calls its factory. A class or function that calls anything else is on no list.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py` for the names of torch, the `__reduce_ex__` of each class
 //! for the others, and CPython `Lib/_compat_pickle.py` for the spellings of protocol 2.
 
-/// The ways in which a name on the inert list may be used.
+/// The use that the inert list allows for a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// The name itself may be a value, such as a type or a constant. It must not be called.
@@ -43,8 +44,8 @@ pub fn inert(module: &str, name: &str) -> Option<Use> {
     INERT.iter().find(listed).map(|&(_, _, usage)| usage)
 }
 
-/// Returns the Python 3 spelling of a name. Protocol 2 uses the spelling of Python 2. No module of Python 3 has one of
-/// the old names, so old names are converted for every protocol, as in torch's reader.
+/// Returns the Python 3 spelling of a name. Protocol 2 uses the spelling of Python 2. No module of Python 3 uses one of
+/// the old names for something else. So old names are converted in pickles of every protocol, as in torch's reader.
 pub(super) fn modern<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("__builtin__", "xrange") => ("builtins", "range"),
@@ -56,7 +57,7 @@ pub(super) fn modern<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     }
 }
 
-/// Reverses [`modern`], as CPython does for protocol 2.
+/// Returns the Python 2 spelling of a name, the inverse of [`modern`]. CPython writes this spelling in protocol 2.
 pub(super) fn legacy<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("builtins", "range") => ("__builtin__", "xrange"),

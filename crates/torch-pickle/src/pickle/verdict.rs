@@ -1,6 +1,6 @@
 //! Decides whether the name in a node is allowed, and for which use. No other module makes this decision.
 //!
-//! Invariant: every returned name is on a list, and the list allows its use.
+//! Invariant: every returned name is on a list in [`super::symbols`], and the list allows this use of the name.
 
 use super::Ref;
 use super::decode_error::DecodeError;
@@ -14,7 +14,7 @@ pub(super) enum ClassDecision {
     OrderedDict,
     /// A known call, which is decoded to a separate variant of `Value`.
     Known(Symbol),
-    /// A call or an object that is carried by name.
+    /// A call or an object of a name on the inert list, which is kept as its name, arguments and state.
     Inert(Symbol),
 }
 
@@ -47,8 +47,8 @@ pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     }
 }
 
-/// Returns the name to show in an error about a call. The callee may itself be a call; only a few levels of calls are
-/// followed.
+/// Returns the name to show in an error about a call. If the callee is itself a call, the callee of that call is used,
+/// for a few levels.
 fn blame(mut r: Ref<'_>) -> String {
     for _ in 0..8 {
         match (r.symbol(), r.callee()) {

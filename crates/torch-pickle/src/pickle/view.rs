@@ -1,5 +1,5 @@
 //! Typed, cheap views of a node. No view recurses, allocates for borrowed data, or panics. If the node has another type
-//! than the view, the view gives `None`, and the caller decides what that means.
+//! than a view expects, the view returns `None`, and the caller decides whether this is an error.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -21,9 +21,9 @@ pub struct Ref<'a> {
 /// A global called by REDUCE: `module.name(*args)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
-    /// The module of the callee or class.
+    /// The module of the called class or function.
     pub module: &'a str,
-    /// The name within the module.
+    /// The name of the called class or function within the module.
     pub name: &'a str,
     /// The positional arguments.
     pub args: Items<'a>,
@@ -32,9 +32,9 @@ pub struct Call<'a> {
 /// An object made by NEWOBJ of a global: `module.name.__new__(*args)`, possibly followed by BUILD with `state`.
 #[derive(Clone, Copy, Debug)]
 pub struct Instance<'a> {
-    /// The module of the callee or class.
+    /// The module of the class.
     pub module: &'a str,
-    /// The name within the module.
+    /// The name of the class within the module.
     pub name: &'a str,
     /// The positional arguments.
     pub args: Items<'a>,
@@ -58,7 +58,7 @@ impl<'a> Ref<'a> {
         self.pickle
     }
 
-    /// Returns whether the node may have more than one reference. Such nodes are never freed.
+    /// Returns whether the node may have more than one reference. A shared node is never freed.
     pub fn is_shared(self) -> bool {
         self.pickle.is_pinned(self.id)
     }
@@ -93,7 +93,7 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns the value of an int of any size as little-endian two's complement without redundant sign bytes.
+    /// Returns the value of an int of any size, as little-endian two's complement without unnecessary sign bytes.
     pub fn as_int_bytes(self) -> Option<SmallVec<[u8; 8]>> {
         match self.node() {
             Node::Int(value) => Some(SmallVec::from_slice(long::minimal(&value.to_le_bytes()))),
@@ -260,7 +260,7 @@ impl<'a> Ref<'a> {
         matches!(self.node(), Node::New(_))
     }
 
-    /// Returns the function that REDUCE called, or the class of NEWOBJ. It is usually a global.
+    /// Returns the function that REDUCE called, or the class of NEWOBJ. The result is usually a global name.
     pub fn callee(self) -> Option<Ref<'a>> {
         Some(self.at(self.make()?.callee))
     }

@@ -1,16 +1,17 @@
-//! Visitors: a recognised object immediately becomes a row of the caller's columns instead of a tree.
+//! Visitors: code of the caller that stores recognised objects as rows of numbers, so that these objects do not become
+//! a tree of nodes.
 //!
-//! Reason: a `.metadata` has 68 opcodes per chunk, and a generic tree of a million chunks takes more than a gigabyte.
-//! A [`Visitor`] receives each object as soon as it is complete, stores the needed values in columns of its own, and
-//! leaves a [`Row`] number in the tree. The nodes that only the object owned are freed for the next object, so memory
-//! depends on the retained values only.
+//! Reason: a `.metadata` has 68 opcodes per chunk, and a generic tree of a million chunks takes more than a gigabyte. A
+//! [`Visitor`] receives each object as soon as the object is complete, and stores the needed values in its own columns.
+//! In the tree, a [`Row`] number replaces the object. The nodes that only the object owned are freed and reused for the
+//! next object, so memory depends only on the stored values.
 //!
 //! Invariant: a visitor sees an object completely or not at all. An object with list items, dict entries or keyword
-//! arguments is never shown to a visitor, because a row would lose them.
+//! arguments is never shown to a visitor, because a row has no space for the items, entries and arguments.
 
 use super::{Record, Ref};
 
-/// A number that replaces an object in the tree. It refers to a row in a table of the caller.
+/// A number that replaces an object in the tree of nodes. The number refers to a row in a table of the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Row {
     /// The number of the table, chosen by the caller.
@@ -20,16 +21,17 @@ pub struct Row {
 }
 
 /// Recognises objects while the pickle is read, and replaces them by rows. A method returns `Ok(None)` to leave the
-/// object unchanged. An `Err` ends reading with that message.
+/// object unchanged. If a method returns an `Err`, reading ends with an error that has this text.
 pub trait Visitor {
-    /// Returns whether objects of `class` are shown as object records. Called once per class.
+    /// Returns whether objects of `class` are shown as object records. The reader calls this method once per class.
     fn keeps(&self, _class: (&str, &str)) -> bool {
         false
     }
 
     /// Receives the fields of an object of a `class` that [`keeps`](Self::keeps) accepts, if the object has no
     /// arguments and a plain state. If several objects have equal bytes, the method may be called for only one of them.
-    /// All other objects are shown to [`build`](Self::build), and so is an object for which this method returns `None`.
+    /// All other objects are passed to [`build`](Self::build). If this method returns `None` for an object, the object
+    /// is also passed to `build`.
     fn record(&mut self, _class: (&str, &str), _record: &Record<'_, '_>) -> Result<Option<Row>, String> {
         Ok(None)
     }

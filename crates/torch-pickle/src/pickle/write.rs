@@ -1,12 +1,12 @@
 //! A writer of protocol 2, without an automatic memo.
 //!
 //! Reason for protocol 2: `torch.save` writes it, and `torch.load(weights_only=True)` refuses the opcodes of later
-//! protocols. Reason for no memo: no reader needs one, and without a memo a file does not depend on which equal objects
-//! happened to be identical. The cost is that shared objects are written again each time, unless a format
-//! [`put`](Writer::put)s and [`get`](Writer::get)s them explicitly.
+//! protocols. Reason for no memo: no reader needs one, and without a memo a file does not depend on which equal Python
+//! objects were one object in memory. The cost: a shared object is written again at each occurrence, unless the caller
+//! uses the memo explicitly with [`put`](Writer::put) and [`get`](Writer::get).
 //!
-//! This module writes single opcodes; [`super::write_value`] writes whole values. A format that calls these methods
-//! directly is responsible for the opcodes it writes.
+//! This module writes single opcodes; [`super::write_value`] writes complete values. A caller of the methods for single
+//! opcodes must make sure that the sequence of opcodes is valid.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Pickler`, and `torch/_weights_only_unpickler.py`.
 
@@ -101,10 +101,11 @@ impl Writer {
         self.unicode(text.as_bytes())
     }
 
-    /// Writes bytes in the form of protocol 2: a text with one character per byte, and the call that encodes it.
+    /// Writes a `bytes` object in the form of protocol 2: a text with one character per byte, and the call that encodes
+    /// the text as bytes.
     ///
     /// # Panics
-    /// If that text takes 4 GiB or more.
+    /// If the text takes 4 GiB or more, which BINUNICODE cannot count.
     pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         if bytes.is_empty() {
             return self.global("builtins", "bytes").empty_tuple().reduce();
@@ -180,22 +181,25 @@ impl Writer {
         self.op(b'c').raw(module.as_bytes()).raw(b"\n").raw(name.as_bytes()).raw(b"\n")
     }
 
-    /// Writes REDUCE, which calls the value below the tuple on top.
+    /// Writes REDUCE, which calls a function. The tuple of arguments is on top of the stack, and the function is below
+    /// the tuple.
     pub fn reduce(&mut self) -> &mut Self {
         self.op(b'R')
     }
 
-    /// Writes NEWOBJ, which makes an object of the class below the tuple on top.
+    /// Writes NEWOBJ, which makes an object of a class. The tuple of arguments is on top of the stack, and the class is
+    /// below the tuple.
     pub fn newobj(&mut self) -> &mut Self {
         self.op(0x81)
     }
 
-    /// Writes BUILD, which sets the state on top on the object below it.
+    /// Writes BUILD, which sets the state of an object. The state is on top of the stack, and the object is below the
+    /// state.
     pub fn build(&mut self) -> &mut Self {
         self.op(b'b')
     }
 
-    /// Writes BINPERSID, which loads the object with the persistent id on top.
+    /// Writes BINPERSID, which loads the object whose persistent id is on top of the stack.
     pub fn binpersid(&mut self) -> &mut Self {
         self.op(b'Q')
     }

@@ -1,7 +1,8 @@
 //! Writes values as opcodes of protocol 2.
 //!
-//! Invariant: only names that are listed in [`super::symbols`] are written, and only in the listed use. The invariant
-//! holds for values from any source, because the program that loads the result runs these names.
+//! Invariant: a name is written only if it is on a list in [`super::symbols`] and the list allows its use. This is
+//! checked for every value, even for values that the caller built, because the program that loads the pickle calls the
+//! names.
 //!
 //! Source of the rule: CPython `Lib/pickle.py`, class `_Pickler`, under protocol 2.
 
@@ -14,12 +15,12 @@ use super::symbols::{self, Use};
 use super::write::Writer;
 use crate::value::{Construct, Dict, DictEntry, DictKind, Extension, Object, Symbol, Value};
 
-/// The maximum nesting of a written value. It is more than any decoded value has, even with a few more levels that a
-/// format adds, and small enough for any stack.
+/// The maximum nesting of a written value. The limit is higher than the depth of any decoded value, even if a format
+/// adds a few levels, and low enough for the stack of any thread.
 const MAX_DEPTH: usize = 300;
 
-/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. If the caller
-/// has no values of its own, a closure that writes tensors implements this trait.
+/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. A closure that
+/// writes tensors implements this trait for values without [`Value::Other`].
 pub trait WriteLeaves<T, X> {
     /// Writes a tensor as one value.
     fn tensor(&mut self, writer: &mut Writer, tensor: T) -> Result<(), WriteError>;
@@ -42,7 +43,8 @@ impl<T, F: FnMut(&mut Writer, T) -> Result<(), WriteError>> WriteLeaves<T, Infal
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// The name of a class or function is not on any list, or the list does not allow this use.
+    /// The name of a class or function is not on any list, or the list does not allow the use of the name in this
+    /// value.
     #[error("`{symbol}` is not among the Python objects that are known to be plain data")]
     Forbidden {
         /// The name: `os.system`.

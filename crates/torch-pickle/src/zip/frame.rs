@@ -1,9 +1,9 @@
-//! Frames: the parts of an archive that determine the location of one of its zip records.
+//! Frames: the bytes of an archive that determine the location of one of the archive's zip records.
 //!
 //! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
-//! in each of a million archives takes a million reads of a directory and a pickle. Archives with the same frame have
-//! their data at the same location. So after the first archive with a frame, a tensor is located by comparing its
-//! archive with the frame.
+//! in each of a million archives takes a million reads of a directory and a pickle. Archives with equal frames have
+//! their tensor data at the same offset. So only the first archive with a frame is read in this way. In later archives
+//! with the frame, the tensor is located by comparing the archive with the frame.
 //!
 //! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
 //! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were
@@ -20,20 +20,21 @@ use super::error::ArchiveError;
 use super::read::Record;
 use crate::ReadAt;
 
-/// The parts of an archive that determine the location of one of its zip records. Archives with the same frame have
-/// that zip record at the same location.
+/// The bytes of an archive that determine the location of one zip record, the *located zip record*. Archives with equal
+/// frames have this zip record at the same offset.
 #[derive(Debug)]
 pub struct Frame {
     /// The length of the archive.
     len: u64,
     /// All bytes of the archive before the data of the located zip record.
     head: End,
-    /// The last bytes of the archive, from the directory on. If the reader read bytes between the data and the
-    /// directory, the tail also has these bytes.
+    /// The last bytes of the archive, from the directory on. If the reader also read bytes between the located zip
+    /// record and the directory, the tail starts earlier and contains these bytes.
     tail: End,
-    /// The offset in the archive of the CRC-32 that the directory has for the located zip record.
+    /// The offset, in the archive, of the directory field with the CRC-32 of the located zip record.
     crc_at: u64,
-    /// The offset of the local header of the located zip record. The next field is the range of its data.
+    /// The offset of the local header of the located zip record. The next field is the byte range of the data of this
+    /// zip record.
     header: u64,
     data: Range<u64>,
 }
@@ -44,15 +45,17 @@ struct End {
     /// The offset of the first byte of `bytes` in the archive.
     at: u64,
     bytes: Vec<u8>,
-    /// The ranges of `bytes` that belong to the frame. Other bytes may differ between archives.
+    /// The ranges of `bytes` that belong to the frame. Bytes outside these ranges may differ between archives with this
+    /// frame.
     fixed: Vec<Range<usize>>,
 }
 
-/// The maximum length of a head or tail in bytes. Frames with longer ends are not worth caching.
+/// The maximum length of a head or tail in bytes. An archive with a longer head or tail gets no frame, because its
+/// frame would take too much memory.
 const MAX_END_BYTES: u64 = 4 << 10;
 
 /// The maximum length, in bytes, of an archive that is looked up as one range of a mapped file. Of a longer archive,
-/// only the two ends are read.
+/// only the head and the tail are read.
 const SMALL_BYTES: u64 = 64 << 10;
 
 /// The length in bytes of a directory entry, without its name, extra field and comment (APPNOTE.TXT 4.3.12).
@@ -62,9 +65,9 @@ const ENTRY_BYTES: usize = 46;
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// Returns the frame of an archive, which fills the bytes `range` of a source. `read` are the names of the zip
-    /// records that were read, and `located` is the name of the zip record that was located. Returns `None` for an
-    /// archive with an unusual structure; the frame is only an optimisation.
+    /// Returns the frame of the archive in the bytes `range` of a source. `read` are the names of the zip records that
+    /// were read, and `located` is the name of the zip record that was located. Returns `None` for an archive with an
+    /// unusual structure, because frames are only an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -113,9 +116,9 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Locates the zip record of this frame in another archive, which fills the bytes `range` of a source. Returns the
-    /// start of its data, and the zip record; `None` if that archive has another frame. `buffer` is memory that calls
-    /// can reuse.
+    /// Compares another archive, in the bytes `range` of a source, with this frame. If the archive has this frame,
+    /// returns the offset of the data of the located zip record in the source, and the zip record; otherwise returns
+    /// `None`. `buffer` is memory that calls can reuse.
     ///
     /// # Errors
     /// `Io`.
@@ -142,8 +145,8 @@ impl Frame {
         Ok(self.record(base, head, tail))
     }
 
-    /// Returns the located zip record of the archive that starts at `base`. `head` and `tail` are the ends of that
-    /// archive. Returns `None` if they do not match the frame.
+    /// Returns the located zip record of the archive that starts at `base`. `head` and `tail` are the first and the
+    /// last bytes of this archive. Returns `None` if they do not match the frame.
     fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
         let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
@@ -154,14 +157,14 @@ impl Frame {
 }
 
 impl End {
-    /// Converts a range of the archive to a range of `bytes`; `None` if this end does not contain the range.
+    /// Converts a range of the archive to a range of `bytes`; `None` if this head or tail does not contain the range.
     fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
         let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
         let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
         (start <= end && end <= self.bytes.len()).then_some(start..end)
     }
 
-    /// Returns the bytes that another archive of the same length has in the position of this end.
+    /// Returns the bytes of another archive, of the same length, at the offsets of this head or tail.
     fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
         let start = usize::try_from(self.at).expect("within a small archive");
         &archive[start..start + self.bytes.len()]
@@ -172,8 +175,9 @@ impl End {
     }
 
     /// Returns whether the end record of the archive states the offset `directory` at which the reader found the
-    /// directory. If it states another offset, the reader also looked there, and that position is not part of the
-    /// frame. In that case the other offsets in the directory are not valid either.
+    /// directory. If the end record states another offset, the reader also read bytes at that offset, and these bytes
+    /// are not part of the frame. In that case the other offsets in the directory are not valid either, so the archive
+    /// gets no frame.
     fn names(&self, directory: u64) -> bool {
         let Some([b'P', b'K', 5, 6, .., d0, d1, d2, d3, 0, 0]) = self.bytes.last_chunk::<END_BYTES>() else {
             return false;
@@ -222,8 +226,8 @@ mod tests {
         bytes
     }
 
-    /// Returns an archive with one zip record `a/x` of 100 bytes, after `before` other bytes. The offsets in its
-    /// directory do not count these bytes.
+    /// Returns an archive with one zip record `a/x` of 100 bytes, after `before` bytes that do not belong to the
+    /// archive. The offsets in the directory do not count these `before` bytes.
     fn archive(before: usize) -> Vec<u8> {
         let mut bytes = vec![0; before];
         bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());

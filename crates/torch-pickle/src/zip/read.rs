@@ -1,8 +1,8 @@
 //! Reads the directory of an archive, and locates the data of its zip records.
 //!
-//! An archive may be a whole source or a range of one (an item of a DCP data file). Offsets in an archive are relative
-//! to its start; all returned offsets are absolute in the source. Sizes and offsets are untrusted until they are
-//! checked against the range.
+//! An archive occupies a complete source, or a byte range of a source (an item of a DCP data file). The offsets stored
+//! in an archive count from the start of the archive; all returned offsets count from the start of the source. Sizes
+//! and offsets are untrusted until they are checked against the range.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,11 +21,11 @@ pub struct Record {
     pub header: u64,
     /// The length of the data in bytes.
     pub len: u64,
-    /// The CRC-32 of the data; 0 if the writer did not compute it.
+    /// The CRC-32 of the data; 0 if the writer computed no CRC-32s.
     pub crc: u32,
 }
 
-/// The directory of an archive.
+/// The directory of an archive, which lists the zip records.
 #[derive(Debug)]
 pub struct Archive {
     /// The folder with which the names of all entries start.
@@ -37,7 +37,8 @@ pub struct Archive {
     ends: Ends,
 }
 
-/// The minimum length of a directory entry in bytes. With it, the length of the file bounds the number of entries.
+/// The minimum length of a directory entry in bytes. With this minimum, the length of the file bounds the number of
+/// entries.
 const MIN_ENTRY_BYTES: u64 = 46;
 
 impl Archive {
@@ -53,7 +54,7 @@ impl Archive {
     ///
     /// # Errors
     /// `Malformed` if the bytes are not an archive, `Compressed` if entries are compressed, `TorchScript` for an
-    /// archive of torch.jit.save, which is recognised by such entries, `Io`.
+    /// archive of torch.jit.save, which the reader recognises by its compressed entries, `Io`.
     pub fn read_at<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> Result<Self> {
         let malformed =
             |found: String| ArchiveError::malformed(place(base, "zip directory"), "a torch.save archive", found);
@@ -200,8 +201,8 @@ impl Archive {
     }
 }
 
-/// The maximum length, in bytes, of a zip record whose local header is read from memory, if the source has it in
-/// memory.
+/// The maximum length, in bytes, of a zip record whose local header is read from memory, if the source has these bytes
+/// in memory.
 const SHORT_BYTES: u64 = 64 << 10;
 
 /// Returns the offset of the data of a zip record in the source, in bytes.
@@ -223,8 +224,9 @@ pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: R
 
 const LOCAL_HEADER: usize = 30;
 
-/// Returns the offset at which the data after a local header starts. The name and the extra field of the header are
-/// before it. Returns `None` if there is no such header before `end`.
+/// Returns the offset of the data of a zip record, which follows the local header with its name and extra field.
+/// `header` is the offset of the local header. Returns `None` if there is no complete local header between `header` and
+/// `end`.
 fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<(), E>) -> Result<Option<u64>, E> {
     let fits = |offset: u64, len: u64| offset.checked_add(len).filter(|after| *after <= end);
     let Some(name) = fits(header, LOCAL_HEADER as u64) else { return Ok(None) };
@@ -271,7 +273,7 @@ fn place(base: u64, what: &str) -> String {
 enum Fault {
     Malformed(String),
     Compressed(String),
-    /// The source could not be read, so it is unknown whether the archive is valid.
+    /// The source could not be read, so the archive may be valid or invalid.
     Unread(io::Error),
 }
 
@@ -284,8 +286,8 @@ impl Fault {
     }
 }
 
-/// Marks an I/O error as an error of the source while it passes through the ZIP reader, which has I/O errors of its
-/// own.
+/// A wrapper that marks an I/O error as an error of the source. The ZIP reader also returns I/O errors for damaged
+/// archives; the wrapper distinguishes the two.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Unread(io::Error);
@@ -296,7 +298,7 @@ impl Unread {
     }
 }
 
-/// Converts an I/O error of the ZIP reader to an archive error, and removes the mark of an error of the source.
+/// Converts an I/O error of the ZIP reader to an archive error, and removes the wrapper from an error of the source.
 fn unwrapped(error: io::Error) -> ArchiveError {
     error.downcast::<Unread>().map_or_else(ArchiveError::Io, |Unread(error)| error.into())
 }
@@ -378,8 +380,8 @@ fn read_entries<S: ReadAt + ?Sized>(
     Ok((prefix, records))
 }
 
-/// The first and the last bytes of an archive, kept in memory. The tail has the directory, and the head has the pickle
-/// and the local headers. So locating a tensor in an item takes only two reads.
+/// The first and the last bytes of an archive, kept in memory. The tail contains the directory, and the head contains
+/// the pickle and the first local headers. So locating a tensor in an item of a DCP data file takes only two reads.
 #[derive(Debug)]
 struct Ends {
     base: u64,
@@ -392,7 +394,7 @@ const HEAD_BYTES: u64 = 2 << 10;
 const TAIL_BYTES: u64 = 1 << 10;
 
 impl Ends {
-    /// Reads both ends of an archive. Its range must be within the source.
+    /// Reads the first and the last bytes of the archive at `[base, base + len)`. This range must be within the source.
     fn read<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> io::Result<Self> {
         let head_len = if len <= HEAD_BYTES + TAIL_BYTES { len } else { HEAD_BYTES };
         let tail_len = TAIL_BYTES.min(len - head_len);
@@ -407,8 +409,8 @@ impl Ends {
     }
 }
 
-/// An archive as input of the ZIP reader. The bytes of both ends are in memory, and all other bytes are read from the
-/// source.
+/// An archive as input of the ZIP reader. The first and the last bytes of the archive are in memory, and all other
+/// bytes are read from the source.
 struct Window<'a, S: ?Sized> {
     source: &'a S,
     ends: &'a Ends,

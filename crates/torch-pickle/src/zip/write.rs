@@ -9,7 +9,8 @@ use std::ops::Range;
 /// The alignment of the data of zip records in bytes, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
-/// The value of a 32-bit field whose true value is in a zip64 field. This value and larger values need a zip64 field.
+/// The content of a 32-bit field if the real value is stored in a zip64 field. Values from this number on need a zip64
+/// field.
 const ZIP64: u64 = 0xFFFF_FFFF;
 
 /// The layout of an archive. All offsets count from the first byte of the archive.
@@ -24,8 +25,8 @@ pub struct ArchiveLayout {
     pub checksums: Vec<Checksum>,
 }
 
-/// A range of the archive whose CRC-32 (IEEE, little-endian, 4 bytes) is written to two positions of the archive. In
-/// the known bytes, these positions have the value 0.
+/// A range of the archive, and the two positions at which the CRC-32 of this range (IEEE, little-endian, 4 bytes) must
+/// be written. In [`ArchiveLayout::known`], the bytes at these positions are 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checksum {
     /// The range of the data of a zip record.
@@ -34,7 +35,7 @@ pub struct Checksum {
     pub places: [u64; 2],
 }
 
-/// A contiguous part of the data of a zip record.
+/// A contiguous piece of the data of a zip record: tensor data or known bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Span<'a> {
     /// Tensor data of this many bytes.
@@ -105,13 +106,14 @@ impl<'a> ArchiveWriter<'a> {
         Self { layout: ArchiveLayout::default(), prefix, pending: Vec::new(), entries: Vec::new() }
     }
 
-    /// Adds the pickle and the small zip records that PyTorch writes before any data.
+    /// Adds the zip record of the pickle, and the small zip records that PyTorch writes before the first storage.
     pub fn start(&mut self, pickle: &[u8]) {
         self.start_in_parts(pickle, &[]);
     }
 
-    /// Adds the same zip records as [`start`](Self::start). The pickle is divided into blocks that end at the offsets
-    /// `cuts`, in ascending order. So the caller can store blocks that several archives have in common only once.
+    /// Adds the same zip records as [`start`](Self::start), but divides the pickle into several blocks of
+    /// [`ArchiveLayout::known`]. The blocks end at the ascending offsets `cuts`. So if several archives have an equal
+    /// block, the caller can store this block once.
     pub fn start_in_parts(&mut self, pickle: &[u8], cuts: &[usize]) {
         let header = self.header("data.pkl", pickle.len() as u64);
         let mut start = 0;
@@ -147,7 +149,8 @@ impl<'a> ArchiveWriter<'a> {
         self.mixed(name, &[Span::Payload(len)])[0]
     }
 
-    /// Adds a zip record that consists of tensor data and known bytes. Returns the offset of each span in the archive.
+    /// Adds a zip record that consists of tensor data and known bytes. Returns the offset of each item of `spans` in
+    /// the archive.
     pub fn mixed(&mut self, name: &str, spans: &[Span<'_>]) -> Vec<u64> {
         let len = spans.iter().map(Span::len).sum();
         let header = self.header(name, len);
@@ -220,8 +223,8 @@ impl<'a> ArchiveWriter<'a> {
         }
     }
 
-    /// Adds the local header of a zip record, padded so that its data starts at a multiple of the alignment. Returns
-    /// the offset of the header in the archive.
+    /// Adds the local header of a zip record, with padding so that the data of the zip record starts at a multiple of
+    /// the alignment. Returns the offset of the header in the archive.
     fn header(&mut self, name: &str, len: u64) -> u64 {
         let header = self.position();
         let name = self.full(name);
@@ -322,7 +325,8 @@ impl<'a> ArchiveWriter<'a> {
 /// The offset of the CRC-32 in a directory entry, in bytes.
 const DIRECTORY_CRC_OFFSET: u64 = 16;
 
-/// Returns the flags of a zip entry: its name is UTF-8, and it has a data descriptor if it has data.
+/// Returns the flags of a zip entry with `len` bytes of data. The flags say that the name is UTF-8 and, if there is
+/// data, that a data descriptor follows.
 fn flags(len: u64) -> u16 {
     if len == 0 { 0x0800 } else { 0x0808 }
 }
@@ -376,8 +380,8 @@ mod tests {
         assert!(writer.finish().checksums.is_empty());
     }
 
-    /// In a zip record of data and known bytes, the range of the checksum includes the known bytes. If all bytes are
-    /// known, the checksum is known as well.
+    /// In a zip record of data and known bytes, the range of the checksum includes the known bytes. If all bytes of the
+    /// zip record are known, the checksum is known at layout time.
     #[test]
     fn mixed_record_has_data_and_known_bytes() {
         let mut writer = ArchiveWriter::new("m");

@@ -1,5 +1,5 @@
 //! Checks rank files against a flat layout: the shard of every flat parameter and the view of every parameter. Nothing
-//! is converted unless all of them match. Unit of ranges: elements.
+//! is converted unless all shards and views match. Unit of ranges: elements.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -14,7 +14,8 @@ use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 use crate::name_list::{FEW, short_list};
 
-/// Compares a state dict that has flat parameters with the layout. `source` names the origin of the layout in messages.
+/// Compares a state dict with flat parameters, as found in rank files, with a flat layout. Messages use `source` as the
+/// origin of the layout.
 ///
 /// # Errors
 /// `Conflict` for the first difference, naming the rank file and the unit or parameter.
@@ -97,7 +98,7 @@ fn check_rank(
     Ok(())
 }
 
-/// Checks that a rank's part of a flat parameter is the shard that the layout assigns to the rank.
+/// Checks that the data that a rank has of a flat parameter is the shard that the layout assigns to this rank.
 fn check_part(
     rank: u32,
     part: &FlatPart,
@@ -131,7 +132,7 @@ fn check_part(
     Ok(())
 }
 
-/// Returns whether the ShardedTensor lists for all ranks the same shards as the layout.
+/// A ShardedTensor lists the shards of all ranks. Returns whether this list equals the shards in the layout.
 fn lists_shards(part: &FlatPart, flat: &FlatParameter) -> bool {
     let shards = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
     let listed = part.listed_shards.iter().filter(|region| region.numel() > 0).cloned();
@@ -142,13 +143,15 @@ fn region_from(range: &Range<u64>) -> Region {
     Region::new([range.start].as_slice(), [range.end - range.start].as_slice())
 }
 
-/// Returns all names of a unit's parameters, tied names included, each with the name of its parameter in the layout.
+/// Returns all names of a unit's parameters, including further names of tied parameters. Each name comes with the name
+/// that the layout has for the same parameter.
 fn all_names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
     let own = unit.params.iter().map(|param| (&param.fqn, &param.fqn));
     own.chain(unit.shared.iter().map(|shared| (&shared.fqn, &shared.with)))
 }
 
-/// Checks that every parameter, under each of its names, is the view of the flat parameter that the layout describes.
+/// Checks, for each name of every parameter, that the tensor with this name is the view of the flat parameter that the
+/// layout describes.
 fn check_views(
     rank: &RankState,
     unit: &FlatUnit,

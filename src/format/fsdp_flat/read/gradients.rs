@@ -1,9 +1,10 @@
 //! Converts gradients of flat parameters to gradients with the names and shapes of the parameters.
 //!
 //! A job saves the gradients as `{name: parameter.grad}` of the wrapped model's `named_parameters()`. Without
-//! `use_orig_params` there is one gradient per flat parameter, as long as a shard with its padding zeros. With
-//! `use_orig_params` there is one gradient per parameter, as long as the rank's part of the parameter, and `None` if
-//! the rank has no part. Both have the form of optimizer state. Unit of lengths: elements.
+//! `use_orig_params` there is one gradient per flat parameter. The gradient has the length of the rank's shard,
+//! including padding (zeros). With `use_orig_params` there is one gradient per parameter. The gradient is as long as
+//! the slice of the parameter in the rank's shard, and is `None` if this slice is empty. In both cases the gradients
+//! have the form that optimizer state has. Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
@@ -77,14 +78,14 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
     Ok(())
 }
 
-/// Maps the keys of a dict of gradients to parameters of the layout.
+/// Maps the keys of a dict of gradients to parameters and flat parameters of the layout.
 struct GradientNames<'a> {
     layout: &'a FlatLayout,
     slots: &'a HashMap<Fqn, ParameterSlot>,
 }
 
 impl GradientNames<'_> {
-    /// Returns the flat parameter that a key names, or the parameter that the key names with `use_orig_params`.
+    /// Returns the flat parameter that a key names, or with `use_orig_params` the parameter that the key names.
     fn find(&self, key: &Value) -> Option<(Fqn, ParameterSlot)> {
         let name = Fqn::from(clean_name(key.as_str()?));
         let slot = self.slots.get(&name).copied();
@@ -114,8 +115,8 @@ impl GradientNames<'_> {
         Some(known)
     }
 
-    /// Returns the gradients of one rank by parameter name. If only other ranks have a gradient, this rank gets an
-    /// empty tensor, so that all ranks have the same names in the same order.
+    /// Returns the gradients of one rank by parameter name. If this rank has no gradient for a name that another rank
+    /// has, this rank gets an empty tensor. So all ranks have equal lists of names.
     fn entries(
         &self,
         stored: &Dict,

@@ -1,5 +1,5 @@
-//! Finds the layout of flat parameters: a flat layout that the user gives, a flat layout next to the rank files, or a
-//! flat layout that is recovered from the files with shapes from another checkpoint of the model.
+//! Finds the layout of flat parameters: a flat layout that the user gives, a flat layout in the folder of the rank
+//! files, or a flat layout that is computed from the rank files and the shapes in another checkpoint of the model.
 
 use std::path::{Path, PathBuf};
 
@@ -13,11 +13,12 @@ use crate::format::fsdp_flat::document;
 use crate::format::fsdp_flat::unknown_layout_error;
 use crate::storage::lookup;
 
-/// The source of the information about a model that its rank files do not contain.
+/// The source of the information that rank files lack about their model: the units, and the order and shapes of
+/// parameters.
 #[derive(Debug)]
 pub enum ModelKnowledge {
-    /// A flat layout file. If it is next to the rank files, it describes exactly these files. If the user gives it, it
-    /// describes the model, and may have been made for another number of ranks.
+    /// A flat layout file. A file in the folder of the rank files describes exactly these rank files. A file that the
+    /// user gives (`given` is true) describes the model, but may have been made for another number of ranks.
     Document {
         path: PathBuf,
         layout: FlatLayout,
@@ -95,7 +96,7 @@ impl ModelKnowledge {
     }
 }
 
-/// Adapts the layout of a model to the ranks and the `use_orig_params` of these files.
+/// Returns the layout with the number of ranks and the value of `use_orig_params` of the rank files.
 fn adapt_to_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
     let mut layout = layout.clone();
     let Some(state) = states.first() else { return Ok(layout) };

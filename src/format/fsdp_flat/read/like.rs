@@ -1,6 +1,6 @@
-//! Reads another checkpoint of the same model (`options::like`). It provides the shapes of parameters and the tied
-//! names. It also provides the order of registration, if its format keeps the order of a state dict. Unit of shapes:
-//! elements.
+//! Reads another checkpoint of the same model (`options::like`). That checkpoint provides the shapes of parameters and
+//! the names of tied parameters. If its format keeps the order of a state dict, that checkpoint also provides the order
+//! in which modules registered parameters. Unit of shapes: elements.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::layout::Dims;
 pub struct LikeModel {
     pub path: PathBuf,
     pub format: Format,
-    /// Parameters by name, without wrappers, in the order of the checkpoint.
+    /// Parameters by name, in the order of the checkpoint. The names have no wrapper prefixes.
     pub params: IndexMap<Fqn, LikeParam>,
     checkpoint: Checkpoint,
 }
@@ -31,7 +31,8 @@ pub struct LikeParam {
     id: TensorId,
     pub shape: Dims,
     pub order: ElementOrder,
-    /// The first name of the same tensor, if this name is a further name of a tied parameter.
+    /// If the parameter is tied, and its key in [`LikeModel::params`] is not the first name of the tensor, the first
+    /// name; otherwise `None`.
     pub shared_with: Option<Fqn>,
 }
 
@@ -57,7 +58,8 @@ impl LikeModel {
         })
     }
 
-    /// Returns whether two tensors that are stored whole have the same bytes. A full state dict stores tied weights as
+    /// Returns whether two parameters of the checkpoint have equal bytes; false if one of them is not stored in full.
+    /// Equal bytes can mean that the parameters are tied, because some checkpoints store tied parameters as separate
     /// copies.
     ///
     /// # Errors
@@ -93,7 +95,8 @@ impl LikeModel {
         Ok(true)
     }
 
-    /// Returns a warning about parameters whose elements may be in another order in the job than in this checkpoint.
+    /// Returns a warning about parameters whose elements may have another order in memory in the job than in this
+    /// checkpoint.
     #[must_use]
     pub fn row_major_warning(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| self.format.keeps_order());

@@ -1,13 +1,13 @@
-//! Reads rank files with flat parameters (`LOCAL_STATE_DICT`) and rewrites them in memory as `SHARDED_STATE_DICT` would
-//! have stored them.
+//! Reads rank files with flat parameters (`LOCAL_STATE_DICT`) and converts their content, in memory, to the form that
+//! `SHARDED_STATE_DICT` stores.
 //!
-//! All rank files are rewritten before they are merged: flat parameters are removed, and every parameter appears under
-//! its name and with its shape, with the boxes that the rank holds. Later steps never see a flat parameter. Unit of
-//! lengths: elements.
+//! The content of each rank file is converted before the ranks are merged: flat parameters are removed, and every
+//! parameter gets an entry with its name, its shape, and the boxes that the rank holds. Later steps never see a flat
+//! parameter. Unit of lengths: elements.
 //!
-//! The files do not contain all the information about flat parameters. A flat layout, given by the user or found next
-//! to the files, or a checkpoint of the same model provides it. This information is checked against everything that the
-//! files do contain. Nothing is guessed.
+//! The files do not contain all the information about flat parameters. A flat layout (given by the user, or found next
+//! to the files) or a checkpoint of the same model provides the missing information. dtshard checks this information
+//! against the information in the files, and never guesses.
 
 mod check;
 mod gradients;
@@ -43,15 +43,15 @@ pub struct SeriesFiles {
 /// The result of replacing flat parameters.
 #[derive(Debug, Default)]
 pub struct Unflattened {
-    /// Whether the files had flat parameters.
+    /// True if the files had flat parameters.
     pub has_flat_params: bool,
-    /// The flat layout of the files, if all of it is known.
+    /// The flat layout of the files, if the complete flat layout is known.
     pub layout: Option<FlatLayout>,
     pub warnings: Vec<String>,
 }
 
-/// Replaces flat parameters by parameters in all series of a folder. `model_beside` reads the model series if it is not
-/// among `series`.
+/// Replaces flat parameters by parameters in all series of a folder. `model_beside` reads the model series of the
+/// folder; this function calls `model_beside` if `series` does not contain the model series.
 ///
 /// # Errors
 /// `Unsupported` if the layout would be a guess; `Malformed` or `Conflict` if the files do not match the layout; the
@@ -129,8 +129,8 @@ impl Candidates {
         Ok(candidates)
     }
 
-    /// Returns whether the series have no flat parameters, but may have optimizer state or gradients of flat
-    /// parameters. In that case the model series must be read as well.
+    /// Returns true if the model series must be read as well: the given series have no flat parameters, but may have
+    /// optimizer state or gradients of flat parameters.
     fn need_model(&self, series: &[SeriesFiles]) -> bool {
         let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
         self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
@@ -142,8 +142,8 @@ impl Candidates {
         (0..series.len()).all(has_some)
     }
 
-    /// Replaces flat parameters by parameters in all series, and returns warnings. Stores the names of the optimizer's
-    /// parameters in `layout`.
+    /// Replaces flat parameters by parameters in all series, and returns warnings. Stores the names of the parameters
+    /// that the optimizer updates in `layout`.
     fn unflatten(
         &self,
         series: &mut [SeriesFiles],
@@ -173,8 +173,8 @@ impl Candidates {
     }
 }
 
-/// Returns a warning for each pair of parameters that is assumed to be tied, because both have equal values and the
-/// unit has space for only one.
+/// Returns a warning for each pair of parameters that is assumed to be tied. The reason for the assumption: both
+/// parameters have equal values in the checkpoint `like`, and the flat parameter is too short for both.
 fn assumed_tie_warnings(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
     let all = layout.units.iter().flat_map(|unit| &unit.shared).filter(|_| !layout.use_orig_params);
     let copies = all.filter(|shared| like.params.get(&shared.fqn).is_some_and(|param| param.shared_with.is_none()));
@@ -198,7 +198,7 @@ fn raw_warning(layout: &FlatLayout) -> &'static str {
     }
 }
 
-/// Checks that every rank has a file. A series whose missing ranks are permitted is not checked.
+/// Checks that every rank has a file. Does not check a series for which `options::allow_missing` permits missing ranks.
 fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, source: &str) -> Result<()> {
     let expected = layout.world_size;
     match series.iter().find(|own| !own.has_missing_ranks && own.files.len() as u64 != u64::from(expected)) {
@@ -217,7 +217,8 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
 }
 
 /// Returns the names that an optimizer with one parameter group updates: all parameters, in the order of the state
-/// dict. The order in the flat layout is not used, because a user may have written the parameters in another order.
+/// dict. The order in the flat layout is not used, because a user may have written the layout, with the parameters in
+/// another order.
 fn default_optimizer_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
     if !layout.use_orig_params {
         let Some(state) = state else { return Some(layout.units.iter().map(FlatUnit::key).collect()) };

@@ -2,10 +2,11 @@
 //! `FSDP.optim_state_dict` would return it.
 //!
 //! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these tensors are
-//! flat parameters, and their state is as long as a shard in memory with its padding. With `use_orig_params` these
-//! tensors are parameters, and their state is as long as the rank's part of the parameter. A rank without a part has no
-//! state. A 0-d state tensor (a step counter) belongs to all parameters in a flat parameter. Every parameter gets a
-//! tensor of its own, because an optimizer would step a shared tensor several times. Unit of lengths: elements.
+//! flat parameters, and the state of a flat parameter has the length of the rank's shard, including padding. With
+//! `use_orig_params` these tensors are parameters, and the state of a parameter is as long as the slice of the
+//! parameter in the rank's shard. If this slice is empty, the rank has no state for the parameter. A 0-d state tensor
+//! (a step counter) applies to all parameters in a flat parameter. It is copied for each parameter, because an
+//! optimizer would increment a tensor several times if several parameters shared the tensor. Unit of lengths: elements.
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
@@ -26,7 +27,8 @@ use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Rank;
 use crate::layout::flat::FlatParameter;
 
-/// Returns the paths of plain optimizers: dicts with `state` and `param_groups` whose parameters are numbers.
+/// Returns the paths of plain optimizers: dicts with the keys `state` and `param_groups` that refer to parameters by
+/// number.
 #[must_use]
 pub fn find(files: &[RankFile]) -> Vec<Path> {
     let mut paths = Vec::new();
@@ -39,7 +41,7 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
-/// Returns whether the state of an optimizer may be state of flat parameters. This is possible if no tensor has more
+/// Returns whether the state of an optimizer may be state of flat parameters. Returns true if no state tensor has more
 /// than 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
@@ -62,8 +64,8 @@ fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Va
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
 }
 
-/// Returns the parameter numbers of each group. `None` if the dict is not the state dict of an optimizer, or if it has
-/// parameter names instead of numbers.
+/// Returns the parameter numbers of each group. Returns `None` if the dict is not the state dict of an optimizer, or if
+/// the optimizer refers to parameters by name.
 fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
@@ -83,8 +85,8 @@ pub struct NumberedParameters {
 }
 
 /// Replaces the parameter numbers of an optimizer by names, and the state of flat parameters by state of their
-/// parameters, in the files of all ranks. If the layout has no groups and the optimizer has one group, the names of its
-/// parameters are `default`, in this order. Returns the names of each group.
+/// parameters, in the files of all ranks. If the layout has no parameter groups and the optimizer has a single group,
+/// `default` has the names of the group's parameters in the order of their numbers. Returns the names of each group.
 ///
 /// # Errors
 /// `Unsupported` if the names for the parameter numbers are unknown, `Malformed` for state of an unexpected size.
@@ -179,7 +181,8 @@ fn describe_path(at: &Path) -> String {
     if at.0.is_empty() { String::from("the optimizer") } else { format!("the optimizer at {at}") }
 }
 
-/// The target of a parameter number or name: the flat parameter of a unit, or one parameter of a unit.
+/// The tensor that an optimizer means by a parameter number or name: the flat parameter of a unit, or one parameter of
+/// a unit.
 #[derive(Clone, Copy)]
 pub enum ParameterSlot {
     Unit(usize),
@@ -200,7 +203,7 @@ pub fn parameter_slots(layout: &FlatLayout) -> HashMap<Fqn, ParameterSlot> {
     slots
 }
 
-/// Converts optimizer state and gradients in the file of one rank.
+/// Converts the optimizer state and gradients in the file of one rank from flat parameters to parameters.
 pub struct RankUnflattener<'a> {
     layout: &'a FlatLayout,
     flat_params: &'a [FlatParameter],
@@ -245,8 +248,8 @@ impl RankUnflattener<'_> {
         })
     }
 
-    /// Returns the optimizer state by parameter name. If only other ranks have state for a parameter, this rank gets
-    /// empty state, so that all ranks have the same names in the same order.
+    /// Returns the optimizer state by parameter name. If this rank has no state for a parameter for which another rank
+    /// has state, this rank gets empty tensors. So all ranks have equal lists of names.
     fn named_states(
         &self,
         contents: &mut ArchiveContents,
@@ -275,7 +278,7 @@ impl RankUnflattener<'_> {
         Ok(entries)
     }
 
-    /// Splits the state of a flat parameter into the states of its parameters.
+    /// Splits the optimizer state of a flat parameter into one state for each parameter in the flat parameter.
     pub fn unflatten_unit_state(
         &self,
         contents: &mut ArchiveContents,
@@ -309,7 +312,7 @@ impl RankUnflattener<'_> {
         Ok(states.collect())
     }
 
-    /// Converts the state of a parameter that is stored next to flat parameters (`use_orig_params`).
+    /// Converts the optimizer state of one parameter of a job with `use_orig_params`.
     pub fn unflatten_param_state(
         &self,
         contents: &mut ArchiveContents,
@@ -361,7 +364,7 @@ impl RankUnflattener<'_> {
         Error::malformed(self.path, at, expected, format!("shape {:?}", view.sizes.as_slice()))
     }
 
-    /// Replaces the numbers in each parameter group by names.
+    /// Replaces the parameter numbers in each parameter group by parameter names.
     fn name_groups(&self, groups: &mut [Value], numbered: &NumberedParameters) {
         let units: HashMap<Fqn, &FlatUnit> = self.layout.units.iter().map(|unit| (unit.key(), unit)).collect();
         for (group, names) in groups.iter_mut().zip(&numbered.names) {
@@ -379,7 +382,7 @@ impl RankUnflattener<'_> {
     }
 }
 
-/// Removes the state of an optimizer whose numbers cannot be resolved to names.
+/// Removes the state of an optimizer whose parameter numbers cannot be resolved to parameter names.
 pub fn drop_state(files: &mut [RankFile], at: &Path) {
     for file in files {
         if let Some(state) = optimizer_state_mut(&mut file.contents.value, at) {

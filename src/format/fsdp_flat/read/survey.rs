@@ -1,9 +1,9 @@
 //! Collects the flat parameters in rank files, without any knowledge of the model.
 //!
 //! A state dict with flat parameters has one key `<module>._flat_param` per unit: a 1-d ShardedTensor of which the rank
-//! holds at most one shard. With `use_orig_params` the parameters are stored next to it, as 1-d views of the same
-//! storage. A parameter of which the rank has no part is an empty tensor. All other tensors are buffers. Ranges and
-//! lengths count elements.
+//! holds at most one shard. With `use_orig_params` the state dict also has the parameters, as 1-d views of the shard's
+//! storage. A parameter that has no element in the rank's shard is an empty tensor. All other tensors are buffers.
+//! Ranges and lengths count elements.
 //!
 //! Source: `_local_post_state_dict_hook` in `torch/distributed/fsdp/_state_dict_utils.py`.
 
@@ -28,26 +28,26 @@ use crate::layout::{Rank, Region};
 #[derive(Debug)]
 pub struct FlatState {
     pub path: Path,
-    /// One entry for each file that has this state dict.
+    /// For each rank file that has this state dict, its content in this file.
     pub ranks: Vec<RankState>,
     /// The position of each module in the order of registration, if the state dict has PyTorch's `_metadata`.
     pub module_positions: Option<HashMap<Box<str>, usize>>,
 }
 
-/// A state dict with flat parameters as the file of one rank has it, with the part of that rank.
+/// A state dict with flat parameters, as found in the file of one rank.
 #[derive(Debug)]
 pub struct RankState {
     /// The index of the file in its series.
     pub file_index: usize,
     pub rank: u32,
     pub file_path: PathBuf,
-    /// The rank's part of each flat parameter, by the path of the module.
+    /// The rank's shard of each flat parameter, by the path of the unit's module.
     pub flat_parts: IndexMap<Box<str>, FlatPart>,
     /// The tensors that are not flat parameters, in the order of the file.
     pub other_tensors: IndexMap<Fqn, PlainTensor>,
 }
 
-/// One rank's part of a flat parameter.
+/// A flat parameter in the file of one rank, with the shard that this rank has.
 #[derive(Debug)]
 pub struct FlatPart {
     pub key: Fqn,
@@ -69,7 +69,7 @@ pub enum PlainTensor {
         module: Box<str>,
         range: Range<u64>,
     },
-    /// A 1-d tensor without elements, such as a parameter of which the rank has no part.
+    /// A 1-d tensor without elements, such as a parameter that has no element in the rank's shard.
     Empty,
     Other,
 }
@@ -84,7 +84,7 @@ impl FlatState {
             .any(|tensor| matches!(tensor, PlainTensor::View { .. }))
     }
 
-    /// Returns the names of parameters that are views on any rank, in the order of the state dict.
+    /// Returns the names of parameters that are views on at least one rank, in the order of the state dict.
     #[must_use]
     pub fn view_names(&self) -> Vec<&Fqn> {
         let mut views: HashSet<&Fqn> = HashSet::new();
@@ -124,7 +124,7 @@ impl FlatState {
     }
 }
 
-/// Returns the innermost unit around a module. A unit of the module itself does not count.
+/// Returns the innermost unit whose module contains `module`. A unit that wraps `module` itself is not returned.
 fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     if module.is_empty() {
         return None;
@@ -132,7 +132,7 @@ fn enclosing_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str>
     innermost_unit(module_of(module), units)
 }
 
-/// Returns the innermost unit that contains a module. A unit of the module itself counts.
+/// Returns the innermost unit whose module is `module` or contains `module`.
 pub fn innermost_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     let mut at = module;
     loop {
@@ -303,10 +303,12 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
 pub mod tests {
     use super::*;
 
-    /// A rank, and the views in its file: for each view the module, the name and the range in the flat parameter.
+    /// A rank number, and the views in the file of this rank: for each view the path of the unit's module, the name of
+    /// the parameter, and the range in the flat parameter.
     pub type Views<'a> = (u32, &'a [(&'a str, &'a str, Range<u64>)]);
 
-    /// Returns a state dict whose rank files have these views.
+    /// Returns a state dict with flat parameters of length `total`, whose rank files have the views `ranks`. `sizes`
+    /// has the number of ranks in a shard group and in the job.
     pub fn state_of_views(total: u64, sizes: (u32, u32), ranks: &[Views<'_>]) -> FlatState {
         let rank_state = |(rank, views): &Views<'_>| {
             let (mut flat_parts, mut other_tensors) = (IndexMap::new(), IndexMap::new());

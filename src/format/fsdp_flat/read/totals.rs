@@ -1,5 +1,5 @@
-//! Compares the total length of a unit's parameters with the length of its flat parameter, and names a likely cause if
-//! they differ. Unit of lengths: elements.
+//! Compares the total length of a unit's parameters in a flat layout with the length of the unit's flat parameter in a
+//! file. If the two lengths differ, the error names a likely cause. Unit of lengths: elements.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use crate::catalog::flat::{FlatParam, FlatUnit};
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::flat::FlatParameter;
 
-/// The origin of a flat layout, and a file that does not match this layout.
+/// The origin of a flat layout, and the path of a rank file, for errors about differences between the two.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutMismatch<'a> {
     pub file: &'a Path,
@@ -16,8 +16,8 @@ pub struct LayoutMismatch<'a> {
 }
 
 impl LayoutMismatch<'_> {
-    /// Returns the error for the item `name`, with its value in the layout (`expected`) and its value in the file
-    /// (`found`).
+    /// Returns the error for the unit or parameter `name`: the layout has the value `expected`, and the file has the
+    /// value `found`.
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {
             fqn: name.to_owned(),
@@ -33,7 +33,7 @@ impl LayoutMismatch<'_> {
 }
 
 /// Compares the length of a flat parameter in the layout with its length in the file. `align` is the alignment of
-/// parameters with `use_orig_params`; `None` without it.
+/// parameters if `use_orig_params` is true; otherwise `None`.
 ///
 /// # Errors
 /// `Conflict` naming the unit, both lengths and the likely cause.
@@ -59,7 +59,8 @@ fn describe_count(params: usize) -> String {
     format!("its {params} parameter{}", if params == 1 { "" } else { "s" })
 }
 
-/// Explains the difference of lengths by padding, if that gives the length in the file.
+/// Returns an explanation of the difference of lengths if another alignment (padding) would give exactly the length in
+/// the file.
 fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<u64>, found: u64) -> Option<String> {
     if align.is_some() && total(None) == Some(found) {
         return Some(String::from(", the length without padding, which is usual when use_orig_params is false"));
@@ -73,8 +74,8 @@ fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<
     })
 }
 
-/// Explains the difference of lengths by two parameters that are tied in the layout but not in the file, or in the file
-/// but not in the layout.
+/// Returns an explanation of the difference of lengths if two parameters may be tied in the layout but not in the file,
+/// or in the file but not in the layout.
 fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String> {
     let params = &unit.params;
     if let Some(extra) = expected.checked_sub(found) {

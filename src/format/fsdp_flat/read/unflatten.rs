@@ -1,8 +1,9 @@
-//! Replaces flat parameters in state dicts by their parameters, with their shapes and names.
+//! Replaces each flat parameter in a state dict by the parameters that it contains, with their names and shapes.
 //!
-//! Only views change, and no data is copied. A rank's range of a parameter of `n` dims becomes at most `2n-1` boxes of
-//! the parameter. Each box is a view of the flat parameter's storage. Unit of lengths and offsets: elements. If the
-//! files contain the order of the modules, names come in the order that the model's state dict has without FSDP.
+//! Only views change, and no data is copied. The elements that a rank has of a parameter of `n` dims are a range, which
+//! becomes at most `2n-1` boxes of the parameter. Each box is a view of the flat parameter's storage. Unit of lengths
+//! and offsets: elements. If the files record the order of modules, the new entries are in the order of the state dict
+//! of the model without FSDP.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -26,7 +27,8 @@ pub struct UnitShard<'a> {
 }
 
 impl UnitShard<'_> {
-    /// Returns the rank's part of every parameter of the unit; `shard` is the view that stores the rank's shard.
+    /// Returns, for every parameter of the unit, the boxes that the rank has; `shard` is the view that stores the
+    /// rank's shard.
     pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<TensorNode> {
         let mut local: Vec<Vec<_>> = vec![Vec::new(); self.unit.params.len()];
         if let Some(view) = shard {
@@ -48,8 +50,8 @@ impl UnitShard<'_> {
     }
 }
 
-/// Returns the distance between neighboring elements of a 1-d view, in elements of the storage. A view with one element
-/// has distance 1, because its stride has no meaning.
+/// Returns the distance between neighboring elements of a 1-d view, in elements of the storage. Returns 1 for a view
+/// with one element, because the stride of such a view has no meaning.
 fn element_stride(view: &View) -> u64 {
     if view.sizes[0] > 1 { view.strides[0] } else { 1 }
 }
@@ -77,8 +79,8 @@ pub fn flat_parameters(layout: &FlatLayout) -> Vec<FlatParameter> {
     layout.units.iter().map(|unit| layout.flat(unit)).collect()
 }
 
-/// Replaces the flat parameters of a state dict by parameters. `check` must have accepted the state dict and the
-/// layout.
+/// Replaces the flat parameters of a state dict by parameters. The function `check` must have accepted this state dict
+/// with this layout.
 pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout) {
     let flat_params = flat_parameters(layout);
     for rank in &state.ranks {
@@ -114,7 +116,9 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
     }
 }
 
-/// Returns the entries that replace an entry of the state dict.
+/// Returns the entries that replace the entry `(key, value)` of the state dict. A flat parameter becomes the parameters
+/// of its unit; with `use_orig_params` it is removed, because the state dict also has the parameters. A view becomes
+/// its parameter. Any other entry stays.
 fn replace_entry(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, TensorId>) -> Vec<(Value, Value)> {
     let Some(name) = key.as_str() else { return vec![(key, value)] };
     if let Some(module) = flat_module(name)
@@ -139,8 +143,8 @@ mod tests {
     use super::*;
     use crate::layout::unravel;
 
-    /// Compares the position of each element of a flat parameter with its position in the views that are made of the
-    /// shards.
+    /// For each element of a flat parameter, checks that the new views of the shards have the element at the right
+    /// position.
     #[test]
     fn unflattened_views_keep_every_element() {
         let param = |fqn: &str, shape: &[u64], stride: Option<&[u64]>| FlatParam {

@@ -22,8 +22,8 @@ pub fn has_dotted_keys(dict: &Dict) -> bool {
     has(STATE) && has(GROUPS)
 }
 
-/// Returns optimizer state with dotted keys as nested dicts. If the layout has parameter groups, each parameter becomes
-/// a group; otherwise all parameters form one group.
+/// Returns optimizer state with dotted keys as nested dicts. If the layout has parameter groups, the result has one
+/// group for each parameter; otherwise the result has one group with all parameters.
 pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();

@@ -1,8 +1,8 @@
 //! Plans gradients as an FSDP1 job has them on each rank: `parameter.grad` of the wrapped model's `named_parameters()`.
 //!
-//! With `use_orig_params` a gradient is as long as the rank's part of its parameter, and absent if the rank has no
-//! part. Without `use_orig_params`, each flat parameter has one gradient, as long as a shard, with zeros as padding.
-//! Unit of lengths: elements.
+//! With `use_orig_params` there is one gradient per parameter. It is as long as the slice of the parameter in the
+//! rank's shard, and is absent if this slice is empty. Without `use_orig_params`, there is one gradient per flat
+//! parameter. It has the length of the rank's shard, including padding (zeros). Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
@@ -17,8 +17,8 @@ use crate::catalog::path::{StateLeaf, leaves};
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::{Error, Result};
 
-/// Adds the gradients to the plan, and returns the dict of gradients for the target. Its tensors are indices of
-/// [`FlatPlan::tensors`].
+/// Adds the gradients to the plan, and returns the dict of gradients for the target. The tensors in this dict are
+/// indices of [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let mut gradients: IndexMap<ParameterIndex, TensorId> = IndexMap::new();
     let mut entries = Vec::new();

@@ -1,7 +1,8 @@
 //! Maps the parameter groups of the source's optimizer to the parameter groups of the target's optimizer.
 //!
-//! The source identifies parameters by name or by number, as `optimizer.state_dict()` does. The optimizer of the target
-//! updates parameters or flat parameters, and each of them is in exactly one group.
+//! The source identifies parameters by name or by number, as `optimizer.state_dict()` does. The target's optimizer
+//! updates parameters (with `use_orig_params`) or flat parameters. Each updated parameter or flat parameter is in
+//! exactly one group.
 
 use std::collections::{HashMap, HashSet};
 
@@ -91,8 +92,8 @@ impl<'v> SourceOptimizer<'v> {
         Ok(Self { path, groups, group_of, states })
     }
 
-    /// Returns the groups of the target: the groups of the layout, or the groups of the source if the layout has no
-    /// groups.
+    /// Returns the parameter groups of the target's optimizer: the groups in the layout, or the groups of the source's
+    /// optimizer if the layout has no groups.
     pub fn target_groups(
         &self,
         names: &ParameterNames<'_>,
@@ -146,8 +147,8 @@ impl<'v> SourceOptimizer<'v> {
         }
     }
 
-    /// Returns one group for each group of the source. It contains the units whose parameters are in that group, in the
-    /// order of the layout.
+    /// Returns, for each parameter group of the source, a group for the target. This group contains the units whose
+    /// parameters are in the source's group, in the order of the layout.
     fn unit_groups(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
             self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
@@ -264,7 +265,7 @@ impl OptimizerNumbers {
     }
 }
 
-/// Resolves parameter numbers by `param_names`, the list of names that optimizers store if they were created with named
+/// Resolves parameter numbers by `param_names`. An optimizer stores this list of names if it was created with named
 /// parameters.
 fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
     let mut known = HashMap::new();
@@ -280,9 +281,9 @@ fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) ->
     Some(known)
 }
 
-/// Resolves parameter numbers by the parameter groups of the layout, if there are several groups and they have the same
-/// sizes as the groups of the source. For a single group it returns `None`: the group holds all parameters, and shapes
-/// can confirm their order.
+/// Resolves parameter numbers by the parameter groups of the layout, if the layout has several groups, with the same
+/// numbers of parameters as the groups of the source. Returns `None` for a single group: this group holds all
+/// parameters, and the caller can confirm their order by their shapes.
 fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
@@ -297,7 +298,7 @@ fn from_layout_groups(
     pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
 }
 
-/// Returns the parameters that a group member consists of.
+/// Returns the parameter that a group member is, or the parameters in the flat parameter that the member is.
 pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
     match member {
         GroupMember::Parameter(at) => vec![at],
@@ -319,7 +320,7 @@ pub fn same_options(left: &Dict, right: &Dict) -> bool {
     options(left) == options(right)
 }
 
-/// Returns the path and a colon as the beginning of a message; an empty string for the top of the state dict.
+/// Returns the beginning of a message: the path and a colon, or an empty string if the path is empty.
 pub fn message_prefix(path: &Path) -> String {
     if path.0.is_empty() { String::new() } else { format!("{path}: ") }
 }

@@ -1,7 +1,8 @@
 //! Writes the `_metadata` of a model's state dict, which maps the path of each module to its version.
 //!
 //! A wrapped module has two entries, one for the wrapper and one for the module inside: `layers.0` and
-//! `layers.0._fsdp_wrapped_module`. The wrapper is part of the path of everything below it.
+//! `layers.0._fsdp_wrapped_module`. The names of all modules and parameters inside the wrapped module contain the
+//! wrapper's component.
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
 //! `torch/distributed/fsdp/_common_utils.py`.
@@ -23,9 +24,9 @@ pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     join(&inner, last)
 }
 
-/// Returns the attributes of a state dict for a model in which these units are wrapped. If the source has exactly these
-/// wrappers, its attributes are kept. Otherwise the wrappers of the source are removed, and the wrappers of the layout
-/// are added. Returns `None` if the attributes are not `_metadata`.
+/// Returns the attributes of the state dict of a model in which FSDP1 wraps the units of `layout`. If the source has
+/// wrappers around exactly these modules, its attributes are returned unchanged. Otherwise the wrappers of the source
+/// are removed, and the wrappers of `layout` are added. Returns `None` if the attributes are not `_metadata`.
 pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
@@ -50,7 +51,8 @@ pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value>
     Some(Value::Dict(Dict { kind: attributes.kind, entries, attributes: None }))
 }
 
-/// Returns the `_metadata` entries of a module. A unit has two: its wrapper comes first, then the module itself.
+/// Returns the `_metadata` entries of a module. A unit has two entries: first the entry of the wrapper, then the entry
+/// of the module inside.
 fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Value, Value)> {
     let outside = wrapped_path(module, layout);
     if !is_unit(module, layout) {
@@ -61,7 +63,8 @@ fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Val
     vec![(Value::Str(outside.into()), Value::Dict(version)), (Value::Str(inside.into()), value.clone())]
 }
 
-/// Returns the path of a module, including the wrappers of the modules around it, but not its own wrapper.
+/// Returns the path of a module, including the wrapper components of the modules that contain the module, but without
+/// the component of its own wrapper.
 fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     let mut path = String::new();
     let mut plain = String::new();
@@ -75,7 +78,7 @@ fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     path
 }
 
-/// Returns whether FSDP1 wraps a module. It always wraps the root, even if all parameters are in inner units.
+/// Returns whether FSDP1 wraps a module. FSDP1 always wraps the root module, even if all parameters are in inner units.
 fn is_unit(module: &str, layout: &FlatLayout) -> bool {
     module.is_empty() || layout.units.iter().any(|unit| *unit.module == *module)
 }

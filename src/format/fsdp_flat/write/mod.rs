@@ -1,9 +1,10 @@
-//! Writes LOCAL_STATE_DICT files and the optimizer state that belongs to them.
+//! Writes the rank files of FSDP1's `LOCAL_STATE_DICT`, including optimizer state and gradients.
 //!
-//! The file of a rank has the tree of the state dict with the rank's shards in it. The tree is planned once: each
-//! tensor of the target is a [`TreeTensor`](plan::TreeTensor), a view of a [`PlannedStorage`](plan::PlannedStorage).
-//! Tensors and storages have the same indices on all ranks; the flat layout determines the part that each rank holds.
-//! One storage holds the data of parameters and the known padding bytes between them.
+//! The file of a rank has the state dict with the rank's shards. The state dict is planned once for all ranks: each
+//! tensor of the target is a [`TreeTensor`](plan::TreeTensor), which is a view of a
+//! [`PlannedStorage`](plan::PlannedStorage). A tensor or storage has the same index on all ranks; the flat layout
+//! determines which of its elements each rank holds. A storage contains the data of parameters, and padding bytes of
+//! known value between the parameters.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`].
 //!
@@ -41,11 +42,11 @@ use rank_file::FlatRankFile;
 
 /// The input of [`reserve`]: a layout, and paths in the state dict.
 pub struct FlatTarget<'a> {
-    /// The layout of the target; it has passed [`FlatLayout::check`].
+    /// The flat layout of the target. [`FlatLayout::check`] has accepted this layout.
     pub layout: &'a FlatLayout,
-    /// The path of the model's dict in the state, if the state has a model.
+    /// The path of the model's dict in the state, if the state dict has a model; otherwise `None`.
     pub model: Option<Path>,
-    /// The path of the dict of gradients, if there are gradients.
+    /// The path of the dict of gradients, if the state dict has gradients; otherwise `None`.
     pub gradients: Option<Path>,
     /// A function that returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
@@ -86,13 +87,14 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// Information about a part of the state dict that is needed before the files of any part are laid out.
+/// Information about one part of the state dict, such as the optimizer. The information about all parts must be known
+/// before any file is laid out.
 pub struct PartSurvey {
-    /// Pairs of source tensors that are written as one tensor: the tensor that is kept, and a tensor that must be equal
-    /// to it. Such pairs are tied parameters that the source stores separately, and scalars of optimizer state, because
-    /// a flat parameter has only one of each.
+    /// Pairs of source tensors that the target stores once: the tensor that is written, and a tensor whose values must
+    /// be equal. A pair consists of tied parameters that the source stores separately, or of optimizer scalars (step
+    /// counters) of two parameters, because a flat parameter has a single step counter.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names of the parameters that the optimizer in this part numbers, one list per parameter group.
+    /// The names of the parameters to which the optimizer in this part refers by number, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -105,7 +107,7 @@ pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Resul
     Ok(PartSurvey { merged, numbered })
 }
 
-/// The state dict of the target, which is the same in all rank files. Its tensors are indices of [`FlatPlan::tensors`].
+/// The state dict of the target, planned once for all rank files. Its tensors are indices of [`FlatPlan::tensors`].
 struct PlannedTree<'a> {
     tree: Value,
     plan: FlatPlan<'a>,
@@ -163,8 +165,8 @@ impl<'a> PlannedTree<'a> {
 }
 
 impl PlannedTree<'_> {
-    /// Converts the model. If the model is at the top of the state dict, its dict may also contain trainer state, which
-    /// is converted as well.
+    /// Converts the model. If the model is at the top of the state dict, this dict may also contain trainer state; the
+    /// trainer state is converted as well.
     fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
         let Value::Dict(dict) = value else {
             return Err(no_model_error(path));

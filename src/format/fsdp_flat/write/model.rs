@@ -1,15 +1,16 @@
 //! Plans the dict of the model in the file of a rank.
 //!
-//! Flat parameters come where PyTorch's traversal of the modules puts them. Without `use_orig_params` they are the only
-//! parameters, and the first entry of their module. With `use_orig_params`, a flat parameter comes after all entries of
-//! its module and of the modules below it:
+//! Flat parameters have the positions that PyTorch's traversal of the modules gives them. Without `use_orig_params`,
+//! the dict has no other parameters, and a flat parameter is the first entry of its module. With `use_orig_params`, a
+//! flat parameter comes after all entries of its module and of the modules inside this module:
 //!
 //! ```text
 //! without   _flat_param, freqs, layers.0._flat_param, layers.0.scale
 //! with      freqs, emb.weight, layers.0.scale, layers.0.w, layers.0._flat_param, head.weight, _flat_param
 //! ```
 //!
-//! Without sharding there are no flat parameters, and every file has the dict of the full model.
+//! If the layout does not shard parameters, there are no flat parameters, and every file has the dict of the full
+//! model.
 
 use std::collections::{HashMap, HashSet};
 
@@ -75,7 +76,8 @@ pub fn plan(
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// Adds entries for names of tied parameters that the source lacks. They come after the other entries of their unit.
+/// Adds entries for names of tied parameters that the source lacks. Such an entry comes after all other entries of its
+/// unit.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
@@ -93,7 +95,7 @@ fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPla
     }
 }
 
-/// Returns a note about tensors that are not in the layout, which are treated as buffers.
+/// Returns a note about tensors that are not in the layout; such tensors are treated as buffers.
 fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     let others = entries.iter().filter(|(_, entry)| matches!(entry, ModelEntry::Other(_))).count();
     let what = if others == 1 {
@@ -104,15 +106,15 @@ fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     (others > 0).then(|| format!("{others} {what}"))
 }
 
-/// For each unit, the storages that hold its shard or its parameters.
+/// For each unit, the storages that hold the unit's shard or the unit's parameters.
 struct FlatParameters {
     units: Vec<UnitStorage>,
 }
 
 /// The storages of a unit's parameters.
 enum UnitStorage {
-    /// One storage with the rank's shard of the flat parameter. `empty` is the storage of a parameter of which the rank
-    /// has no part.
+    /// One storage with the rank's shard of the flat parameter. `empty` is the storage of parameters that have no
+    /// element in the rank's shard.
     Shard { storage: usize, empty: usize },
     /// One storage per parameter, which holds the full parameter on every rank.
     Whole(Vec<usize>),
@@ -140,8 +142,8 @@ impl FlatParameters {
         Ok(Self { units: storages })
     }
 
-    /// Returns the positions of flat parameters among the entries: the units before each entry, and the units after
-    /// each entry.
+    /// Returns the positions of flat parameters among the entries: the units whose flat parameter comes before each
+    /// entry, and the units whose flat parameter comes after each entry.
     fn flat_positions(
         &self,
         entries: &[(String, ModelEntry<'_>)],
@@ -180,7 +182,8 @@ impl FlatParameters {
         (Value::Str((&plan.layout.units[unit].key()).into()), plan.add_tensor(storage, TensorRole::Flat))
     }
 
-    /// Returns the planned tensor for the entry of a parameter; `None` if only its flat parameter is in the state dict.
+    /// Returns the planned tensor for a parameter; `None` if the state dict has no entry for the parameter, but only
+    /// for its flat parameter.
     fn parameter(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Option<Value> {
         match &self.units[at.unit] {
             UnitStorage::Whole(storages) => Some(plan.add_tensor(storages[at.param], TensorRole::Whole)),

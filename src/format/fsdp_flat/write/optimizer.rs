@@ -1,9 +1,10 @@
 //! Plans optimizer state as `optimizer.state_dict()` of an FSDP1 job has it on each rank.
 //!
 //! Parameters are identified by numbers, in the order of the parameter groups. With `use_orig_params` each parameter
-//! has its own state, as long as the rank's part of the parameter. If the rank has no part, there is no state. Without
-//! `use_orig_params`, the optimizer updates flat parameters only: state in the shape of a parameter is stored like the
-//! flat parameter, and all other state must be the same for all parameters of the unit. Lengths count elements.
+//! has its own state, which is as long as the slice of the parameter in the rank's shard. If this slice is empty, the
+//! rank has no state for the parameter. Without `use_orig_params`, the optimizer updates flat parameters only: state
+//! tensors with the shape of their parameter are concatenated like the flat parameter, and any other state value must
+//! be equal for all parameters of the unit. Lengths count elements.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.

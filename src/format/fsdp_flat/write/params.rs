@@ -10,7 +10,7 @@ use crate::name_list::{FEW, short_list_of_counted};
 
 /// Finds the parameters of a flat layout by name.
 pub struct ParameterNames<'a> {
-    /// The parameter of each name. A tied parameter has several names.
+    /// The parameter with each name. A tied parameter has several names in this map.
     params: HashMap<&'a str, ParameterIndex>,
     /// The further names of each tied parameter.
     aliases: HashMap<ParameterIndex, Vec<&'a str>>,
@@ -37,7 +37,7 @@ impl<'a> ParameterNames<'a> {
         Self { params, aliases, units }
     }
 
-    /// Returns the parameter with this name. If the parameter is tied, each of its names finds it.
+    /// Returns the parameter with this name. A tied parameter is returned for each of its names.
     pub fn find(&self, fqn: &str) -> Option<ParameterIndex> {
         self.params.get(fqn).copied()
     }
@@ -61,7 +61,7 @@ pub struct UnitTensors {
 /// The source tensors of all parameters of a layout.
 pub struct FoundParameters {
     pub units: Vec<UnitTensors>,
-    /// Pairs of tied tensors: the tensor that is kept, and a tensor that must be equal to it.
+    /// Pairs of tied tensors: the tensor that is written, and a tensor whose values must be equal.
     pub ties: Vec<(TensorId, TensorId)>,
 }
 

@@ -1,8 +1,8 @@
-//! The plan of an FSDP1 target, which is the same for all rank files: storages, and tensors that are views of the
-//! storages.
+//! The plan of an FSDP1 target: storages, and tensors that are views of these storages. All rank files have the same
+//! plan.
 //!
-//! Unit of ranges and lengths: elements. A storage has the same key on all ranks; the rank's part of it depends only on
-//! the index of the rank's shard.
+//! Unit of ranges and lengths: elements. A storage has the same key on all ranks. The elements that a rank has of a
+//! storage depend only on the index of the rank's shard.
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -29,28 +29,30 @@ pub struct TreeTensor {
 }
 
 #[derive(Clone, Copy, Debug)]
-/// The kind of a planned tensor. It determines which part of the storage the tensor covers, and which ranks have the
-/// tensor.
+/// The kind of a planned tensor. The kind determines which elements of the storage the tensor covers, and which ranks
+/// have the tensor.
 pub enum TensorRole {
     /// A tensor that covers its storage completely, and that every rank has.
     Whole,
-    /// A tensor that covers its storage completely. Only ranks with a part of the parameter have it.
+    /// A tensor that covers its storage completely. Only a rank whose shard has elements of the parameter has the
+    /// tensor.
     WithParameter(ParameterIndex),
     /// A flat parameter, of which each rank has its shard.
     Flat,
-    /// A parameter that is a view of its unit's shard. Ranks without a part of the parameter use the storage `empty`.
+    /// A parameter that is a view of its unit's shard. On a rank whose shard has no element of the parameter, the
+    /// tensor is a view of the storage `empty`.
     View { at: ParameterIndex, empty: usize },
-    /// Optimizer state of one parameter. Ranks without a part of the parameter do not have it.
+    /// Optimizer state of one parameter. A rank whose shard has no element of the parameter does not have the tensor.
     Slice(ParameterIndex),
-    /// The gradient of one parameter. Ranks without a part of the parameter do not have it, but they have the other
-    /// entries of the same dict.
+    /// The gradient of one parameter. A rank whose shard has no element of the parameter does not have this gradient,
+    /// but has the other entries of the dict of gradients.
     Gradient(ParameterIndex),
-    /// Optimizer state or the gradient of a flat parameter, which is as long as the shard in memory.
+    /// Optimizer state or the gradient of a flat parameter, with the length of the rank's shard, including padding.
     State,
 }
 
 #[derive(Debug)]
-/// A storage in the rank files. Its part on each rank depends on the rank's shard.
+/// A storage in the rank files. The shard of a rank determines which elements of the storage the rank has.
 pub struct PlannedStorage {
     pub dtype: Dtype,
     pub content: StorageContent,
@@ -67,7 +69,7 @@ pub enum StorageContent {
         tensors: Vec<TensorId>,
         padding: Padding,
     },
-    /// The rank's part of one parameter, filled from one source tensor.
+    /// The elements of one parameter that are in the rank's shard, filled from one source tensor.
     Slice {
         at: ParameterIndex,
         tensor: TensorId,
@@ -93,10 +95,10 @@ pub struct FlatPlan<'a> {
     replicated: HashMap<TensorId, usize>,
     /// The dtype of each unit's parameters; `None` until the model is planned.
     pub dtypes: Option<Vec<Dtype>>,
-    /// Pairs of source tensors that are written as one tensor: the tensor that is kept, and a tensor that must be equal
-    /// to it.
+    /// Pairs of source tensors that the target stores once: the tensor that is written, and a tensor whose values must
+    /// be equal.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names of the parameters that the first planned optimizer numbers, one list per parameter group.
+    /// The names of the parameters to which the first planned optimizer refers by number, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 

@@ -1,4 +1,4 @@
-//! Lays out one rank's file: its pickle, and the zip records of its storages.
+//! Lays out one rank's file: the pickle, and a zip record for each storage.
 //!
 //! Offsets in storages count elements; offsets in zip records are in bytes.
 
@@ -17,7 +17,8 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::{ArchiveWriter, Span};
 
-/// The number of tensors in one part of a pickle. Equal parts of several rank files are in memory only once.
+/// The number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this part is
+/// in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 /// Lays out the file of one rank.
@@ -30,13 +31,13 @@ pub struct FlatRankFile<'a> {
 /// The pickle of one rank, and the storages that its tensors refer to.
 struct FlatRankPickle {
     bytes: Vec<u8>,
-    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on several ranks, and are kept
-    /// in memory once.
+    /// The byte offsets at which the pickle is divided into parts. Most parts are equal on several ranks, and equal
+    /// parts are in memory only once.
     cuts: Vec<usize>,
     used: Vec<bool>,
 }
 
-/// A contiguous part of a storage: elements of a source tensor, or known bytes.
+/// A contiguous range of a storage, with its content: elements of a source tensor, or known bytes.
 enum StoragePart {
     /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`](super::plan::PlannedStorage::tensors), in
     /// the order in which FSDP flattens the tensor.
@@ -94,7 +95,7 @@ impl<'a> FlatRankFile<'a> {
         Ok(())
     }
 
-    /// Removes the optimizer state and gradients of parameters of which this rank has no part.
+    /// Removes the optimizer state and gradients of parameters that have no element in this rank's shard.
     fn prune(&self, value: &mut Value) {
         match value {
             Value::Dict(dict) => {
@@ -198,7 +199,8 @@ impl<'a> FlatRankFile<'a> {
         )
     }
 
-    /// Returns a writer for this rank's shard group. Consecutive ranks form a group.
+    /// Returns a writer of ShardedTensors for this rank's shard group (the ranks that share one copy of a unit). A
+    /// shard group consists of consecutive ranks.
     fn sharded_writer(&self) -> ShardedWriter {
         let FlatLayout { world_size, shard_group_size, .. } = *self.plan.layout;
         let own = self.rank.0 % shard_group_size;
@@ -206,7 +208,7 @@ impl<'a> FlatRankFile<'a> {
         ShardedWriter::new(group, world_size as usize, 0)
     }
 
-    /// Returns the parts of a storage in the file of this rank, in the order of their data.
+    /// Returns the contiguous ranges that form a storage in the file of this rank, in the order of their data.
     fn storage_parts(&self, storage: usize) -> Vec<StoragePart> {
         let plan = self.plan;
         let dtype = plan.storages[storage].dtype;
@@ -277,8 +279,8 @@ impl<'a> FlatRankFile<'a> {
     }
 }
 
-/// Returns the bytes of `len` padding elements. `len` is small: less than the alignment, or less than the number of
-/// ranks.
+/// Returns the bytes of `len` padding elements. `len` is less than the alignment or less than the number of ranks, so
+/// the result is short.
 fn padding_bytes(padding: Padding, dtype: crate::catalog::Dtype, len: u64) -> Vec<u8> {
     let element = padding.element(dtype).expect("dtypes of parameters are checked");
     element.repeat(usize::try_from(len).expect("short"))

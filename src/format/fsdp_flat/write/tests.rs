@@ -99,7 +99,7 @@ impl Source {
         reserve(&self.catalog, &self.state(), target(layout))
     }
 
-    /// Returns the planned state dict, which is the same in all rank files.
+    /// Returns the planned state dict, which all rank files share.
     fn tree(&self, layout: &FlatLayout) -> Value {
         PlannedTree::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
     }
@@ -145,7 +145,8 @@ fn optimizer_numbers_parameters_or_units() {
     assert_eq!(groups(&tree), "[{'lr': 1, 'params': [0, 1]}, {'lr': 0, 'params': [2, 3]}]");
 }
 
-/// torchtitan saves optimizer state with dotted names, which has options for each parameter but no groups.
+/// torchtitan saves optimizer state with dotted names. Such state has options for each parameter, but no parameter
+/// groups.
 #[test]
 fn flattened_optimizer_needs_known_groups() {
     let mut source = Source::valid();
@@ -171,7 +172,7 @@ fn flattened_optimizer_needs_known_groups() {
     assert!(error.starts_with("optim: optimizer state saved with flatten_optimizer_state_dict does not"), "{error}");
 }
 
-/// FSDP2 rank files contain `optimizer.state_dict()`, which numbers its parameters.
+/// FSDP2 rank files contain `optimizer.state_dict()`, which refers to parameters by number.
 #[test]
 fn numbered_source_optimizer_resolves_to_parameters() {
     let mut source = Source::valid();

@@ -1,4 +1,4 @@
-//! Hostile pickles: they end in errors, in bounded time and memory, and never in a panic.
+//! Tests of hostile pickles: reading them gives an error in bounded time and memory, and never a panic.
 
 use proptest::prelude::*;
 
@@ -91,8 +91,8 @@ fn too_deep_value_is_an_error() {
     assert!(error.to_string().ends_with("[0][0]: values nested deeper than 256"));
 }
 
-/// The deepest allowed value of each kind can be decoded and dropped on the stack of a thread, even without
-/// optimisation.
+/// For each kind of container, a value of the maximum depth can be decoded and dropped on the stack of a thread, even
+/// in a debug build.
 #[test]
 fn the_depth_limit_fits_the_stack() {
     for (before, after) in [
@@ -201,8 +201,8 @@ fn known_calls_with_unusual_arguments_are_errors() {
     }
 }
 
-/// A `torch.Size` made of a long shared tuple takes only five bytes of a pickle, so the tuple must not be copied each
-/// time.
+/// A `torch.Size` made of a long shared tuple takes only five bytes of a pickle, so each `torch.Size` must not copy the
+/// tuple.
 #[test]
 fn long_sizes_are_not_copied() {
     let mut bytes = b"ctorch\nSize\nq\x000(".to_vec();
@@ -233,7 +233,7 @@ fn opcodes() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(piece, 0..80).prop_map(|pieces| pieces.concat())
 }
 
-/// A visitor that makes rows of every second built object and every third call, so that their nodes are freed.
+/// A visitor that replaces every second built object and every third call by a row, so that nodes are freed.
 struct VisitSome(u32);
 
 impl Visitor for VisitSome {

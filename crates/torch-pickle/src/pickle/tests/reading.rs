@@ -125,7 +125,7 @@ fn numpy_scalars_are_carried() {
 }
 
 /// For `t = ([],); t[0].append(t)`, CPython builds the tuple twice and removes one of the two with POP, with or without
-/// its mark.
+/// the mark of the tuple.
 #[test]
 fn recursive_tuples_use_pop() {
     for bytes in [

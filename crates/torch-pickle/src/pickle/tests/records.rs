@@ -1,15 +1,15 @@
-//! Tests that object records equal objects that are read as nodes: for all input bytes, both ways of reading give the
-//! same result.
+//! Tests that object records equal objects that are read as nodes: for every changed input byte, both ways of reading
+//! give the same result.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// A visitor that makes rows of all objects of a `.metadata` that consist of fields. `keeps` selects whether they are
-/// read as object records or as nodes.
+/// A visitor that replaces all objects of a `.metadata` with fields by rows. If `keeps` is true, these objects are read
+/// as object records, otherwise as nodes.
 struct RowVisitor {
     keeps: bool,
-    /// The number of objects that were read as object records, without nodes.
+    /// The number of objects that the visitor received as object records, without nodes.
     records: usize,
     rows: Vec<String>,
 }

@@ -95,7 +95,7 @@ proptest! {
     }
 }
 
-/// The output equals the output of `pickle.dumps(..., 2)`, except that it has no BINPUT.
+/// The output of this crate equals the output of `pickle.dumps(..., 2)` without its BINPUT opcodes.
 #[test]
 fn output_equals_that_of_cpython() {
     let mut writer = Writer::new();

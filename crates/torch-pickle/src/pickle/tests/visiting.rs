@@ -16,7 +16,7 @@ struct Columns {
     indices: Vec<(String, Option<Vec<u64>>)>,
     /// The file, the offset and the length of each item.
     storage: Vec<(String, u64, u64)>,
-    /// The shape of each tensor, and the rows of its chunks.
+    /// The shape of each tensor, and the indices in `chunks` of the tensor's chunks.
     tensors: Vec<(Vec<u64>, Vec<u32>)>,
 }
 

@@ -1,8 +1,9 @@
-//! Recovers the flat layout from rank files, with shapes from another checkpoint of the model.
+//! Recovers the flat layout from rank files. The shapes of parameters come from another checkpoint of the model.
 //!
-//! Files with [views] contain units, order, lengths and padding. Files without views contain only the units and
-//! the total length of each; [the order of registration](registered) gives the remaining information. Parameters are
-//! never sorted by name: if the order is unknown, recovery is an error. Unit of lengths: elements.
+//! Files with [views] (parameters that are slices of a flat parameter) record the units and the order, length and
+//! padding of parameters. Files without views record only the units, and the length of each flat parameter; the other
+//! checkpoint then also gives [the order of registration](registered). Parameters are never sorted by name: if the
+//! order is unknown, recovery is an error. Unit of lengths: elements.
 
 mod registered;
 mod views;
@@ -16,11 +17,11 @@ use crate::format::fsdp_flat::order::ElementOrder;
 use crate::format::fsdp_flat::unknown_layout_error;
 use crate::layout::Dims;
 
-/// The source of parameter shapes.
+/// The source of the shapes of parameters.
 #[derive(Clone, Copy, Debug)]
 pub enum ShapeSource<'a> {
     Like(&'a LikeModel),
-    /// No source of shapes: each parameter is 1-d, as in the flat parameter.
+    /// There is no source of shapes. Each parameter is read as a 1-d tensor, which is how a flat parameter stores it.
     Raw,
 }
 
@@ -74,7 +75,7 @@ fn dtype_and_total(state: &FlatState, module: &str) -> Option<(Dtype, u64)> {
     Some((part.dtype, part.total))
 }
 
-/// Returns a unit whose flat parameter is treated as one parameter.
+/// Returns a unit with a single parameter, which consists of the complete flat parameter.
 fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
     let (dtype, total) = dtype_and_total(state, module).unwrap_or((Dtype::F32, 0));
     let mut unit = FlatUnit::new(module, Some(dtype));

@@ -1,6 +1,6 @@
 //! Recovers units from another checkpoint of the model, for files without views. A unit has all parameters of its
-//! module and of the modules below it, except for the parameters of inner units. They are in the order of registration.
-//! Unit of lengths: elements.
+//! module and of the modules below this module, except for the parameters of inner units. The parameters are in the
+//! order of registration. Unit of lengths: elements.
 //!
 //! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
 
@@ -68,8 +68,9 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
     Ok(units)
 }
 
-/// Ties two parameters of a unit that have equal bytes in the other checkpoint, if the parameters of the unit are
-/// longer than its flat parameter by the length of one of the two.
+/// Marks two parameters of a unit as tied if two conditions hold: the parameters have equal bytes in the checkpoint
+/// `like`, and without the tie the parameters of the unit together have more elements than the flat parameter, by
+/// exactly the number of elements of one of the two.
 fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };

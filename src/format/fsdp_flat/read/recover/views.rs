@@ -1,5 +1,6 @@
-//! Recovers units from the views in files with `use_orig_params`: the position of every parameter, ties and alignment.
-//! The shapes of parameters come from another checkpoint. Unit of lengths and positions: elements.
+//! Recovers units from the views in files with `use_orig_params`: the position of every parameter in the flat
+//! parameter, tied parameters, and the alignment. The shapes of parameters come from another checkpoint. Unit of
+//! lengths and positions: elements.
 //!
 //! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -54,8 +55,8 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
     state.unit_modules().into_iter().map(unit).collect()
 }
 
-/// Refuses a parameter without elements: it has no data in a flat parameter, so its unit and its position are unknown,
-/// and it may be a buffer.
+/// Refuses a parameter without elements: such a parameter has no data in a flat parameter, so its unit and position are
+/// unknown. The tensor may also be a buffer.
 fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     let ShapeSource::Like(like) = shapes else { return Ok(()) };
     let viewed: HashSet<&Fqn> = state.view_names().into_iter().collect();
@@ -73,8 +74,8 @@ fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     }
 }
 
-/// Returns the module whose flat parameter contains a parameter, and the range of the parameter in it. The parts of all
-/// ranks must form one range.
+/// Returns the module whose flat parameter contains the parameter `name`, and the range of the parameter in this flat
+/// parameter. The views on all ranks must together form one range without gaps.
 fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a str, Range<u64>)> {
     let mut pieces: Vec<(u32, &str, &Range<u64>)> = Vec::new();
     for rank in &state.ranks {
@@ -99,7 +100,7 @@ fn whole_range<'a>(state: &'a FlatState, group: u32, name: &Fqn) -> Result<(&'a 
     Ok((module, whole))
 }
 
-/// Returns the alignment, in elements, that gives every parameter its position in the flat parameter.
+/// Returns the alignment, in elements, that explains the position of every parameter in the flat parameter.
 fn alignment(
     state: &FlatState,
     module: &str,
