@@ -44,7 +44,7 @@ const CONVERSIONS: [&str; 25] = [
 ];
 
 /// Folders of the fixtures without checkpoints, and those that the published package leaves out.
-const NOT_CONVERTED: [&str; 2] = ["plans", "compat"];
+const NOT_CONVERTED: [&str; 3] = ["plans", "compat", "trainers"];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
