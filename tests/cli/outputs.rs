@@ -44,7 +44,7 @@ const CONVERSIONS: [&str; 25] = [
 ];
 
 /// Folders of fixtures that are not converted: they contain no checkpoints, or the published package leaves them out.
-const NOT_CONVERTED: [&str; 2] = ["plans", "compat"];
+const NOT_CONVERTED: [&str; 3] = ["plans", "compat", "trainers"];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
