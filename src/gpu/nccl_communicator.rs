@@ -192,7 +192,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits until a stream has reached an event. Fails if a rank has ended.
+    /// Waits until a stream has reached an event, and all operations before the event are complete. Fails if a rank has
+    /// ended.
     pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
         let mut pause = SHORTEST;
         loop {
@@ -201,7 +202,9 @@ impl Nccl {
                 .try_is_complete()
                 .map_err(|error| self.abandon(op, AbortReason::Here(failed(op)(error).to_string())))?
             {
-                return Ok(());
+                // The stream also reaches the event if the watch or another thread has aborted NCCL. Then the received
+                // bytes are incomplete.
+                return self.met.check_not_aborted().map_err(|why| self.reason(op, &why));
             }
             // If NCCL was aborted, this returns the error immediately.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
@@ -214,9 +217,15 @@ impl Nccl {
     /// Waits until a stream has reached an event. Aborts NCCL if another rank has ended. Returns false if the stream
     /// does not reach the event even after NCCL was aborted.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
+        // The device must be selected, because a query without a device fails. Any other failed query is an error of the
+        // device, which then does no more work.
+        let has_reached = || self.stream.device().bind().is_ok() && !matches!(point.try_is_complete(), Ok(false));
+        if has_reached() || self.wait(op, point).is_ok() {
+            return true;
+        }
+        // NCCL is aborted now.
         let until = Instant::now() + GRACE;
-        let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));
-        while !is_ended() {
+        while !has_reached() {
             if Instant::now() >= until {
                 return false;
             }

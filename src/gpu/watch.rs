@@ -3,7 +3,8 @@
 //! A thread that waits for NCCL polls NCCL and the failure notes. But some calls cannot poll: freeing device memory
 //! waits for the device, the device waits for NCCL, and NCCL may wait for a peer that has ended. A thread that waits
 //! for a message from another rank cannot poll either, and that rank may never send the message. Therefore a separate
-//! thread polls. Invariant: an aborted NCCL stays aborted, and the first reason is kept.
+//! thread polls. Invariant: an aborted NCCL stays aborted, the first reason is kept, and an operation that the abort has
+//! ended never counts as complete.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -101,8 +102,26 @@ impl NcclState {
     /// # Errors
     /// The reason why NCCL was aborted, now or earlier.
     pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, AbortReason> {
-        let done = self.lock().as_mut().map_or(Err(nccl::Error::Aborted), body);
-        done.map_err(|error| self.give_up(error.into()))
+        let mut peers = self.lock();
+        let done = peers.as_mut().map_or(Err(nccl::Error::Aborted), body);
+        done.map_err(|error| {
+            // The failed call may already have aborted NCCL. The lock is held until the reason is set, because
+            // `check_not_aborted` relies on this order.
+            let why = self.given_up.get_or_init(|| error.into()).clone();
+            drop(peers);
+            self.give_up(why)
+        })
+    }
+
+    /// Checks that NCCL has not been aborted. Call it after a stream has reached an event: an abort also ends the
+    /// operations on all streams, so the stream reaches the event although the operations are incomplete.
+    ///
+    /// # Errors
+    /// The reason why NCCL was aborted.
+    pub fn check_not_aborted(&self) -> Result<(), AbortReason> {
+        // The reason is set before NCCL is aborted, or while this lock is held.
+        let _peers = self.lock();
+        self.given_up.get().map_or(Ok(()), |why| Err(why.clone()))
     }
 
     /// Aborts NCCL, so that the work of NCCL on all streams ends. Returns the reason of the first abort: if NCCL was

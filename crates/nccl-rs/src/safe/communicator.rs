@@ -239,6 +239,9 @@ impl Communicator {
     /// Stops all work, also on the device, and closes the communicator without waiting for the other ranks
     /// (`ncclCommAbort`).
     ///
+    /// Operations on a stream then end although they are incomplete, and the stream continues. So after an abort, a
+    /// stream that has reached an event does not prove that the operations before the event are complete.
+    ///
     /// Dropping the communicator also aborts it, but ignores errors.
     pub fn abort(mut self) -> Result<()> {
         self.abort_now()
