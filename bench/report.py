@@ -15,18 +15,19 @@ import plot
 BEGIN, END = "<!-- side by side: begin -->", "<!-- side by side: end -->"
 
 TITLES = {
-    "tmpfs": "tmpfs: pure work",
-    "disk": "Disk, until everything is on it",
+    "tmpfs": "tmpfs: computing and copying only",
+    "disk": "Disk, until everything is on disk",
     "cold": "Cold: SRC not in the page cache",
 }
 ABOUT = {
-    "tmpfs": "`--no-sync`, SRC in memory as much as DST; ratio to plain `cp -r --reflink=never`.",
-    "disk": "`sync` before each run. dtshard's default, which is that all is on disk when it ends; `cp` and the peers "
-            "followed by `sync -f DST`.",
-    "cold": "As on disk, and the page cache of SRC is dropped before each run. Read amplification is bytes read from "
-            "disk by bytes of SRC.",
+    "tmpfs": "SRC and DST are in memory. dtshard runs with `--no-sync`. The ratio is to `cp -r --reflink=never`.",
+    "disk": "`sync` is called before each run. dtshard runs with its default options, so DST is on disk when it ends. The "
+            "time of `cp` and of a peer includes `sync -f DST`.",
+    "cold": "The runs are as in the table *disk*, but the page cache of SRC is dropped before each run. Read "
+            "amplification is the number of bytes read from disk, divided by the bytes of SRC.",
 }
-ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory of all their processes."
+ABOUT_PEERS = ("Peers do the work of the table above on the same files. Number of rounds with peers: {rounds}. The memory of a "
+               "peer is the total of all its processes.")
 
 
 def write_json(path, results):
@@ -92,7 +93,7 @@ def works(cases):
 
 
 def peers(cases):
-    head = ["work", "peer", *COSTS, "dtshard is as fast, times", "memory of dtshard to its"]
+    head = ["work", "peer", *COSTS, "time of the peer / time of dtshard", "memory of dtshard / memory of the peer"]
     rows = []
     for case in cases:
         _, ours = pairs(case)
@@ -153,7 +154,7 @@ def table(result):
         yield ABOUT_PEERS.format(rounds=peer_rounds(cases)) + "\n"
         yield others + "\n"
     if grown:
-        yield "Checkpoints of half and of twice the size, in turns:\n"
+        yield "Checkpoints of half and of twice the size, measured alternately:\n"
         yield scale(grown) + "\n"
 
 
@@ -165,9 +166,9 @@ def setup(results):
     rounds = " to ".join(str(number) for number in sorted({min(of_dtshard), max(of_dtshard)}))
     return wrapped(
         f"{setup['date']}, commit {setup['commit']}. A Llama of {setup['gigabytes']:g} GB over {setup['ranks']} ranks, "
-        f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {setup['cores']} cores "
-        f"({setup['cpu']}), {setup['memory'] / 2**30:.0f} GiB, Linux {setup['kernel']}. {versions}; "
-        f"to import torch takes {setup['import_seconds']:.1f} s of each of its processes."
+        f"saved by PyTorch; {rounds} rounds after one warm-up round, in which each result is verified. {setup['cores']} cores "
+        f"({setup['cpu']}), {setup['memory'] / 2**30:.0f} GiB, Linux {setup['kernel']}. {versions}. "
+        f"Each process that imports torch needs {setup['import_seconds']:.1f} s for the import."
     )
 
 
