@@ -26,6 +26,13 @@ pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
     shown.join(", ") + &more
 }
 
+/// Formats a list like [`short_list`], with each name in backticks, because names such as `step` would read as words.
+#[must_use]
+pub fn quoted_list(names: &[impl AsRef<str>], most: usize) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", name.as_ref())).collect();
+    short_list(&quoted, most)
+}
+
 /// Formats a list like [`short_list`], for a sentence that already gives the number of names: `a, b, ...`.
 #[must_use]
 pub fn short_list_of_counted(names: &[impl AsRef<str>], most: usize) -> String {

@@ -12,13 +12,14 @@ pub enum CatalogError {
     Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
 
     /// Ranks or replicas store different values where one value is expected.
-    #[error("{}: {what} differs between {between}: {detail}", shown(fqn))]
+    #[error("{}: {what} differs between {between}: {detail}", shown_name(fqn))]
     Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
 }
 
 /// Returns the name of a tensor or value for messages. The state dict itself has an empty name; for an empty name,
 /// returns a description.
-fn shown(fqn: &str) -> &str {
+#[must_use]
+pub(crate) fn shown_name(fqn: &str) -> &str {
     if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }
 

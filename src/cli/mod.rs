@@ -224,14 +224,14 @@ pub struct Reshard {
     pub split: Option<SplitArg>,
     /// Copy the layout of another checkpoint
     ///
-    /// Tensors of the same name get the mesh, the placements, the format and the file names of that checkpoint; its
-    /// values are ignored. --mesh with the same dimension names replaces its mesh, --placements rules replace its
-    /// placements.
+    /// Tensors of the same name get the mesh, the placements, the format and the file names of that checkpoint. The
+    /// values of that checkpoint are ignored. --mesh with the same dimension names replaces the copied mesh, --placements
+    /// rules replace the copied placements.
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
     /// Take everything that SRC lacks from this checkpoint
     ///
-    /// DST is a copy of it, with the tensors and objects of SRC instead of its own.
+    /// DST is a copy of that checkpoint, in which the tensors and objects of SRC replace those of the same names.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub fill_from: Option<PathBuf>,
     /// Choose the Python class of sharded tensors in rank files
@@ -300,12 +300,12 @@ pub struct FlatArgs {
     /// [default: as in the flat layout, else full-shard]
     #[arg(long, value_name = "STRATEGY")]
     pub strategy: Option<Strategy>,
-    /// Set the number of ranks that share one copy under hybrid-shard
+    /// Set the number of ranks that share one copy of the model under hybrid-shard
     #[arg(long, value_name = "N", value_parser = number::<u32>, hide_short_help = true)]
     pub shard_group_size: Option<u32>,
     /// Set MixedPrecision(param_dtype=...)
     ///
-    /// With use_orig_params it decides how parameters are aligned. [default: the dtype of the parameters]
+    /// With use_orig_params, this dtype decides how parameters are aligned. [default: the dtype of the parameters]
     #[arg(long, value_name = "DTYPE", hide_short_help = true)]
     pub forward_dtype: Option<String>,
     /// Treat float tensors that a pattern matches as buffers, not as parameters
@@ -316,10 +316,10 @@ pub struct FlatArgs {
     /// Read the units to write from a layout file with [flat] or a flat_layout.json, even if SRC has other units
     #[arg(long, value_name = "FILE")]
     pub layout: Option<PathBuf>,
-    /// Take units, or the order of parameters, from a checkpoint of the same model: its units if it is flat, else the
-    /// order of its state dict, which torch files keep
+    /// Take the units from this checkpoint of the same model; if this checkpoint is not flat, take the order of parameters
+    /// from its state dict, which only torch files keep
     ///
-    /// The values of that checkpoint are ignored.
+    /// The values of this checkpoint are ignored.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }
@@ -330,7 +330,7 @@ pub struct FlatArgs {
 pub enum Strategy {
     /// Shard over all ranks
     ///
-    /// SHARD_GRAD_OP has the same files
+    /// SHARD_GRAD_OP writes the same files
     FullShard,
     /// Shard within groups of ranks, and replicate across them
     HybridShard,
@@ -341,10 +341,10 @@ pub enum Strategy {
 /// The options that divide tensors among safetensors files.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
-    /// Read a checkpoint of the same model
+    /// Divide tensors among files as in this checkpoint of the same model
     ///
-    /// If it is a folder of safetensors files, each tensor goes into the file that it is in there. If SRC is FSDP1, it
-    /// gives the shapes and the order that SRC lacks. Its values are ignored.
+    /// This applies to safetensors files in a folder. If SRC is FSDP1, this checkpoint also gives the shapes and the order
+    /// of parameters that SRC lacks. The values of this checkpoint are ignored.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
     /// Limit the size of a safetensors file in a folder: 5GB is 5e9 bytes, 5GiB is 5 * 2^30
@@ -401,7 +401,7 @@ pub struct Completions {
 pub struct Man {
     /// Folder to write to
     ///
-    /// It is created if it does not exist.
+    /// The folder is created if it does not exist.
     pub dir: PathBuf,
 }
 

@@ -53,7 +53,7 @@ pub struct DestinationArgs {
     pub overwrite: bool,
     /// Continue an interrupted run of the same command, and keep finished work if this run is interrupted
     ///
-    /// Without an interrupted run, start a new one.
+    /// Without an interrupted run, start a new run.
     #[arg(long, conflicts_with = "restart")]
     pub resume: bool,
     /// Delete what an interrupted run left beside DST, and start again
@@ -103,7 +103,7 @@ pub struct ExchangeArgs {
     pub backend: Backend,
     /// Let NCCL sum partial values
     ///
-    /// It sums in an order of its own, so the last bits of floats can differ from run to run.
+    /// NCCL sums in an order of its own, so the last bits of floats can differ from run to run.
     #[arg(long, hide_short_help = true)]
     pub fast_reduce: bool,
     // This option was removed. It still parses, so that an error can name its replacement.
@@ -111,7 +111,7 @@ pub struct ExchangeArgs {
     pub rendezvous: Option<String>,
     /// Limit the bytes that each process reads, sends and receives at a time in an exchange
     ///
-    /// An exchange needs six times as much memory. [default: 64MB, less if --max-memory has no room for that]
+    /// An exchange needs six times as much memory. [default: 64MB, less if --max-memory is too low for that]
     #[arg(long, value_name = "BYTES", hide_short_help = true)]
     pub bucket_size: Option<Quantity>,
 }
@@ -129,11 +129,11 @@ pub enum SourceSight {
 /// The way in which processes exchange bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
-    /// cpu if every process sees SRC; else nccl if each process has a GPU, else mpi if it is built in and started the
-    /// processes, else cpu
+    /// cpu if every process sees SRC; else nccl if each process has a GPU, else mpi if MPI is built in and started
+    /// the processes, else cpu
     #[default]
     Auto,
-    /// Each process reads what it writes
+    /// Each process reads the data that it writes
     ///
     /// Files that not every process sees are first copied to a folder beside DST
     Cpu,
@@ -155,7 +155,7 @@ pub struct ConvertArgs {
     pub src: PathBuf,
     /// Checkpoint to write
     ///
-    /// It is a folder, or a file for torch and for names that end in .safetensors. Optional with --dry-run.
+    /// DST is a folder, or a file for torch and for names that end in .safetensors. Optional with --dry-run.
     #[arg(required_unless_present = "dry_run", help_heading = NO_HEADING)]
     pub dst: Option<PathBuf>,
     #[command(flatten)]

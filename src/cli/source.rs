@@ -59,7 +59,7 @@ pub struct SourceLayoutArgs {
     /// Declare the mesh of the ranks that saved SRC, if its plain tensors are shards: named dimensions in row-major
     /// order of ranks
     ///
-    /// [default: the mesh of its DTensors]
+    /// [default: the mesh of the DTensors of SRC]
     #[arg(long, value_name = "DIMS", hide_short_help = true)]
     pub src_mesh: Option<String>,
     /// List the ranks of --src-mesh, in row-major order of its cells
@@ -99,10 +99,10 @@ pub struct SourceLayoutArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct ShapeArgs {
-    /// Read a checkpoint of the same model for the shapes that an FSDP1 SRC lacks, and for the order of parameters if
-    /// it is a torch file
+    /// Take the shapes that an FSDP1 SRC lacks from this checkpoint of the same model
     ///
-    /// The values of that checkpoint are ignored.
+    /// If this checkpoint is a torch file, it gives the order of parameters, too. The values of this checkpoint are
+    /// ignored.
     #[arg(long, value_name = "CKPT", hide_short_help = true)]
     pub like: Option<PathBuf>,
 }
@@ -135,7 +135,7 @@ pub struct SelectArgs {
     pub strip_prefix: Vec<String>,
     /// Replace every match of a regular expression in names
     ///
-    /// \1 and ${1} are its groups. Repeatable; applied in the order given.
+    /// \1 and ${1} are groups of the expression. Repeatable; applied in the order given.
     #[arg(long, value_name = "REGEX=REPL")]
     pub rename: Vec<String>,
     /// Read further --rename rules from a file, one per line
@@ -149,7 +149,7 @@ pub struct SelectArgs {
     pub nest: Option<String>,
     /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.)
     ///
-    /// reshard always writes them; there, this option makes patterns match names with them.
+    /// reshard always writes these prefixes; in reshard, this option makes patterns match names with these prefixes.
     #[arg(long, hide_short_help = true)]
     pub keep_names: bool,
     /// Cast floating-point tensors, such as to bf16
@@ -186,7 +186,8 @@ pub struct CheckArgs {
 pub enum OnConflict {
     /// Write the value of the lowest rank
     Rank0,
-    /// Write the values of all ranks: rank files have the value of their rank, other formats a dict of rank_0, rank_1,
+    /// Write the values of all ranks: a rank file has the value of its rank, other formats have a dict with the keys
+    /// rank_0, rank_1 and so on
     PerRank,
     /// Write no value
     Drop,
@@ -200,7 +201,7 @@ pub enum Tied {
     Keep,
     /// Write the tensor under its first name, and record the other names (safetensors)
     Drop,
-    /// Write the tensor under every name, and under a name that SRC leaves out if its config.json has
+    /// Write the tensor under every name, and under a name that SRC leaves out if the config.json of SRC has
     /// tie_word_embeddings
     Write,
 }

@@ -99,7 +99,12 @@ pub fn differing(
 }
 
 /// Hint for a conflict between ranks that the user can resolve by choosing the value of one rank.
-const CHOICE: &str = "options::on_conflict rank0 keeps the lowest rank's value";
+const CHOICE: &str = "set options::on_conflict: rank0 keeps the lowest rank's value";
+
+/// Describes the position of the first difference: `first at [2, 1]`. A scalar has only one element.
+pub fn position(index: &[u64]) -> String {
+    if index.is_empty() { String::from("in the only element") } else { format!("first at {index:?}") }
+}
 
 /// Returns the error for a tensor whose replicas differ. With `peers`, the error names the processes that see the
 /// replicas.
@@ -122,17 +127,17 @@ pub fn replica_conflict(
         fqn: entry.fqn.to_string(),
         what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
-        detail: format!("first at {:?}", difference.index(entry).as_slice()),
+        detail: position(&difference.index(entry)),
         hint: Some(match (entry.class, &entry.sharding) {
             (Class::Tensor, Some(_)) => String::from(
                 "the declared layout makes these ranks replicas: if they hold different shards, declare them with \
                  options::src_placements; if they hold partial values, use options::reduce",
             ),
             (Class::Tensor, None) => format!(
-                "{listed}; {CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; if the ranks \
-                 hold shards of it, declare them with options::src_mesh and options::src_placements"
+                "{CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; if the ranks hold \
+                 shards of it, declare them with options::src_mesh and options::src_placements; {listed}"
             ),
-            _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
+            _ => format!("{CHOICE}, drop leaves the tensor out; {listed}"),
         }),
     })
 }

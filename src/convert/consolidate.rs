@@ -119,8 +119,8 @@ fn check_model(
     let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
     match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(
-            format!("{fqn} looks like optimizer state, but the file does not record which tensors are the model"),
-            "select the model with options::root PATH (for names below model: options::root model) or \
+            format!("`{fqn}` looks like optimizer state, but the file does not record which tensors are the model"),
+            "select the model with options::root PATH (for names below `model`: options::root model) or \
              options::include, or write all tensors with options::everything",
         )),
         _ => Ok(()),

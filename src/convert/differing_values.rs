@@ -14,7 +14,7 @@ use crate::catalog::{
 use crate::convert::options::OnConflict;
 use crate::error::Result;
 use crate::layout::Rank;
-use crate::name_list::short_list;
+use crate::name_list::quoted_list;
 use crate::quantity::count;
 
 /// The kind of files that the target has: one file for each rank, or files that all ranks share.
@@ -162,15 +162,15 @@ pub fn has_ranks(entry: &TensorEntry) -> bool {
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
-/// Returns a short list of names for a message, for example `extra_state.rng.cpu and 3 more`.
+/// Returns a short list of names for a message, for example `extra_state.rng.cpu` and 3 more.
 pub fn few(names: &[String]) -> String {
-    short_list(names, 1)
+    quoted_list(names, 1)
 }
 
-/// Returns the start of a note, for example `2 values (step and 1 more) differ between ranks`.
+/// Returns the start of a note, for example "2 values differ between ranks (`step` and 1 more)".
 fn differ_between_ranks(names: &[String]) -> String {
     let differ = if names.len() == 1 { "differs" } else { "differ" };
-    format!("{} ({}) {differ} between ranks", count(names.len(), "value"), few(names))
+    format!("{} {differ} between ranks ({})", count(names.len(), "value"), few(names))
 }
 
 impl ResolvedConflicts {
@@ -179,7 +179,7 @@ impl ResolvedConflicts {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {
             let (differing, ranks) = (differ_between_ranks(&self.per_rank), list_ranks(&self.ranks));
-            let mut note = format!("{differing}, so the value of each rank is kept: {ranks}");
+            let mut note = format!("{differing}, so each rank keeps its own value: {ranks}");
             let source = self.ranks.len();
             if target_ranks.is_some_and(|target| target as usize > source) {
                 note.push_str(&format!("; rank r of the new job gets the value of old rank r mod {source}"));
@@ -240,14 +240,14 @@ mod tests {
         assert_eq!(
             resolved.notes(Some(4)),
             [
-                "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; rank r of the \
+                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value: ranks 0, 1, 2; rank r of the \
                  new job gets the value of old rank r mod 3"
             ]
         );
         assert_eq!(
             resolved.notes(Some(2)),
             [
-                "1 value (rng.cpu) differs between ranks, so the value of each rank is kept: ranks 0, 1, 2; the values of \
+                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value: ranks 0, 1, 2; the values of \
                  rank 2 are left out, because the new job has no such ranks"
             ]
         );

@@ -106,8 +106,13 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
     let mut notes = source.selection.notes.clone();
+    // The closing line counts the tensors in files, and a flat parameter is one tensor there.
+    let one_by_one = match filler.catalog.flat {
+        Some(_) => "; each parameter in a flat parameter counts as one tensor",
+        None => "",
+    };
     notes.push(format!(
-        "DST gets {}{objects} from {} and {} from {}",
+        "DST gets {}{objects} from {} and {} from {}{one_by_one}",
         count(counts.tensors, "tensor"),
         source.checkpoint.root.display(),
         count(all.len() - counts.tensors, "tensor"),
@@ -116,10 +121,14 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     let not_taken = not_taken(source);
     if not_taken > 0 {
         notes.push(format!(
-            "{} of {} {} not used",
+            "{} of {} {}",
             count(not_taken, "name"),
             source.checkpoint.root.display(),
-            if not_taken == 1 { "is" } else { "are" }
+            if not_taken == 1 {
+                "is not selected, so DST does not get its value"
+            } else {
+                "are not selected, so DST does not get their values"
+            }
         ));
     }
     if counts.own_values > 0 {
@@ -279,7 +288,7 @@ impl Filling<'_> {
     fn check_fits(&self, tensor: &FilledTensor, id: TensorId) -> Result<()> {
         let (ours, theirs) = (self.source.selection.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
-            let hint = "leave it out with options::exclude to keep the value of options::fill_from";
+            let hint = "leave this name out with options::exclude to keep the value of options::fill_from";
             let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
             return Err(self.misfit(&tensor.path, "the shape", &theirs, &ours, hint));
         }
@@ -297,7 +306,7 @@ impl Filling<'_> {
             };
             let hint = hint.unwrap_or_else(|| {
                 format!(
-                    "save it as {dtype}, or leave it out with options::exclude to keep the value of options::fill_from"
+                    "save it as {dtype}, or leave this name out with options::exclude to keep the value of options::fill_from"
                 )
             });
             return Err(self.misfit(&tensor.path, "the dtype", &theirs.dtype, &ours.dtype, &hint));
@@ -346,7 +355,7 @@ impl Filling<'_> {
 
     /// Returns the error for an object of SRC that cannot replace the object of FILLER at the same path.
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
-        let hint = "leave it out with options::exclude to keep the value of options::fill_from";
+        let hint = "leave this name out with options::exclude to keep the value of options::fill_from";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
         self.misfit(path, what, &theirs, &ours, hint)
     }
@@ -354,7 +363,12 @@ impl Filling<'_> {
     /// Returns the error for names of SRC that FILLER does not have.
     fn unknown(&self, what: &str, names: &[String], nearest: &str) -> Error {
         Error::usage(
-            format!("{}: {} has no {what} of this name", short_list(names, FEW), self.filler.root.display()),
+            format!(
+                "{}: {} has no {what} of {}",
+                short_list(names, FEW),
+                self.filler.root.display(),
+                if names.len() == 1 { "this name" } else { "these names" }
+            ),
             format!(
                 "{nearest}; change names of SRC with options::rename, options::strip_prefix or options::nest, or \
                      leave them out with options::exclude"
@@ -368,7 +382,7 @@ impl Filling<'_> {
         let name = |id| &self.filler.catalog.tensor(id).fqn;
         Error::usage(
             format!(
-                "{path} is ambiguous: it matches {} in the model of {}, and also {}",
+                "`{path}` is ambiguous: it matches `{}` in the model of {}, and also `{}`",
                 name(in_model),
                 self.filler.root.display(),
                 name(whole)

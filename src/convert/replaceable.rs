@@ -62,7 +62,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
             destination.display(),
             short_list(&found.foreign, SHOWN)
         ),
-        "move them away, or choose another destination",
+        "move these files away, or choose another destination",
     ))
 }
 

@@ -71,7 +71,7 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
     let checkpoint = checkpoints[0];
     Err(Error::usage(
         format!(
-            "options::series {}: {} is {}, which has no series of rank files",
+            "options::series {}: {} has format {}, which has no series of rank files",
             args.series.join(","),
             checkpoint.root.display(),
             checkpoint.format
@@ -99,7 +99,7 @@ pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Che
     let checkpoint = checkpoints[0];
     Err(Error::usage(
         format!(
-            "{option} describes FSDP1 flat parameters, but {} is {}, which has no flat parameters",
+            "{option} describes FSDP1 flat parameters, but {} has format {}, which has no flat parameters",
             checkpoint.root.display(),
             checkpoint.format
         ),

@@ -20,7 +20,7 @@ pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, defa
                 format!(
                     "options::torch_version {version} applies only to DTensors in rank files, but DST has format {to}"
                 ),
-                "leave it out: all supported versions of PyTorch load the same files",
+                "omit options::torch_version: all supported versions of PyTorch load the same files",
             ))
         }
         _ => Ok(to),

@@ -107,7 +107,7 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
             let known: Vec<&str> = TIED.iter().map(|(embedding, _)| *embedding).collect();
             return Err(Error::usage(
                 format!("options::tied write: {} has no embedding with a known name", checkpoint.root.display()),
-                format!("known names end in {}; change names with options::rename", short_list(&known, FEW)),
+                format!("rename the embedding with options::rename; known names end in {}", short_list(&known, FEW)),
             )
             .naming(&known));
         }
@@ -130,7 +130,7 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
     if !insert(&mut checkpoint.catalog.state, tie) {
         return Err(Error::usage(
             format!(
-                "options::tied write: the nesting of the state dict does not allow adding {} beside {}",
+                "options::tied write: the nesting of the state dict does not allow adding `{}` beside `{}`",
                 tie.output, tie.embedding
             ),
             "convert SRC to safetensors first, because its names are not nested",

@@ -12,7 +12,6 @@ use crate::convert::options::{ConvertOptions, Tied};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Placing, ReadOptions, Want, WriteWhole, natural_order};
 use crate::publish::DestinationKind;
-use crate::quantity::count;
 
 /// A pair of tied names: the name that is only recorded, and the name under which the tensor is written.
 type Alias = (Fqn, Fqn);
@@ -82,8 +81,11 @@ pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Opti
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();
     let first = unknown.first()?;
-    Some(format!(
-        "options::like lacks {}, such as {first}; each is written to the file of the preceding tensor",
-        count(unknown.len(), "tensor")
-    ))
+    Some(match unknown.len() {
+        1 => format!("options::like lacks `{first}`, which is written to the file of the preceding tensor"),
+        number => format!(
+            "options::like lacks {number} tensors, such as `{first}`; each of them is written to the file of the preceding \
+             tensor"
+        ),
+    })
 }

@@ -74,7 +74,7 @@ pub fn differing_pair(
     if !is_plain || ours.len() != theirs.len() || !ours.keys().all(|tile| theirs.contains_key(tile)) {
         return Err(Error::unsupported(
             format!(
-                "cannot compare {} with {}, which must be equal, because no process sees all files of both",
+                "cannot compare `{}` with `{}`, which must be equal, because no process sees all files of both",
                 left.fqn, right.fqn
             ),
             "convert with one process that sees all files of SRC, or drop one of them with options::exclude",

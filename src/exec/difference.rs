@@ -30,7 +30,10 @@ impl Difference {
     pub fn detail(&self, shape: &[u64]) -> String {
         let whole = Tile::from_region(&Region::whole(shape));
         let (first, numel) = (whole.global_index(self.element), whole.numel());
-        let mut text = format!("first at {:?}, {} of {numel} elements differ", first.as_slice(), self.differing);
+        let mut text = match shape {
+            [] => String::from("the only element differs"),
+            _ => format!("first at {:?}, {} of {numel} elements differ", first.as_slice(), self.differing),
+        };
         if let Some(distance) = self.max_abs_text() {
             text.push_str(&format!(", max abs difference {distance}"));
         }

@@ -52,8 +52,10 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> R
     }
     if found.len() > 1 {
         let names: Vec<&str> = found.iter().map(|found| found.format.name()).collect();
+        let number = if names.len() == 2 { "two" } else { "several" };
+        let (last, others) = names.split_last().expect("two formats at least");
         return Err(Error::usage(
-            format!("{} contains two formats: {}", path.display(), names.join(" and ")),
+            format!("{} contains {number} formats: {} and {last}", path.display(), others.join(", ")),
             format!("choose one with options::from {}", names[0]),
         ));
     }
@@ -161,7 +163,7 @@ fn detect_file(path: &Path) -> Result<DetectedFiles> {
     found.into_iter().next().ok_or_else(|| {
         Error::unsupported(
             format!("{} is not a checkpoint of a known format", path.display()),
-            "known formats are torch.save files, safetensors, DCP directories and folders of rank files",
+            "give a torch.save file, a safetensors file, a DCP directory or a folder of rank files",
         )
     })
 }

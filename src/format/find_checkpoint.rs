@@ -187,7 +187,7 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
         ([], Some(pointer)) => Err(Error::Format(FormatError::Missing {
             path: pointer.file,
             at: String::from("content"),
-            expected: String::from("the folder it names"),
+            expected: String::from("the folder that the file names"),
             missing: pointer.text,
             hint: None,
         })),
@@ -196,7 +196,7 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
         (several, Some(pointer)) => {
             let name = pointer.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             Err(Error::usage(
-                format!("{}: {name} names the folder `{}`, which does not exist", folder.display(), pointer.text),
+                format!("{}: the file `{name}` names the folder `{}`, which does not exist", folder.display(), pointer.text),
                 format!("give an existing folder: {}", short_list(several, FEW)),
             )
             .naming(several))
@@ -327,8 +327,15 @@ pub fn same_format(root: &Path, formats: &[(PathBuf, Format)]) -> Result<()> {
     let differing = formats.array_windows().find(|[first, second]| first.1 != second.1);
     let Some([first, second]) = differing else { return Ok(()) };
     Err(Error::unsupported(
-        format!("{}: {} is {}, {} is {}", root.display(), first.0.display(), first.1, second.0.display(), second.1),
-        "give one of these folders",
+        format!(
+            "{}: expected folders of one format, found {} in {} and {} in {}",
+            root.display(),
+            first.1,
+            first.0.display(),
+            second.1,
+            second.0.display()
+        ),
+        "give one of these folders as SRC",
     ))
 }
 

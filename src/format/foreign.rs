@@ -16,6 +16,11 @@ fn refuse(path: &Path, what: &str, hint: &str) -> Error {
     Error::unsupported(format!("{} is {what}", path.display()), hint)
 }
 
+/// Returns the error for a file in a format of another framework.
+fn refuse_format(path: &Path, what: &str, hint: &str) -> Error {
+    refuse(path, &format!("{what}, which dtshard does not read"), hint)
+}
+
 /// Refuses a path that is an address, such as `s3://bucket/checkpoint`.
 ///
 /// # Errors
@@ -60,12 +65,12 @@ impl FolderNames<'_> {
 /// The formats of other frameworks that are folders, in the order of the checks.
 const FOLDERS: [ForeignFolder; 5] = [
     ForeignFolder {
-        what: "a DeepSpeed ZeRO checkpoint",
+        what: "a DeepSpeed ZeRO checkpoint, which dtshard does not read",
         hint: DEEPSPEED,
         matches: |folder| Ok(folder.any_name(is_deepspeed)),
     },
     ForeignFolder {
-        what: "one rank's folder of a Megatron-LM checkpoint",
+        what: "one rank's folder of a Megatron-LM checkpoint, which dtshard does not read",
         hint: MEGATRON,
         matches: |folder| {
             let is_named_so = || folder.from.is_none() && is_folder_of_rank(folder.folder);
@@ -78,7 +83,7 @@ const FOLDERS: [ForeignFolder; 5] = [
         matches: |folder| Ok(folder.any_name(|name| name.starts_with("mp_rank_"))),
     },
     ForeignFolder {
-        what: "a Megatron-LM checkpoint (torch_dist)",
+        what: "a Megatron-LM checkpoint (torch_dist), which dtshard reads only with options::from dcp",
         hint: "read its tensors under Megatron's names with options::from dcp, or export Hugging Face names with \
                Megatron-Bridge",
         matches: |folder| {
@@ -87,7 +92,7 @@ const FOLDERS: [ForeignFolder; 5] = [
         },
     },
     ForeignFolder {
-        what: "a JAX checkpoint (Orbax)",
+        what: "a JAX checkpoint (Orbax), which dtshard does not read",
         hint: "load it with orbax and save its arrays with safetensors.numpy",
         matches: |folder| Ok(folder.any_name(|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name))),
     },
@@ -160,7 +165,7 @@ fn is_folder_of_rank(folder: &Path) -> bool {
     name.is_some_and(is_megatron_rank)
 }
 
-const MEGATRON_LM: &str = "a Megatron-LM checkpoint";
+const MEGATRON_LM: &str = "a Megatron-LM checkpoint, which dtshard does not read";
 
 /// Returns the error for a Megatron-LM checkpoint.
 pub fn megatron_error(folder: &Path) -> Error {
@@ -273,7 +278,7 @@ impl ForeignFile {
 /// `Unsupported` naming the format.
 pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
     match FILES.iter().find(|row| row.matches_start(head)) {
-        Some(row) => Err(refuse(path, row.what, row.hint)),
+        Some(row) => Err(refuse_format(path, row.what, row.hint)),
         None => refuse_by_name(path).map_or(Ok(()), Err),
     }
 }
@@ -283,7 +288,7 @@ pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
 pub fn refuse_by_name(path: &Path) -> Option<Error> {
     let name = path.file_name()?.to_str()?;
     let row = FILES.iter().find(|row| row.matches_name(name))?;
-    Some(refuse(path, row.what, row.hint))
+    Some(refuse_format(path, row.what, row.hint))
 }
 
 #[cfg(test)]

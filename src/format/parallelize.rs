@@ -13,7 +13,7 @@ use crate::layout::parallelize::{
     UncutReason, similar_families,
 };
 use crate::layout::{DeviceMesh, MeshDim};
-use crate::name_list::short_list;
+use crate::name_list::quoted_list;
 use crate::nearest;
 use crate::quantity::count;
 
@@ -54,12 +54,12 @@ impl PlanSide {
             }
             (PlanError::UnusedDim { name, .. }, Self::Target) => {
                 format!(
-                    "give its role with options::tp {name}, options::fsdp {name}, options::replicate {name} or \
+                    "give the role of this dim with options::tp {name}, options::fsdp {name}, options::replicate {name} or \
                      options::ddp {name}, or remove the dim from options::mesh"
                 )
             }
             (PlanError::UnusedDim { name, .. }, Self::Source) => format!(
-                "give its role in a layout file (options::src_layout): tp = \"{name}\", fsdp = \"{name}\", \
+                "give the role of this dim in a layout file (options::src_layout): tp = \"{name}\", fsdp = \"{name}\", \
                  replicate = \"{name}\" or ddp = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
@@ -88,7 +88,7 @@ impl PlanSide {
                 String::from("name the module that contains the linear modules in a pairwise pattern")
             }
             (PlanError::SizesOfPair { .. }, _) => String::from(
-                "give an nn.Embedding the style none, so that pairwise skips it, or name the pairs: pairwise(fc1,fc2)",
+                "give an nn.Embedding the style `none`, so that pairwise skips it, or name the pairs: pairwise(fc1,fc2)",
             ),
             (PlanError::NoSuchChild { child, children, .. }, _) => nearest::name_hint(child, children),
             (PlanError::Layout(error), _) => return Error::Layout(error.clone()),
@@ -189,7 +189,7 @@ impl PlannedModel {
         let mut note = |names: Vec<&str>, of_one: &str, of_many: &str| {
             let what = if names.len() == 1 { of_one } else { of_many };
             if !names.is_empty() {
-                notes.push(format!("{} ({}){what}", count(names.len(), "tensor"), short_list(&names, 2)));
+                notes.push(format!("{} ({}){what}", count(names.len(), "tensor"), quoted_list(&names, 2)));
             }
         };
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));

@@ -136,8 +136,8 @@ impl<'a> ReadFindings<'a> {
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is not a folder of rank files, so its plain tensors are not shards", root.display()),
-        "options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and \
-         options::reduce declare how plain tensors in rank files are sharded (one torch.save or safetensors file per \
-         rank); remove these options",
+        "remove options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and \
+         options::reduce: they declare how plain tensors in rank files are sharded (one torch.save or safetensors file per \
+         rank)",
     )
 }

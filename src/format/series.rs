@@ -69,7 +69,9 @@ pub fn describe_single_file(path: &Path) -> Result<Option<(String, Vec<String>)>
         }
     }
     let others = if others.is_empty() { String::new() } else { format!(" (next to it: {})", short_list(&others, FEW)) };
-    Ok((count > 1).then(|| (format!("1 of {count} files of its series{others}{absent}"), missing)))
+    // Hugging Face numbers the files of a set from 1: `00001-of-00002`.
+    let group = if name.numbering == Numbering::Rank { "series" } else { "set" };
+    Ok((count > 1).then(|| (format!("1 of {count} files of its {group}{others}{absent}"), missing)))
 }
 
 fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
@@ -374,8 +376,10 @@ impl Series {
         let warning = match self.missing_ranks(folder, world_size, &ranks, options)? {
             None => None,
             Some(gap) if options.allow_missing => Some(format!(
-                "{} is read without {}; dtshard cannot detect a tensor that only a missing rank had",
-                gap.at, gap.ranks
+                "{} {} read without {}; dtshard cannot detect a tensor that only a missing rank had",
+                gap.at,
+                if self.name.is_empty() { "are" } else { "is" },
+                gap.ranks
             )),
             Some(gap) => {
                 return Err(if covers(&ranks) { gap.error.missing_hint(ALLOW_MISSING_HINT) } else { gap.error });

@@ -83,7 +83,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     }
     let refuse = |what: String, missing| {
         let what = format!("{} is {what}", path.display());
-        Shortfall::new(missing, Error::usage(what, "give the folder that contains all of them"))
+        Shortfall::new(missing, Error::usage(what, "give the folder that contains all of these files"))
     };
     let name = name_of(path);
     let indexes = list(folder_of(path))?.into_iter().filter(|name| is_index(name));

@@ -28,8 +28,8 @@ impl fmt::Display for SplitChoice<'_> {
         f.write_str(match self {
             Self::Rule(rule) => &rule.origin,
             Self::AllTensors => "the split of all tensors",
-            Self::Source => "as in SRC",
-            Self::Like => "as in options::like",
+            Self::Source => "the split in SRC",
+            Self::Like => "the split in options::like",
         })
     }
 }

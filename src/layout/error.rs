@@ -7,6 +7,11 @@ use serde_json::{Value as Json, json};
 
 use super::{MeshDim, Rank, ReduceOp, TensorDim};
 
+/// Returns a text of the user in backticks, or a word for no text.
+fn quoted(found: &str) -> String {
+    if found.is_empty() { String::from("nothing") } else { format!("`{found}`") }
+}
+
 fn sum_of(sizes: &[u64]) -> String {
     sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("+")
 }
@@ -17,7 +22,7 @@ fn sum_of(sizes: &[u64]) -> String {
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum LayoutError {
     /// The text is not a mesh.
-    #[error("mesh `{spec}`: expected {expected}, found `{found}`")]
+    #[error("mesh `{spec}`: expected {expected}, found {}", quoted(found))]
     MeshSpec { spec: String, expected: &'static str, found: String },
 
     /// A mesh dim has the size 0.
@@ -45,7 +50,7 @@ pub enum LayoutError {
     DuplicateName { name: String },
 
     /// The text is not a placement.
-    #[error("placement `{spec}`: expected {expected}, found `{found}`")]
+    #[error("placement `{spec}`: expected {expected}, found {}", quoted(found))]
     PlacementSpec { spec: String, expected: &'static str, found: String },
 
     /// The number of placements differs from the number of mesh dims.
@@ -162,7 +167,7 @@ impl LayoutError {
                 "write a name with * within a component, ** across components or {a,b}; quote it for the shell"
             }
             Self::File { hint, .. } => {
-                hint.as_deref().unwrap_or("docs/reference/layout-file.md describes layout files")
+                hint.as_deref().unwrap_or("correct the file; docs/reference/layout-file.md describes layout files")
             }
             Self::Cut { hint, .. } => hint,
             Self::MixedReduction { .. } => "use one reduce op for all mesh dims, or sum and avg",

@@ -258,7 +258,11 @@ fn check(rank: u32, path: &Path, found: &FoundFile) -> Result<()> {
     let mut end = 0;
     for (start, stop, _) in &found.metadata {
         if *start < end || stop <= start || *stop > found.len {
-            let what = format!("{}: bytes {start} to {stop} of {}", path.display(), found.len);
+            let what = format!(
+                "{}: expected ascending ranges inside the file of {} bytes, found bytes {start} to {stop}",
+                path.display(),
+                found.len
+            );
             return Err(Error::comm(rank, "exchange file reports", what));
         }
         end = *stop;
@@ -287,7 +291,7 @@ mod tests {
         }
         for metadata in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
             let text = refused(vec![vec![report("a", 8, metadata)]]);
-            assert!(text.starts_with("process 0: exchange file reports: a: bytes"), "{text}");
+            assert!(text.starts_with("process 0: exchange file reports: a: expected ascending ranges"), "{text}");
         }
     }
 

@@ -225,7 +225,7 @@ fn agree_on_kind(
             path: own.to_path_buf(),
             at: String::from("files"),
             expected: String::from("files that at least one process sees"),
-            missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
+            missing: format!("every file, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
             hint: Some(String::from(
                 "check the path on the nodes that have the files; a relative path starts at the \
                                  current folder",

@@ -88,7 +88,7 @@ impl MetadataMirror {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
                 // A file that no process sees may exist on another node.
-                let hint = hint.get_or_insert_with(|| String::from("start a process on the node that has it"));
+                let hint = hint.get_or_insert_with(|| String::from("start a process on the node that has the file"));
                 *hint += &self.ranks_without_files_text();
             }
             Error::Within { path, source } => {

@@ -441,7 +441,7 @@ impl Destination {
         });
         Error::usage(
             format!("another run is writing {}{who}", self.path.display()),
-            format!("wait until that run ends, or stop it; it works in {}", self.partial().display()),
+            format!("wait until that run ends, or stop it; that run works in {}", self.partial().display()),
         )
     }
 
@@ -493,7 +493,7 @@ impl Destination {
             ),
             None if claim.accepts_finished_output() => (
                 format!("{destination} exists, but does not record what it was made from"),
-                "if it may be complete, check it with `dtshard verify`, also against SRC if one process sees all SRC: \
+                "if DST may be complete, check it with `dtshard verify`, also against SRC if one process sees all SRC: \
                  some file systems do not store the attribute that records the plan. Use options::overwrite to \
                  replace it",
             ),

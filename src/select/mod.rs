@@ -31,6 +31,7 @@ use rayon::prelude::*;
 pub use dtypes::{CastSummary, DtypeRule, KeptReason};
 pub use rename::Rename;
 
+use crate::catalog::error::shown_name;
 use crate::catalog::path::{self, tensors};
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
@@ -159,7 +160,7 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
 fn reject_tensor_keys(state: &Value) -> Result<()> {
     let Some(path) = path::dict_with_tensor_key(state) else { return Ok(()) };
     let (dict, hint) = if path.0.is_empty() {
-        (String::from("the top of the checkpoint"), "save the checkpoint again with names as keys")
+        (shown_name("").to_owned(), "save the checkpoint again with names as keys")
     } else {
         (path.to_string(), "leave the dict out with options::exclude, or save the checkpoint again with names as keys")
     };

@@ -89,8 +89,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         let near = self.nearest_heads(path);
         let near = if near.is_empty() { near } else { format!("; the nearest paths are {near}") };
         Err(Error::usage(
-            format!("options::root {path}: expected a path with tensors, found none"),
-            format!("the top of the state dict has {}{near}", tops.join(", ")),
+            format!("options::root {path}: the state dict has no tensors at this path"),
+            format!("the top of the state dict has the keys {}{near}", tops.join(", ")),
         ))
     }
 
@@ -189,7 +189,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         if steps.is_empty() || steps.iter().all(|step| step.text.is_empty()) {
             return Err(Error::usage(
                 format!("{}: its new name is empty", self.survey.raw_name(leaf)),
-                "change options::strip_prefix or options::rename, or leave it out with options::exclude",
+                "change options::strip_prefix or options::rename, or leave this name out with options::exclude",
             ));
         }
         Ok(Some(steps))
@@ -286,10 +286,11 @@ impl<'a, 'o> Naming<'a, 'o> {
         let Some(index) = self.overlong.get() else { return Ok(()) };
         Err(Error::usage(
             format!(
-                "options::rename {}: expected names of at most {MAX_RENAMED} bytes, found a longer one",
+                "options::rename {}: a name would become longer than {MAX_RENAMED} bytes",
                 self.options.renames[index].as_str()
             ),
-            "remove repetitions from the replacement: every options::rename replaces every match",
+            "remove options::rename options that make names longer: each options::rename replaces every match, also in names that an \
+             earlier options::rename has made longer",
         ))
     }
 

@@ -112,7 +112,7 @@ impl Comparison<'_> {
                     };
                 if are_equal {
                     found.hints.push(format!(
-                        "{other} lacks {output}, which is equal to {embedding}: add options::common to compare only \
+                        "{other} lacks `{output}`, which is equal to `{embedding}`: add options::common to compare only \
                          the tensors that both have"
                     ));
                     return Ok(());

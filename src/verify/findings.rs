@@ -5,6 +5,7 @@ use std::fmt;
 
 use serde_json::{Value as Json, json};
 
+use crate::catalog::error::shown_name;
 use crate::error::{Error, Result};
 use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
@@ -144,8 +145,9 @@ fn lines(found: &Findings, shown: usize) -> String {
     let mut text = String::new();
     for finding in &found.different {
         let Finding { fqn, kind, detail, .. } = finding;
-        let own = detail.strip_prefix(&format!("{fqn}: ")).unwrap_or(detail);
-        text.push_str(&(escape_invisible(&format!("{fqn}: {kind}: {own}")) + "\n"));
+        let name = shown_name(fqn);
+        let own = detail.strip_prefix(&format!("{name}: ")).unwrap_or(detail);
+        text.push_str(&(escape_invisible(&format!("{name}: {kind}: {own}")) + "\n"));
     }
     let lists = [
         ("removed: only in SRC", &found.only_in_src),

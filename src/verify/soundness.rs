@@ -35,7 +35,7 @@ pub fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Re
             Ok(None) => {}
             Ok(Some(pair)) => {
                 let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
-                let detail = format!("{first} and {second} differ, first at {:?}", pair.index(entry).as_slice());
+                let detail = format!("{first} and {second} differ, {}", checks::position(&pair.index(entry)));
                 found.add(entry.fqn.as_str(), "replica", detail);
                 plain_replicas += usize::from(!entry.is_shared());
             }

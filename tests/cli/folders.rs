@@ -140,7 +140,7 @@ fn several_candidates_are_refused_with_a_list() {
     assert_refused(
         root.path(),
         &ReadOptions::default(),
-        &["latest names the folder `global_step_11`, which does not exist", "give an existing folder"],
+        &["the file `latest` names the folder `global_step_11`, which does not exist", "give an existing folder"],
     );
 
     let root = temporary_folder();
@@ -174,7 +174,7 @@ fn latest_file_that_leads_outside_is_refused() {
     }
     let root = temporary_folder();
     write_text(&root, "latest", "global_step_5");
-    assert_refused(root.path(), &ReadOptions::default(), &["the folder it names", "missing: global_step_5"]);
+    assert_refused(root.path(), &ReadOptions::default(), &["the folder that the file names", "missing: global_step_5"]);
     // A link to its own parent folder does not cause an endless search.
     let root = temporary_folder();
     std::os::unix::fs::symlink(".", root.path().join("latest")).unwrap();
@@ -631,7 +631,7 @@ fn unknown_objects_are_left_out_on_request() {
     let root = temporary_folder();
     let file = crate::corrupt::torch_file(pickle(), &[("0", b"12345678")]);
     write_bytes(&root, "one.pt", &file);
-    let words = ["scaler needs the Python object `my.trainer.Scaler`", "--drop-unknown"];
+    let words = ["`scaler` needs the Python object `my.trainer.Scaler`", "--drop-unknown"];
     assert_refused(&root.path().join("one.pt"), &ReadOptions::default(), &words);
     let check = |path: &Path| {
         let found = open(path, &drop);

@@ -337,7 +337,7 @@ const CHANGES: [Change; 15] = [
     (
         "flat",
         |layout| drop(units(layout).pop()),
-        "expected exactly the flat parameters of the layout, found also tiny._flat_param",
+        "expected exactly the flat parameters of the layout, found also `tiny._flat_param`",
     ),
     (
         "flat",
@@ -352,7 +352,7 @@ const CHANGES: [Change; 15] = [
     (
         "flat",
         |layout| drop(params(layout, 1).pop()),
-        "expected a flat parameter of 84 elements for its 4 parameters, found 90; the cause may be other units",
+        "expected a flat parameter of 84 elements for its 4 parameters, found 90 elements; the job may have other units",
     ),
     (
         "flat",
@@ -366,15 +366,11 @@ const CHANGES: [Change; 15] = [
             params(layout, 0).retain(|param| param["shared_with"].is_null());
             params(layout, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
         },
-        "found 336, the length if emb.weight and head.weight were tied",
+        "found 336 elements, as if `emb.weight` and `head.weight` were tied",
     ),
     ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters next to flat parameters"),
     ("views", |layout| layout["use_orig_params"] = json!(false), "expected only flat parameters"),
-    (
-        "views",
-        |layout| units(layout)[1]["align_numel"] = json!(1),
-        "found 94, the length with padding to align_numel 4",
-    ),
+    ("views", |layout| units(layout)[1]["align_numel"] = json!(1), "found 94 elements, as with align_numel 4"),
     ("views", |layout| params(layout, 1).swap(3, 4), "layers.0.norm.bias: the flat layout differs"),
     (
         "views",

@@ -300,6 +300,6 @@ fn not_kept(checkpoint: &Checkpoint) -> String {
     let Checkpoint { format, root, .. } = checkpoint;
     match format.tensors() {
         TensorStorage::Flat => format!("{} has flat parameters of other units", root.display()),
-        _ => format!("{} is {format}, which does not keep the order of parameters", root.display()),
+        _ => format!("{} has format {format}, which does not keep the order of parameters", root.display()),
     }
 }

@@ -254,7 +254,7 @@ fn missing_state(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -
         parameters
             .iter()
             .find(has_shape)
-            .map(|(fqn, ..)| format!(" ({name} may be tied to {fqn}, which has the same shape)"))
+            .map(|(fqn, ..)| format!(" (`{name}` may be tied to `{fqn}`, which has the same shape)"))
     });
     Error::unsupported(
         format!(

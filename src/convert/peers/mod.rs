@@ -118,7 +118,7 @@ impl Peers {
                 "with options::no_wait they"
             };
             return Err(Error::usage(
-                format!("{option}: processes must run at the same time, but {who} may not do so"),
+                format!("{option}: processes must run at the same time, but {who} may start at different times"),
                 "start the processes with srun, torchrun or mpirun",
             ));
         }
@@ -131,7 +131,7 @@ impl Peers {
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
             Error::usage(
-                format!("{option}: processes connect through a folder beside DST, but DST is missing"),
+                format!("{option}: processes connect through a folder beside DST, but no DST is given"),
                 "name DST, also with options::dry_run",
             )
         })?;
@@ -254,7 +254,7 @@ impl Peers {
         if files > 0 {
             let (bytes, left) = (human_bytes(bytes), human_bytes(left));
             run.progress.note(&format!(
-                "copying {left} of {bytes} in {files} files that only some processes see to {}",
+                "copying to {}: {left} of {bytes}, in {files} files that only some processes see",
                 folder.display()
             ));
         }
@@ -503,7 +503,7 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     }
     if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "options::fast_reduce cannot be used with options::backend cpu or mpi, because it reduces with NCCL",
+            "options::fast_reduce reduces with NCCL, so it cannot be used with options::backend cpu or mpi",
             "omit options::fast_reduce, or use options::backend nccl",
         ));
     }

@@ -46,7 +46,7 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertOptions) -> Result<
     // No process ends before all have received the options.
     communicator.barrier()?;
     Err(Error::usage(
-        format!("process {rank} of {}: {name}: {value}; at process 0: {first}", messages.len()),
+        format!("{name} differs between processes: process {rank} of {}: {value}; process 0: {first}", messages.len()),
         "start all processes with the same options",
     ))
 }
@@ -118,12 +118,24 @@ mod tests {
         let cases = [
             (
                 [usual(), usual(), bucket(1_000_000)],
-                "process 2 of 3: options::bucket_size: 1000000; at process 0: not given",
+                "options::bucket_size differs between processes: process 2 of 3: 1000000; process 0: not given",
             ),
-            ([usual(), rank0, usual()], "process 1 of 3: options::on_conflict: rank0; at process 0: not given"),
-            ([dry_run, usual(), usual()], "process 1 of 3: options::dry_run: not given; at process 0: given"),
-            ([usual(), cpu, per_rank()], "process 1 of 3: options::backend: cpu; at process 0: auto"),
-            ([usual(), usual(), per_rank()], "process 2 of 3: options::source: per-rank; at process 0: shared"),
+            (
+                [usual(), rank0, usual()],
+                "options::on_conflict differs between processes: process 1 of 3: rank0; process 0: not given",
+            ),
+            (
+                [dry_run, usual(), usual()],
+                "options::dry_run differs between processes: process 1 of 3: not given; process 0: given",
+            ),
+            (
+                [usual(), cpu, per_rank()],
+                "options::backend differs between processes: process 1 of 3: cpu; process 0: auto",
+            ),
+            (
+                [usual(), usual(), per_rank()],
+                "options::source differs between processes: process 2 of 3: per-rank; process 0: shared",
+            ),
         ];
         for (options, wanted) in cases {
             assert_eq!(errors_of(options), vec![Some(wanted.to_owned()); 3]);

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::format::Checkpoint;
 use crate::format::parallelize::PlannedModel;
 use crate::layout::parallelize::PlacementSource;
-use crate::name_list::short_list;
+use crate::name_list::quoted_list;
 use crate::quantity::count;
 
 /// The numbers of attention heads of a model. A number is `None` if it is unknown.
@@ -53,7 +53,7 @@ impl AttentionHeads {
             let is = if names.len() == 1 { "is" } else { "are" };
             format!(
                 "{number} ({}) {is} cut within attention heads, because {what} is {heads} and {tp} is {parts}",
-                short_list(&names, 2)
+                quoted_list(&names, 2)
             )
         };
         within.into_iter().map(note).collect()

@@ -49,8 +49,8 @@ impl<'a> LikeLayout<'a> {
                 fqn: path.to_string(),
                 what: "the number of dims",
                 between: format!("SRC and {}", self.root.display()),
-                detail: format!("{:?} and {:?}", entry.shape, own.shape),
-                hint: Some(String::from("set its placements with options::placements 'PATTERN=LIST'")),
+                detail: format!("SRC has the shape {:?}, options::like has {:?}", entry.shape, own.shape),
+                hint: Some(String::from("set the placements of this tensor with options::placements 'PATTERN=LIST'")),
             }));
         }
         let parameter = parameter.and_then(|name| self.names.parameter(name.as_str()));

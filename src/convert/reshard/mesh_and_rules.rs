@@ -106,12 +106,12 @@ fn without_mesh(like: &Checkpoint) -> Error {
     if like.format.tensors() == TensorStorage::Boxes {
         return Error::usage(
             format!("options::like {root}: a DCP directory does not record the mesh and placements of its tensors"),
-            "give rank files of the same job; or give options::mesh and options::placements",
+            "give options::like rank files of the same job; or give options::mesh and options::placements",
         );
     }
     Error::usage(
         format!("options::like {root}: none of its tensors is on a mesh"),
-        "give a checkpoint with DTensors or ShardedTensors; or give options::mesh and options::placements",
+        "give options::like a checkpoint with DTensors or ShardedTensors; or give options::mesh and options::placements",
     )
 }
 

@@ -203,17 +203,12 @@ impl LoadingJob {
 fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
     let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
     let none_in_common = !own.iter().any(|name| new.contains(name));
-    none_in_common.then(|| match (own, new) {
-        ([own], [new]) => format!(
-            "mesh dimension `{own}` is now called `{new}`; PyTorch loads DTensors only if the job uses the same name"
-        ),
-        _ => {
-            let (own, new) = (own.join(","), new.join(","));
-            format!(
-                "mesh dimensions `{own}` are now called `{new}`; PyTorch loads DTensors only if the job uses the same \
-                 names"
-            )
-        }
+    none_in_common.then(|| {
+        let (own, new) = (own.join(","), new.join(","));
+        format!(
+            "the mesh of DST has the dims `{new}`, the mesh of SRC has `{own}`; PyTorch loads the DTensors of DST only in \
+             a job whose mesh has the dims `{new}`"
+        )
     })
 }
 

@@ -104,8 +104,11 @@ impl PlacementReport {
                 notes.push(format!("{} {what}", count(number, "tensor")));
             }
         };
-        let what = "replicated on a mesh dimension where the placement does not fit";
-        note(others, &format!("is {what}"), &format!("are {what}"));
+        note(
+            others,
+            "is replicated on a mesh dimension where the placement does not fit its shape",
+            "are replicated on a mesh dimension where the placement does not fit their shapes",
+        );
         match evidence {
             ParameterEvidence::Class => note(
                 self.plain,

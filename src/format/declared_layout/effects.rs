@@ -32,7 +32,7 @@ impl DeclarationEffects {
             .filter(|own| of_file.as_deref() != Some(*own))
             .map(|list| format!("options::src_placements {}", comma_list(list)));
         let split = declared.split.as_ref().map(|split| format!("options::src_split {split}"));
-        let plan = declared.plan.as_ref().map(|_| String::from("the plan"));
+        let plan = declared.plan.as_ref().map(|_| String::from("the plan of options::src_plan or options::src_layout"));
         let unused = [
             (plan, self.by_plan, "no plain tensor is a parameter or the state of a parameter"),
             (bare, self.by_fallback, "every plain tensor has a more specific declaration"),

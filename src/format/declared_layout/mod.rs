@@ -104,7 +104,7 @@ impl DeclaredLayout {
             };
             Error::usage(
                 format!("options::src_mesh is required, because {} has {own}", root.display()),
-                "give the mesh of the job that saved it, such as options::src_mesh tp=8 or options::src_mesh dp=4,tp=2",
+                "give the mesh of the job that saved SRC, such as options::src_mesh tp=8 or options::src_mesh dp=4,tp=2",
             )
         })
     }

@@ -115,7 +115,7 @@ pub fn from_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
         let json_text::JsonMismatch { expected, found } = json_text::mismatch(&error, "a flat layout");
         flat.error(
             format!("expected {expected}, found {found}"),
-            "docs/how-to/fsdp1.md describes the fields of a flat layout",
+            "correct the file; docs/how-to/fsdp1.md describes the fields of a flat layout",
         )
     })?;
     into_checked_layout(path, document)

@@ -30,7 +30,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     let ranks: BTreeMap<u32, PathBuf> =
         paths.iter().filter_map(|path| Some((rank_of(path)?.0, path.clone()))).collect();
     if let Some((rank, path)) = ranks.range(document.world_size..).next() {
-        let expected = format!("a rank below {}, the world size in {FILE_NAME}", document.world_size);
+        let expected = format!("a rank below the world size {} of {FILE_NAME}", document.world_size);
         return Err(Error::malformed(path, "file name", expected, format!("rank {rank}")));
     }
     let missing = document.world_size.checked_sub(1).and_then(|last| Numbers::missing(0..=last, ranks.keys().copied()));

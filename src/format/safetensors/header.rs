@@ -223,8 +223,8 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
     let prefix = files.read(file, 0, 8)?;
     let header_len = u64::from_le_bytes(prefix.try_into().expect("8 bytes were read"));
     if header_len == 0 || header_len > MAX_HEADER_BYTES || header_len > file_len - 8 {
-        let expected = format!("a header length up to {}", MAX_HEADER_BYTES.min(file_len - 8));
-        return Err(malformed("byte 0", &expected, header_len.to_string()));
+        let expected = format!("a header of 1 to {} bytes", MAX_HEADER_BYTES.min(file_len - 8).max(1));
+        return Err(malformed("byte 0", &expected, format!("a header length of {header_len}")));
     }
     let text = files.read(file, 8, header_len)?;
     parse_header(path, &text, file_len)
@@ -271,14 +271,31 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
     Ok(Header { metadata, tensors: tensors.into_iter().map(|(name, stored, _)| (name, stored)).collect() })
 }
 
+/// The dtypes of safetensors that PyTorch does not have.
+const WITHOUT_TORCH_DTYPE: [&str; 2] = ["F6_E2M3", "F6_E3M2"];
+
+/// Returns the error for a dtype tag that has no dtype of PyTorch.
+fn unknown_dtype(path: &Path, name: &str, tag: &str) -> Error {
+    let at = format!("{}: {name}", path.display());
+    if WITHOUT_TORCH_DTYPE.contains(&tag) {
+        return Error::unsupported(
+            format!("{at}: PyTorch has no dtype for the safetensors dtype `{tag}`"),
+            "convert this tensor to a PyTorch dtype before saving",
+        );
+    }
+    let upper = tag.to_uppercase();
+    let known = Dtype::from_safetensors_tag(&upper).map(|_| format!("; safetensors writes it as `{upper}`"));
+    Error::unsupported(
+        format!("{at}: the header has the dtype `{tag}`, which safetensors does not define{}", known.unwrap_or_default()),
+        "save this file again with a safetensors library",
+    )
+}
+
 /// Checks an entry of the header, and returns its tensor and the length of the tensor's data in bytes.
 fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(StoredTensor, u64)> {
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
-        return Err(Error::unsupported(
-            format!("{}: {name}: PyTorch has no dtype `{}`", path.display(), raw.dtype),
-            "convert that tensor to a PyTorch dtype before saving",
-        ));
+        return Err(unknown_dtype(path, name, &raw.dtype));
     };
     let mut shape = raw.shape.clone();
     if dtype == Dtype::F4E2m1fnX2 {

@@ -197,23 +197,28 @@ pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
 /// Returns the error for a file with a pickled value that cannot be decoded. If the value is valid but dtshard does not
 /// support it, `unsupported` is the reason.
 pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
-    let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
+    let (at, quoted) = match error.path() {
+        "" => ("the pickled object", String::from("the pickled object")),
+        // A path in Python's notation, such as `['w']`, has quotes of its own.
+        at if at.starts_with('[') => (at, at.to_owned()),
+        at => (at, format!("`{at}`")),
+    };
     match (error, unsupported) {
         (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
-            format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
+            format!("{}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
             "remove that object from the checkpoint and save it again, or drop such objects with \
              options::drop_unknown: dtshard never runs code from a pickle",
         ),
         (_, Some(what)) => Error::unsupported(
-            format!("{}: {at} is {what}", path.display()),
-            "convert it to a dense tensor before saving, or remove it from the checkpoint",
+            format!("{}: {quoted} is {what}", path.display()),
+            "convert this tensor to a dense tensor before saving, or remove it from the checkpoint",
         ),
         (DecodeError::Limit { what, .. }, None) => {
             Error::malformed(path, at, "a value within the limits of dtshard", what.clone())
         }
         (DecodeError::Malformed { what, .. }, None) => {
             let what = what.strip_prefix(&format!("{}: ", path.display())).unwrap_or(what);
-            Wrong::from_message(at, "plain data and dense tensors", what).within(path).into()
+            Wrong::from_message(at, "an object as torch.save writes it", what).within(path).into()
         }
         (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
     }

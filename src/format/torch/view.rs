@@ -136,7 +136,7 @@ impl View {
     fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());
-            return Err(DecodeError::malformed(format!("a tensor of {sizes} dims with {strides} strides")));
+            return Err(DecodeError::malformed(format!("expected a stride for each dim, found {sizes} dims and {strides} strides")));
         }
         let numel = crate::catalog::checked_len_bytes(&self.sizes, self.dtype);
         let elements = self.storage_bytes / self.dtype.itemsize();
@@ -150,7 +150,7 @@ impl View {
             return Ok(());
         }
         Err(DecodeError::malformed(format!(
-            "a view of sizes {:?} and strides {:?} at element {} that does not fit its storage of {elements} elements",
+            "expected a tensor inside its storage of {elements} elements, found sizes {:?} and strides {:?} from element {} on",
             self.sizes.as_slice(),
             self.strides.as_slice(),
             self.offset
@@ -173,7 +173,7 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
     let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
         (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
     else {
-        return Err(DecodeError::malformed("a storage reference that is not (storage, class, key, location, numel)"));
+        return Err(DecodeError::malformed("expected a storage as (storage, class, key, location, numel), found other values"));
     };
     if location.as_str() == Some("meta") {
         return Err(reader.unsupported("a tensor on the meta device, which has no data"));
@@ -184,6 +184,6 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
     }
     let bytes = numel
         .checked_mul(dtype.map_or(1, Dtype::itemsize))
-        .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements, which is too large")))?;
+        .ok_or_else(|| DecodeError::malformed(format!("expected a storage that fits memory, found a storage of {numel} elements")))?;
     Ok(StorageReference { dtype, key, bytes })
 }

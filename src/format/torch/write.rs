@@ -305,7 +305,7 @@ pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reserva
         if tensor.order == SavedOrder::TooFragmented {
             let fqn = &source.tensor(tensor.id).fqn;
             reservation.notes.push(format!(
-                "{fqn} is written in row-major order, because its order in memory is too fragmented to keep"
+                "`{fqn}` is written in row-major order, because its order in memory is too fragmented to keep"
             ));
         }
         reservation.tensors.push(tensor.reserved(source, FileId(0)));

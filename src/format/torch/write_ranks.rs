@@ -157,7 +157,7 @@ fn common_sharding_dim<'l>(
             Some((_, known)) if known == dim => {}
             Some((first, _)) => {
                 return Err(Error::unsupported(
-                    format!("the ShardedTensors {first} and {fqn} are sharded over different mesh dims"),
+                    format!("the ShardedTensors `{first}` and `{fqn}` are sharded over different mesh dims"),
                     "shard all of them over one mesh dim, because the ShardedTensors of a file share one process \
                      group, or use options::tensor_class dtensor",
                 ));

@@ -140,7 +140,7 @@ fn fallback(fields: &Fields<'_>) -> Result<Option<Positioned<Vec<PlacementSpec>>
     let Some((at, text)) = fields.text("placements")? else { return Ok(None) };
     if text == PLAIN {
         let hint = String::from("use a rule with tensors = \"**\" and placements = \"plain\"");
-        return Err(at.error("plain is allowed in rules only", Some(hint)));
+        return Err(at.error("`plain` is allowed in rules only", Some(hint)));
     }
     let value = parse_placements(text).map_err(at.wrap())?;
     Ok(Some(Positioned { value, name: at.name.to_owned(), line: at.line, section: "placements" }))

@@ -179,7 +179,7 @@ fn error_names_file_line_and_rule() {
         ("placements = [\"S(0)\"]", "l.toml line 1: placements: expected `placements` to be text, found a list"),
         (
             "placements = \"plain\"",
-            "l.toml line 1: placements: plain is allowed in rules only (use a rule with tensors = \"**\" and placements = \"plain\")",
+            "l.toml line 1: placements: `plain` is allowed in rules only (use a rule with tensors = \"**\" and placements = \"plain\")",
         ),
         (
             "placements = \"S(0),Q\"",
@@ -246,7 +246,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             &rule("placements = \"R,S(0)\"\n[rules.sizes]\ntp = [1, 2]"),
-            "l.toml line 6: rules \"**.w1\": sizes [1, 2] for tp: expected 4 on the mesh dp=2,tp=4",
+            "l.toml line 6: rules \"**.w1\": sizes [1, 2] for tp: expected 4 sizes on the mesh dp=2,tp=4",
         ),
         (
             &rule("placements = \"R,S(0)\"\nsizes = { dp = [1, 2] }"),

@@ -108,7 +108,7 @@ impl WrittenSpec {
             let (at, dim) = (at.at_line(*line), dim(at.at_line(*line), name, mesh)?);
             if sizes.len() as u64 != mesh.shape()[dim.0] {
                 let problem =
-                    format!("sizes {sizes:?} for {name}: expected {} on the mesh {mesh}", mesh.shape()[dim.0]);
+                    format!("sizes {sizes:?} for {name}: expected {} sizes on the mesh {mesh}", mesh.shape()[dim.0]);
                 return Err(at.error(problem, None));
             }
             splits[dim.0] = Split::Sizes(sizes.as_slice().into());

@@ -127,7 +127,7 @@ pub enum PlanError {
     #[error("a plan needs named mesh dims, and the mesh {mesh} has no names")]
     UnnamedMesh { mesh: String },
 
-    #[error("{role} {name}: expected a dim of the mesh, found {}", dims.join(", "))]
+    #[error("{role} {name}: the mesh has no dim `{name}`, only {}", dims.join(", "))]
     NoSuchDim { role: &'static str, name: String, dims: Vec<String> },
 
     #[error("{first} and {second} both use mesh dim {name}")]
@@ -153,7 +153,7 @@ pub enum PlanError {
     #[error("{origin}: the registration order of the children of {module} is unknown: {}", short_list(children, FEW))]
     UnknownOrder { origin: String, module: String, children: Vec<String> },
 
-    #[error("{origin}: expected a module with at least two linear children, found {found} in {module}")]
+    #[error("{origin}: expected a module with at least two linear children, found {found} in `{module}`")]
     NoPair { origin: String, module: String, found: usize },
 
     #[error(
@@ -162,7 +162,7 @@ pub enum PlanError {
     )]
     SizesOfPair { origin: String, module: String, first: String, outputs: u64, second: String, inputs: u64 },
 
-    #[error("{origin}: {module} has no linear child {child}")]
+    #[error("{origin}: {module} has no linear child `{child}`")]
     NoSuchChild { origin: String, module: String, child: String, children: Vec<String> },
 
     #[error("{0}")]

@@ -17,7 +17,7 @@ use super::{ParallelStyle, Parameter, ParameterOrder, PlanError, ShapeOrigin};
 const IN_TURN: [ParallelStyle; 2] = [ParallelStyle::Colwise { blocks: 1 }, ParallelStyle::Rowwise { blocks: 1 }];
 
 const WITHOUT_BIAS: &str =
-    "pairwise treats a 2-d weight without a bias as an nn.Linear; give an nn.Embedding the style none";
+    "pairwise treats a 2-d weight without a bias as an nn.Linear; give an nn.Embedding the style `none`";
 
 /// A rule with the style `pairwise`.
 pub(super) struct PairwiseRule<'a> {

@@ -267,7 +267,7 @@ fn mesh_roles_are_found_by_usual_or_given_names() {
     assert_eq!(of("dp=2,tp=2", "", "", "dp"), Ok([Some(1), None, Some(0)]));
     assert_eq!(of("dp=2,tp=2", "dp", "tp", ""), Ok([Some(0), Some(1), None]));
     assert_eq!(of("x=2,y=2", "y", "x", ""), Ok([Some(1), Some(0), None]));
-    assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "options::tp tpp: expected a dim of the mesh, found dp, tp");
+    assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "options::tp tpp: the mesh has no dim `tpp`, only dp, tp");
     assert_eq!(error("dp=2,pp=2", "", "").unwrap_err(), "the plan does not use mesh dim pp of dp=2,pp=2");
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().contains("mesh dim dp of"));
     assert_eq!(

@@ -271,11 +271,11 @@ fn on_conflict_applies_to_the_tuple_of_a_differing_tensor() {
     reshard("dropped", "drop").assert_succeeded().assert_mentions(&["left out: 1 tensor (differing)"]);
     reshard("each", "per-rank")
         .assert_succeeded()
-        .assert_mentions(&["1 value (pair) differs between ranks, so the value of each rank is kept"]);
+        .assert_mentions(&["1 value differs between ranks (`pair`), so each rank keeps its own value"]);
     dtshard(&[&"inspect", &env.path("each")]).assert_succeeded().assert_mentions(&["pair.rank_0.0", "pair.rank_1.0"]);
     reshard("first", "rank0")
         .assert_succeeded()
-        .assert_mentions(&["1 value (pair.0) differs between ranks, so the value of the lowest rank is used"]);
+        .assert_mentions(&["1 value differs between ranks (`pair.0`), so the value of the lowest rank is used"]);
 }
 
 #[test]

@@ -287,7 +287,7 @@ fn names_tied_in_the_edited_file_only_stay_separate() {
     let made = env.make("reshard", &tied, "made", &options);
     assert_eq!(bytes_of(&made.path), bytes_of(&apart));
     assert!(!made.closing_line().contains("left out"), "{}", made.closing_line());
-    assert_contains(&made.run.stderr, &["names of ", "not used"]);
+    assert_contains(&made.run.stderr, &["names of ", "are not selected"]);
 }
 
 #[test]

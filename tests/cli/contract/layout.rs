@@ -170,9 +170,10 @@ fn renamed_mesh_dims_give_a_note() {
     let env = TestEnv::new();
     let stderr_of = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
     assert!(
-        stderr_of("--mesh dp=2", "a").contains("mesh dimension `fsdp` is now called `dp`; PyTorch loads DTensors only")
+        stderr_of("--mesh dp=2", "a")
+            .contains("the mesh of DST has the dims `dp`, the mesh of SRC has `fsdp`; PyTorch")
     );
-    assert!(!stderr_of("--mesh fsdp=2", "b").contains("is now called"));
+    assert!(!stderr_of("--mesh fsdp=2", "b").contains("the mesh of DST has the dims"));
 }
 
 #[test]

@@ -114,7 +114,7 @@ fn random_state_is_kept_for_each_rank() {
     };
     let own = states(&local.path, 4);
     assert_eq!(own.iter().collect::<BTreeSet<_>>().len(), 4);
-    assert_contains(&local.run.stderr, &["between ranks, so the value of each rank is kept"]);
+    assert_contains(&local.run.stderr, &["so each rank keeps its own value"]);
     // Objects are kept for each rank as well.
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
     assert_contains(&text, &["\"numpy\": {\n          \"$ranks\""]);

@@ -62,7 +62,7 @@ fn fsdp_without_plan_shards_parameters_and_keeps_buffers_plain() {
     assert_eq!(found["tensors"]["model.freqs"]["placements"], Json::Null);
     assert_contains(
         &made.run.stderr,
-        &["2 tensors (freqs, seen) are treated as buffers, so every rank stores them whole, as plain tensors"],
+        &["2 tensors (`freqs`, `seen`) are treated as buffers, so every rank stores them whole, as plain tensors"],
     );
 }
 
@@ -107,7 +107,7 @@ fn parameters_without_a_style_give_a_note_with_a_matching_plan() {
             ("model.layers.0.self_attn.rotary_emb.inv_freq", 4),
         ],
     );
-    let names = "1 tensor (model.layers.0.self_attn.q_norm.weight) matches no style of the plan, so";
+    let names = "1 tensor (`model.layers.0.self_attn.q_norm.weight`) matches no style of the plan, so";
     let plain = env.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
     assert_contains(
         &plain.run.stderr,
@@ -126,7 +126,7 @@ fn parameters_without_a_style_give_a_note_with_a_matching_plan() {
     assert_eq!(found["tensors"]["model.layers.0.self_attn.q_norm.weight"]["placements"], Json::Null, "plain");
     assert_contains(
         &sharded.run.stderr,
-        &["inv_freq) is treated as a buffer", "colwise: 1 tensor", "no style: 1 tensor"],
+        &["inv_freq`) is treated as a buffer", "colwise: 1 tensor", "no style: 1 tensor"],
     );
     let found = inspect(&sharded.path, "--brief");
     assert_eq!(placements(&found, "model.layers.0.self_attn.q_norm.weight"), "S(0),R");
@@ -140,7 +140,7 @@ fn split_attention_heads_give_a_warning() {
     assert_contains(
         &stderr_of("--mesh tp=4"),
         &[
-            "4 tensors (model.layers.0.self_attn.k_proj.weight, ",
+            "4 tensors (`model.layers.0.self_attn.k_proj.weight`, ",
             "cut within attention heads, because num_key_value_heads is 2 and tp is 4",
         ],
     );

@@ -295,7 +295,7 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
         assert_eq!(rank0.tensors()["differs"], first, "{name}");
         assert_contains(
             &rank0.run.stderr,
-            &["1 value (differs) differs between ranks, so the value of the lowest rank is used"],
+            &["1 value differs between ranks (`differs`), so the value of the lowest rank is used"],
         );
         succeed("verify", &[&rank0.path], "");
 
@@ -316,7 +316,7 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
         }
         assert_contains(
             &each.run.stderr,
-            &["1 value (differs) differs between ranks, so the value of each rank is kept: ranks 0, 1"],
+            &["1 value differs between ranks (`differs`), so each rank keeps its own value: ranks 0, 1"],
         );
     }
 }
@@ -362,7 +362,10 @@ fn differing_random_state_is_kept_for_every_rank() {
             |folder: &Path, size: u32| read(&folder.join(format!("extra_state_world_size_{size}_rank_{rank}.pt")));
         assert_same(&file(&made.path, 2), &file(&fixture("verl/global_step_10/actor"), 4), "random state");
     }
-    assert_contains(&made.run.stderr, &["differ between ranks, so the value of each rank is kept"]);
+    assert_contains(
+        &made.run.stderr,
+        &["differ between ranks (`extra_state.rng.cpu` and 2 more), so each rank keeps its own value"],
+    );
 }
 
 #[test]
@@ -578,7 +581,7 @@ fn like_keeps_the_file_division_of_safetensors() {
     // file.
     let like = format!("--like {}", example.path.display());
     let made = env.make("consolidate", "fsdp4/ranks", "renamed", &format!("{like} --rename head=tail"));
-    assert!(made.run.stderr.contains("--like lacks 1 tensor, such as"), "{}", made.run.stderr);
+    assert!(made.run.stderr.contains("--like lacks `tail.weight`, which"), "{}", made.run.stderr);
     let made = env.make("consolidate", "fsdp4/ranks", "few", &format!("{like} --include **.embed"));
     assert!(names(&made.path).len() < names(&example.path).len());
     // Only a folder of several files divides tensors among files, so another checkpoint is refused.

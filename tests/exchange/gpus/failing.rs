@@ -86,7 +86,7 @@ fn different_options_of_one_process_are_refused() {
         let outcomes = job.run_each(|rank| (if rank == 1 { "--bucket-size 400" } else { "" }.to_owned(), &[]));
         for outcome in &outcomes {
             outcome.assert_refused(&[
-                "process 1 of 3: --bucket-size: 400; at process 0: 300",
+                "--bucket-size differs between processes: process 1 of 3: 400; process 0: 300",
                 "hint: start all processes",
             ]);
         }

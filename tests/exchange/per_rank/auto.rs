@@ -67,7 +67,7 @@ fn copy_of_files_that_some_processes_see_is_announced() {
     let stderr = &outcomes[0].assert_succeeded().err;
     let copying = stderr.lines().find(|line| line.contains("] note: copying ")).unwrap_or_default();
     assert!(
-        copying.starts_with("[0/2] note: copying ") && copying.contains(" that only some processes see to "),
+        copying.starts_with("[0/2] note: copying to ") && copying.contains(" files that only some processes see"),
         "{stderr}"
     );
     assert!(copying.ends_with(".out.dtshard-work/copy"), "{stderr}");

@@ -21,11 +21,11 @@ fn run_without_other_processes_is_refused() {
     ]);
     run_one("--parts 1", &[]).assert_refused(&["this is the only process"]);
     run_one("--part 0 --parts 2 --no-wait", &[]).assert_refused(&[
-        "processes must run at the same time, but with --no-wait they may not do so",
+        "processes must run at the same time, but with --no-wait they may start at different times",
         "hint: start the processes with srun, torchrun or mpirun",
     ]);
     run_one("--parts 2", &[("SLURM_ARRAY_TASK_ID", "1")])
-        .assert_refused(&["but the tasks of a Slurm array may not do so"]);
+        .assert_refused(&["but the tasks of a Slurm array may start at different times"]);
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn dry_run_without_dst_is_refused() {
     let words = ["--dry-run", "--source", "per-rank", "--part", "0", "--parts", "2"];
     let outcome: Outcome = command(&[&"consolidate", &nodes.source(0)]).args(words).output().unwrap().into();
     outcome.assert_refused(&[
-        "processes connect through a folder beside DST, but DST is missing",
+        "processes connect through a folder beside DST, but no DST is given",
         "hint: name DST, also with --dry-run",
     ]);
 }
@@ -76,7 +76,7 @@ fn different_bucket_sizes_are_refused() {
     }));
     for outcome in outcomes {
         outcome.assert_refused(&[
-            "process 1 of 2: --bucket-size: 2000000; at process 0: 1000000",
+            "--bucket-size differs between processes: process 1 of 2: 2000000; process 0: 1000000",
             "hint: start all processes with",
         ]);
     }

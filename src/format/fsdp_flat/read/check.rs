@@ -12,7 +12,7 @@ use crate::catalog::modules::module_of;
 use crate::error::Result;
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
-use crate::name_list::{FEW, short_list};
+use crate::name_list::{FEW, quoted_list, short_list};
 
 /// Compares a state dict with flat parameters, as found in rank files, with a flat layout. Messages use `source` as the
 /// origin of the layout.
@@ -61,7 +61,7 @@ fn check_rank(
 ) -> Result<()> {
     let bad = |at: &str, expected: String, found: String| Err(misfit.error(at, expected, found));
     if rank.rank >= layout.world_size {
-        let expected = format!("a rank below {}, the world_size", layout.world_size);
+        let expected = format!("a rank below the world_size {}", layout.world_size);
         return bad("the name of the file", expected, format!("rank {}", rank.rank));
     }
     let known: HashSet<&str> = layout.units.iter().map(|unit| &*unit.module).collect();
@@ -74,14 +74,14 @@ fn check_rank(
     let other_units =
         |found: String| bad("the state dict", String::from("exactly the flat parameters of the layout"), found);
     if !extra.is_empty() {
-        return other_units(format!("also {}", short_list(&extra, FEW))).map_err(|error| error.naming(&extra));
+        return other_units(format!("also {}", quoted_list(&extra, FEW))).map_err(|error| error.naming(&extra));
     }
     let missing: Vec<String> = (flat_params.iter())
         .filter(|(unit, flat)| flat.total() > 0 && !rank.flat_parts.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return other_units(format!("no `{}`", short_list(&missing, FEW))).map_err(|error| error.naming(&missing));
+        return other_units(format!("no {}", quoted_list(&missing, FEW))).map_err(|error| error.naming(&missing));
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flat_params {

@@ -205,11 +205,11 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
         None => Ok(()),
         Some(own) => {
             let at = format!("series `{}`", own.name);
-            let found = own.files.len().to_string();
+            let found = format!("the files of {} ranks", own.files.len());
             Err(Error::malformed(
                 folder,
                 at,
-                format!("the files of {expected} ranks, the world_size of {source}"),
+                format!("the files of {expected} ranks (the world_size in {source})"),
                 found,
             ))
         }

@@ -169,7 +169,7 @@ impl NumberedParameters {
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
             return Err(unknown_layout_error(format!(
-                "{}: expected parameter groups with {own:?} parameters, found groups with {counts:?}",
+                "{}: expected parameter groups of the sizes {own:?}, found the sizes {counts:?}",
                 describe_path(at)
             )));
         }
@@ -294,7 +294,7 @@ impl RankUnflattener<'_> {
                     [len] if *len == unit_shard.flat.shard_len() => unit_shard.parameters(view.dtype, Some(view)),
                     _ => {
                         let expected =
-                            format!("state of {} elements, the length of its shard", unit_shard.flat.shard_len());
+                            format!("state of {} elements (the length of its shard)", unit_shard.flat.shard_len());
                         return Err(self.wrong_size_error(&unit_shard.unit.key(), state, id, expected, view));
                     }
                 },
@@ -342,7 +342,7 @@ impl RankUnflattener<'_> {
                     }
                     ([0], None) => unit_shard.sharded(known, view.dtype, Vec::new()),
                     _ => {
-                        let expected = format!("state of {numel} elements, the rank's part of the parameter");
+                        let expected = format!("state of {numel} elements (the rank's part of the parameter)");
                         return Err(self.wrong_size_error(&known.fqn, state, id, expected, view));
                     }
                 },

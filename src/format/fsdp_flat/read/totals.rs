@@ -49,10 +49,10 @@ pub fn check(misfit: LayoutMismatch<'_>, unit: &FlatUnit, align: Option<u64>, gr
     let cause = explain_by_padding(&total, align, found)
         .or_else(|| explain_by_ties(unit, expected, found))
         .unwrap_or_else(|| {
-            String::from("; the cause may be other units, other parameters, or another choice of trained parameters")
+            String::from("; the job may have other units, other parameters, or another choice of trained parameters")
         });
     let expected = format!("a flat parameter of {expected} elements for {}", describe_count(unit.params.len()));
-    Err(misfit.error(&unit.describe(), expected, format!("{found}{cause}")))
+    Err(misfit.error(&unit.describe(), expected, format!("{found} elements{cause}")))
 }
 
 fn describe_count(params: usize) -> String {
@@ -63,14 +63,12 @@ fn describe_count(params: usize) -> String {
 /// the file.
 fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<u64>, found: u64) -> Option<String> {
     if align.is_some() && total(None) == Some(found) {
-        return Some(String::from(", the length without padding, which is usual when use_orig_params is false"));
+        return Some(String::from(", as without padding (usual when use_orig_params is false)"));
     }
     let other = [1, 2, 4, 8, 16].into_iter().find(|other| total(Some(*other)) == Some(found))?;
     Some(match align {
-        Some(_) => format!(", the length with padding to align_numel {other}, which mixed precision may cause"),
-        None => {
-            format!(", the length with padding to align_numel {other}, which is usual when use_orig_params is true")
-        }
+        Some(_) => format!(", as with align_numel {other} (which mixed precision may cause)"),
+        None => format!(", as with align_numel {other} (usual when use_orig_params is true)"),
     })
 }
 
@@ -81,7 +79,7 @@ fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String>
     if let Some(extra) = expected.checked_sub(found) {
         for (index, second) in params.iter().enumerate().filter(|(_, param)| param.numel() == extra) {
             if let Some(first) = params[..index].iter().find(|first| first.shape == second.shape) {
-                return Some(format!(", the length if {} and {} were tied", first.fqn, second.fqn));
+                return Some(format!(", as if `{}` and `{}` were tied", first.fqn, second.fqn));
             }
         }
         return None;
@@ -90,7 +88,7 @@ fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String>
     let own = |name| params.iter().find(|param| param.fqn == name);
     let shared =
         unit.shared.iter().find(|shared| own(shared.with.clone()).is_some_and(|with| with.numel() == missing))?;
-    Some(format!(", the length if {} and {} were not tied", shared.with, shared.fqn))
+    Some(format!(", as if `{}` and `{}` were not tied", shared.with, shared.fqn))
 }
 
 #[cfg(test)]
@@ -117,14 +115,14 @@ mod tests {
             (
                 None,
                 40,
-                "expected a flat parameter of 35 elements for its 3 parameters, found 40, the length with padding",
+                "expected a flat parameter of 35 elements for its 3 parameters, found 40 elements, as with align_numel",
             ),
-            (None, 40, "to align_numel 4, which is usual when use_orig_params is true"),
-            (Some(4), 35, "found 35, the length without padding, which is usual when use_orig_params is false"),
-            (Some(4), 48, "align_numel 16, which mixed precision may cause"),
-            (None, 20, "found 20, the length if emb and head were tied"),
-            (None, 34, "found 34; the cause may be other units"),
-            (None, 50, "found 50, the length if emb and tail were not tied"),
+            (None, 40, "as with align_numel 4 (usual when use_orig_params is true)"),
+            (Some(4), 35, "found 35 elements, as without padding (usual when use_orig_params is false)"),
+            (Some(4), 48, "align_numel 16 (which mixed precision may cause)"),
+            (None, 20, "found 20 elements, as if `emb` and `head` were tied"),
+            (None, 34, "found 34 elements; the job may have other units"),
+            (None, 50, "found 50 elements, as if `emb` and `tail` were not tied"),
         ];
         for (align, found, expected) in cases {
             let message = mismatch_message(&unit, align, found).unwrap();

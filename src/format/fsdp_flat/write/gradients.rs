@@ -31,7 +31,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
                     let (own, shape) = (own.as_slice(), param.shape.as_slice());
                     return Err(unsupported_error(
                         path,
-                        &format!("{name} has the shape {own:?}, but its parameter has {shape:?}"),
+                        &format!("`{name}` has the shape {own:?}, but its parameter has {shape:?}"),
                     ));
                 }
                 // A tied parameter has one gradient. The source may store it under any name of the parameter.

@@ -55,7 +55,7 @@ impl<'v> SourceOptimizer<'v> {
         let by_number = OptimizerNumbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
-            key => names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &key_text(key))),
+            key => names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key)))),
         };
         let mut groups = Vec::with_capacity(listed.len());
         let mut group_of = HashMap::new();
@@ -69,7 +69,7 @@ impl<'v> SourceOptimizer<'v> {
                 if group_of.insert(*at, index).is_some() {
                     return Err(unreadable_error(
                         path,
-                        &format!("{} listed twice in its parameter groups", plan.param(*at).fqn),
+                        &format!("`{}` listed twice in its parameter groups", plan.param(*at).fqn),
                     ));
                 }
             }
@@ -80,13 +80,13 @@ impl<'v> SourceOptimizer<'v> {
             let at = parameter(key)?;
             let fqn = &plan.param(at).fqn;
             let Value::Dict(state) = value else {
-                return Err(unreadable_error(path, &format!("state of {fqn} that is not a dict")));
+                return Err(unreadable_error(path, &format!("state of `{fqn}` that is not a dict")));
             };
             if !group_of.contains_key(&at) {
-                return Err(unreadable_error(path, &format!("state of {fqn} that is in no parameter group")));
+                return Err(unreadable_error(path, &format!("state of `{fqn}`, which is in no parameter group")));
             }
             if states.insert(at, state).is_some() {
-                return Err(unreadable_error(path, &format!("state of {fqn} under two of its names")));
+                return Err(unreadable_error(path, &format!("state of `{fqn}` under two of its names")));
             }
         }
         Ok(Self { path, groups, group_of, states })
@@ -125,7 +125,7 @@ impl<'v> SourceOptimizer<'v> {
                     return Err(Error::unsupported(
                         format!(
                             "the optimizer of the flat layout: expected every entry to be {kind} that is listed once, \
-                             found {fqn}"
+                             found `{fqn}`"
                         ),
                         "list names of parameters if use_orig_params is true, otherwise keys of flat parameters",
                     ));
@@ -162,7 +162,7 @@ impl<'v> SourceOptimizer<'v> {
                 };
                 return Err(self.unsupported_error(
                     format!(
-                        "{}: {} is {}, {} {}, but a flat parameter belongs to one parameter group",
+                        "{}: `{}` is {}, `{}` {}, but a flat parameter belongs to one parameter group",
                         known.describe(),
                         plan.param(*first).fqn,
                         place(first),
@@ -187,14 +187,14 @@ impl<'v> SourceOptimizer<'v> {
             return options.ok_or_else(|| {
                 self.unsupported_error(
                     format!("the flat layout has an empty parameter group {index}"),
-                    "leave that group out",
+                    "remove this group from `optimizer` of the flat layout",
                 )
             });
         };
         let group = |at: &ParameterIndex| {
             self.group_of.get(at).copied().ok_or_else(|| {
                 self.unsupported_error(
-                    format!("{} is in no parameter group", plan.param(*at).fqn),
+                    format!("`{}` is in no parameter group", plan.param(*at).fqn),
                     "list everything that the optimizer of SRC updates, or remove `optimizer` from the layout",
                 )
             })
@@ -205,7 +205,7 @@ impl<'v> SourceOptimizer<'v> {
             if other != own && !same_options(self.groups[own].0, self.groups[other].0) {
                 return Err(self.unsupported_error(
                     format!(
-                        "{} and {} are in one parameter group of the flat layout, but have different options in SRC",
+                        "`{}` and `{}` are in one parameter group of the flat layout, but have different options in SRC",
                         plan.param(*first).fqn,
                         plan.param(*at).fqn
                     ),
@@ -339,5 +339,5 @@ pub fn unknown_parameter_error(path: &Path, name: &str) -> Error {
 }
 
 fn unreadable_error(path: &Path, what: &str) -> Error {
-    Error::unsupported(format!("{}an optimizer with {what}", message_prefix(path)), "leave it out (options::exclude)")
+    Error::unsupported(format!("{}cannot flatten an optimizer with {what}", message_prefix(path)), "leave the optimizer out with options::exclude")
 }

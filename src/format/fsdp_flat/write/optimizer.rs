@@ -104,7 +104,7 @@ impl SourceOptimizer<'_> {
         let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
             self.unsupported_error(
-                format!("{own} and {other} are in one flat parameter, but {what}"),
+                format!("`{own}` and `{other}` are in one flat parameter, but {what}"),
                 "use options::use_orig_params, or leave the optimizer out",
             )
         };
@@ -112,7 +112,7 @@ impl SourceOptimizer<'_> {
             return Err(differ(plan, *other, "only one of them has state"));
         }
         if let Some((other, _)) = stored.iter().find(|(_, other)| !same_keys(state, other)) {
-            return Err(differ(plan, *other, "have different state entries"));
+            return Err(differ(plan, *other, "they have different state entries"));
         }
         let mut entries = Vec::with_capacity(state.entries.len());
         for (key, value) in &state.entries {
@@ -131,7 +131,7 @@ impl SourceOptimizer<'_> {
                     (StateKind::ParamShaped(kept), StateKind::ParamShaped(id)) if same_dtype(plan, kept, id) => {
                         tensors.push(id);
                     }
-                    _ => return Err(differ(plan, *at, &format!("differ in `{name}`"))),
+                    _ => return Err(differ(plan, *at, &format!("they differ in `{name}`"))),
                 }
             }
             let value = match kind {
@@ -167,7 +167,7 @@ impl SourceOptimizer<'_> {
         let param = plan.param(at);
         Err(self.unsupported_error(
             format!(
-                "`{}` of {} is {shape}, but the parameter has shape {:?}",
+                "`{}` of `{}` is {shape}, but the parameter has shape {:?}",
                 key_text(key),
                 param.fqn,
                 param.shape.as_slice()

@@ -128,7 +128,7 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
         String::from("SRC has flat parameters; give the flat layout of the job that saved them")
     } else if let Some(found) = model.keys().filter(|name| name.ends_with(&wrapped)).min_by_key(|name| name.len()) {
         let before = found[..=found.len() - wrapped.len()].replace('.', r"\.");
-        format!(r"SRC has {found}; remove the prefix with options::rename '\b{before}='")
+        format!(r"SRC has `{found}`: remove the prefix with options::rename '\b{before}='")
     } else {
         String::from("give the flat layout of this model, with the names in its state dict")
     };
@@ -147,7 +147,7 @@ fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Res
     if let Some((param, other)) = entries.iter().enumerate().find(|(_, entry)| entry.dtype != first.dtype) {
         return Err(Error::unsupported(
             format!(
-                "{}: {} is {}, {} is {}, but a flat parameter has one dtype",
+                "{}: `{}` is {}, `{}` is {}, but a flat parameter has one dtype",
                 known.describe(),
                 known.params[0].fqn,
                 first.dtype,
@@ -160,8 +160,13 @@ fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Res
     let padded = layout.use_orig_params && Padding::Parameter.element(first.dtype).is_none();
     if !first.dtype.is_float() || padded {
         return Err(Error::unsupported(
-            format!("{}: {} is {}", known.describe(), known.params[0].fqn, first.dtype),
-            "FSDP1 flattens f64, f32, f16 and bf16 parameters; cast floating-point tensors with options::dtype",
+            format!(
+                "{}: `{}` is {}, but FSDP1 flattens only f64, f32, f16 and bf16 parameters",
+                known.describe(),
+                known.params[0].fqn,
+                first.dtype
+            ),
+            "cast the parameters with options::dtype; if this tensor is a buffer, remove it from the flat layout",
         ));
     }
     Ok(first.dtype)

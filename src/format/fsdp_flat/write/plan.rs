@@ -119,7 +119,7 @@ impl<'a> FlatPlan<'a> {
             if let Some(FlatParam { fqn, .. }) = unit.params.iter().find(|param| param.shape.is_empty()) {
                 return Err(Error::unsupported(
                     format!("{}: the parameter `{fqn}` is a scalar", unit.describe()),
-                    "remove it from the flat layout: FSDP1 does not flatten scalar parameters, and buffers are not \
+                    "remove this parameter from the flat layout: FSDP1 does not flatten scalar parameters, and buffers are not \
                      part of a layout",
                 ));
             }

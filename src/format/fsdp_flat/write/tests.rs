@@ -258,26 +258,26 @@ fn source_that_cannot_be_flattened_is_an_error() {
         (&|_, l| l.units[1].params[1].shape[0] = 6, "blk.b: expected the shape [6] of the flat layout, found [5]"),
         (
             &|s, _| s.catalog.tensors[3].dtype = Dtype::Bf16,
-            "unit blk: blk.w is bf16, blk.b is f32, but a flat parameter has one dtype",
+            "unit blk: `blk.w` is bf16, `blk.b` is f32, but a flat parameter has one dtype",
         ),
         (
             &|s, _| s.groups = vec![vec!["emb".into(), "norm".into(), "blk.w".into()], vec!["blk.b".into()]],
-            "optim: unit blk: blk.w is in group 0, blk.b in group 1, but a flat parameter belongs to one parameter \
+            "optim: unit blk: `blk.w` is in group 0, `blk.b` in group 1, but a flat parameter belongs to one parameter \
              group",
         ),
         (
             &|s, _| drop(s.states.remove(2)),
-            "optim: blk.w and blk.b are in one flat parameter, but only one of them has state",
+            "optim: `blk.w` and `blk.b` are in one flat parameter, but only one of them has state",
         ),
         (
             &|s, _| s.states[1].1 = dict([("step", Value::Int(1)), ("exp_avg", Value::Int(2))]),
-            "optim: blk.w and blk.b are in one flat parameter, but differ in `step`",
+            "optim: `blk.w` and `blk.b` are in one flat parameter, but they differ in `step`",
         ),
         (
             &|s, _| s.states[0].0 = "emb2".into(),
-            "optim: the optimizer has state of emb2, which is not a parameter of the flat layout",
+            "optim: the optimizer has state of `emb2`, which is not a parameter of the flat layout",
         ),
-        (&|s, _| s.groups[0].truncate(3), "optim: an optimizer with state of norm that is in no parameter group"),
+        (&|s, _| s.groups[0].truncate(3), "optim: cannot flatten an optimizer with state of `norm`, which is in no parameter group"),
     ];
     for (change, expected) in flat {
         assert_eq!(error_text(change, false), expected);
@@ -288,21 +288,21 @@ fn source_that_cannot_be_flattened_is_an_error() {
                 let row = s.tensor("row", Dtype::F32, &[3]);
                 s.states[1].1 = dict([("exp_avg_sq_row", row)]);
             },
-            "optim: `exp_avg_sq_row` of blk.w is a tensor of shape [3], but the parameter has shape [3, 5]",
+            "optim: `exp_avg_sq_row` of `blk.w` is a tensor of shape [3], but the parameter has shape [3, 5]",
         ),
         (
             &|_, l| l.units[1].align_numel = Some(1 << 40),
             "unit blk: expected an align_numel of at most 16, found 1099511627776",
         ),
         (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: the parameter `blk.b` is a scalar"),
-        (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: emb is i32"),
+        (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: `emb` is i32, but FSDP1 flattens only f64, f32, f16 and bf16 parameters"),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
             "optim: `blk.b` is not in the optimizer of the flat layout",
         ),
         (
             &|s, _| s.groups.push(vec!["head".into()]),
-            "optim: an optimizer with emb listed twice in its parameter groups",
+            "optim: cannot flatten an optimizer with `emb` listed twice in its parameter groups",
         ),
     ];
     for (change, expected) in views {
