@@ -469,7 +469,7 @@ pub(super) enum LeaseLost {
 pub(super) struct WorkLease {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    /// The work folder, which contains the output and the journals.
+    /// The folder `work-ID` of the partial folder, which contains the output and the journals.
     pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,

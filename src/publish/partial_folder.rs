@@ -15,7 +15,7 @@ use crate::exec::plan_description::PlanDescription;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
-/// The name of the folder with the output, inside the work folder.
+/// The name of the folder with the output, inside `work-ID`.
 pub(super) const DATA: &str = "data";
 const PLAN: &str = "plan.json";
 const ABOUT: &str = "about.json";
@@ -49,7 +49,7 @@ impl PlanFile {
         }
     }
 
-    /// Returns the name of the work folder, which contains the output and the journals. The name contains the id of the
+    /// Returns the name `work-ID` of the folder that contains the output and the journals. The name contains the id of the
     /// plan. Therefore a process that was suspended while the partial folder was deleted and created again cannot write
     /// into the new folder.
     pub fn work(&self) -> String {
@@ -205,8 +205,8 @@ impl FoundPartial {
     }
 }
 
-/// Returns the path of the output inside the work folder. Publishing renames this output, not the work folder, to the
-/// destination. Returns `None` if the work folder contains no output.
+/// Returns the path of the output inside `work-ID`. Publishing renames this output, not `work-ID`, to the
+/// destination. Returns `None` if `work-ID` contains no output.
 pub(super) fn output(work: &AnchoredPath, shape: DestinationKind) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
     let found = match shape {

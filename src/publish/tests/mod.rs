@@ -60,7 +60,7 @@ impl TestEnv {
         self.root.path().join(".out.dtshard-partial")
     }
 
-    /// Returns the only work folder in the partial folder.
+    /// Returns the only folder `work-ID` in the partial folder.
     fn work(&self) -> PathBuf {
         let names = fs::read_dir(self.partial()).into_iter().flatten().map(|entry| entry.unwrap().file_name());
         let work = names.map(|name| name.into_string().unwrap()).find(|name| name.starts_with("work-"));
