@@ -7,8 +7,13 @@ use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
 use super::{Dict, Fqn, Key, Path, TensorId, Value};
 
-/// The keys under which trainers store the model.
-const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
+/// The keys under which trainers store the model. The first keys, [`IS_MODULE_NAME`] in number, are also names of modules.
+const MODEL: [&str; 6] = ["model", "module", "network", "state_dict", "model_state_dict", "model_state"];
+const IS_MODULE_NAME: usize = 3;
+
+/// The keys of a dict that has the model beside the state of the optimizer: `app` of applications that save one
+/// `Stateful`, `state` of Composer.
+const OUTER: [&str; 2] = ["app", "state"];
 
 /// Keys at the top level of a state dict that do not belong to the model, even if the tensors of the model are at the
 /// top level, too. This list has no keys of optimizers, although they do not belong to the model either.
@@ -79,7 +84,7 @@ pub fn model_root(state: &Value) -> Path {
 fn descend(state: &Value) -> (Path, &Value) {
     let mut root = Path::default();
     let mut at = state;
-    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
+    if let Some((key, inner)) = child(at, &OUTER).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
         root.0.push(key);
         at = inner;
     }
@@ -89,7 +94,7 @@ fn descend(state: &Value) -> (Path, &Value) {
     while let Some((key, inner)) = child(at, keys).filter(|_| !has_head(at)) {
         root.0.push(key);
         at = inner;
-        keys = if is_alone(at) { &MODEL } else { &MODEL[2..] };
+        keys = if is_alone(at) { &MODEL } else { &MODEL[IS_MODULE_NAME..] };
     }
     (root, at)
 }

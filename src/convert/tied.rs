@@ -118,8 +118,8 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
                     "options::tied write: several tensors are named like an embedding: {}",
                     short_list(&names, FEW)
                 ),
-                "first select one model with options::include or options::root, then convert the result with \
-                 options::tied write",
+                "write each model to a checkpoint of its own with options::include or options::root, and then run dtshard \
+                 on that checkpoint with options::tied write",
             )
             .naming(&names));
         }

@@ -52,8 +52,10 @@ pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
 }
 
 /// Returns the byte ranges that the process with the number `part.index` writes if processes exchange source data.
-/// These are the files of the process's own ranks, if each process has the same number of ranks and no process has to
-/// write much more than the others. Files without a rank belong to the first part.
+///
+/// If the ranks of DST divide evenly among the processes, each process writes the files of consecutive ranks, and process
+/// 0 also writes the files without a rank. If the ranks do not divide evenly, or one process would then write much more
+/// than the others, the bytes of all files are divided evenly.
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.

@@ -124,6 +124,7 @@ pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -
     }
     let tensors = if numbered == 1 { "tensor" } else { "tensors" };
     vec![format!(
-        "kept all {numbered} {tensors} of optimizer state, because their numbers do not show which parameters are excluded"
+        "kept all {numbered} {tensors} of optimizer state: their keys are numbers, which do not show the parameters that are \
+         left out"
     )]
 }

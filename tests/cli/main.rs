@@ -20,5 +20,6 @@ mod outputs;
 mod plans;
 mod redistribute;
 mod sharded_tensors;
+mod trainers;
 
 use common::{corrupt, outcome, rank_file, snapshot};

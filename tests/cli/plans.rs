@@ -307,7 +307,7 @@ fn blocks_under_fsdp_stay_whole_with_a_note() {
     write_model(&truth, &model);
     let target = folder.path().join("out");
     let run = succeed("reshard", &[&model, &target], "--to torch-ranks --mesh dp=2,tp=2 --plan gpt2");
-    assert!(run.stderr.contains(&format!("1 tensor ({MISPLACED}) is replicated on dp")), "{}", run.stderr);
+    assert!(run.stderr.contains(&format!("1 tensor (`{MISPLACED}`) is replicated on dp")), "{}", run.stderr);
     succeed("verify", &[&target, &model], "");
     let shown = crate::common::inspect(&target, "--brief");
     assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");

@@ -170,7 +170,7 @@ fn sharded_tensors_that_fsdp1_cannot_read_are_refused() {
     assert_refused("--mesh a=4 --mesh-ranks 0,2,1,3", &["on ranks 0,2,1,3 in this order"]);
     assert_refused(
         "--mesh a=2,b=2 --placements **.w1=R,S(0) --placements S(0),R",
-        &["the ShardedTensors embed.weight and blocks.0.w1.weight are sharded over different mesh dims"],
+        &["the ShardedTensors `embed.weight` and `blocks.0.w1.weight` are sharded over different mesh dims"],
     );
     assert_refused("--mesh a=2 --to dcp --tensor-class sharded-tensor", &["--tensor-class needs rank files"]);
     let out = folder.path().join("out");

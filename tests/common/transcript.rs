@@ -103,6 +103,8 @@ fn quoted(word: &str, folders: &[PathBuf]) -> String {
 static VARYING: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     let patterns = [
         (r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?", " in [TIME]"),
+        // A loaded machine takes long enough for a rate.
+        (r"(of [\d.]+ [kM]?B), [\d.]+ [kMG]?B/s, \d+ s left\)", "$1)"),
         (r"\([\w.-]+, pid \d+", "([HOST], pid [PID]"),
         (
             r"reading with \w+, \d+ threads?, write blocks of [\d.]+ [kM]B",

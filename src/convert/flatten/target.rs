@@ -299,7 +299,7 @@ fn knows_modules(state: &Value) -> bool {
 fn not_kept(checkpoint: &Checkpoint) -> String {
     let Checkpoint { format, root, .. } = checkpoint;
     match format.tensors() {
-        TensorStorage::Flat => format!("{} has flat parameters of other units", root.display()),
+        TensorStorage::Flat => format!("the units in {} are not the units to write", root.display()),
         _ => format!("{} has format {format}, which does not keep the order of parameters", root.display()),
     }
 }

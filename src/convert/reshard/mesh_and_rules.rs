@@ -96,7 +96,11 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     };
     let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
     Err(Error::usage(
-        format!("options::mesh {mesh}: the mesh of options::like {} is {}", like.root.display(), theirs.join(" and ")),
+        format!(
+            "options::mesh {mesh}: expected the dim names of options::like {}, whose mesh is {}",
+            like.root.display(),
+            theirs.join(" and ")
+        ),
         format!("{with_dims}omit options::like and give options::placements"),
     ))
 }

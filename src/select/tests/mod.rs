@@ -265,7 +265,9 @@ fn numbered_state_is_kept_with_a_note() {
     assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
     assert_eq!(
         selected.notes,
-        ["kept all 2 tensors of optimizer state, because their numbers do not show which parameters are excluded"]
+        [
+            "kept all 2 tensors of optimizer state: their keys are numbers, which do not show the parameters that are left out"
+        ]
     );
 }
 

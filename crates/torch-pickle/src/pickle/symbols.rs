@@ -92,6 +92,7 @@ const INERT: &[Row] = &[
     (&["fractions"], &["Fraction"], Use::Class),
 
     (&["torch"], &["Size", "device"], Use::Class),
+    (&["torch.torch_version"], &["TorchVersion"], Use::Class),
     (&["torch"], TORCH_DTYPES, Use::Type),
     (&["torch"], &[
         "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
