@@ -120,12 +120,10 @@ fn different_source_of_one_process_is_refused() {
         { command }.spawn().unwrap()
     }));
     for outcome in &outcomes {
-        outcome.assert_refused(&[
-            "process 1 of 3 (",
-            "): plan: it differs from the plan of process 0",
-            "hint: start all processes",
-        ]);
+        outcome.assert_refused(&["process 1 of 3 (", "): plan: it differs from the plan of process 0"]);
     }
+    // A process may learn of the failure of another process, which has no hint, before it compares the plans itself.
+    assert!(outcomes.iter().any(|outcome| outcome.err.contains("hint: start all processes")), "{outcomes:?}");
     job.assert_can_start_again();
 }
 

@@ -85,7 +85,7 @@ fn file_that_no_rank_sees_is_refused_with_a_hint() {
         let error = mirror.open(&all()).map(drop).unwrap_err();
         Ok(error.hint().map(str::to_owned))
     });
-    assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("start a process on the node that has it"));
+    assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("start a process on the node that has the file"));
     let text = spread.error_text(&all());
     assert!(text.starts_with("SRC: ") && text.contains("missing: "), "{text}");
 
@@ -154,7 +154,7 @@ fn source_that_no_rank_sees_is_refused() {
         let _ = fs::remove_dir_all(own);
     }
     let expected =
-        "SRC: files: expected files that at least one process sees, missing: all of them, at processes 0, 1, 2, 3";
+        "SRC: files: expected files that at least one process sees, missing: every file, at processes 0, 1, 2, 3";
     assert_eq!(spread.error_text(&all()), expected);
     fs::create_dir(&spread.own[1]).unwrap();
     assert_eq!(spread.error_text(&all()), expected);

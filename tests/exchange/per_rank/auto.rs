@@ -70,7 +70,7 @@ fn copy_of_files_that_some_processes_see_is_announced() {
         copying.starts_with("[0/2] note: copying to ") && copying.contains(" files that only some processes see"),
         "{stderr}"
     );
-    assert!(copying.ends_with(".out.dtshard-work/copy"), "{stderr}");
+    assert!(copying.contains(".out.dtshard-work/copy: 46.32 kB of 46.32 kB, in 4 files"), "{stderr}");
     // There are two nodes and two copies of each file, so both processes see all files.
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::Two);
     let outcomes = nodes.run_together("consolidate out --backend cpu");

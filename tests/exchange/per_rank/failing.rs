@@ -114,7 +114,7 @@ fn resume_copies_remaining_files_only() {
     let copied = |outcome: &Outcome| {
         let line = outcome.err.lines().find(|line| line.contains("] note: copying ")).unwrap_or_default().to_owned();
         let (left, all) =
-            line.split_once("copying ").unwrap().1.split_once(" in ").unwrap().0.split_once(" of ").unwrap();
+            line.split_once("/copy: ").unwrap().1.split_once(", in ").unwrap().0.split_once(" of ").unwrap();
         (left.to_owned(), all.to_owned())
     };
     let processes = (0..3).map(|rank| {

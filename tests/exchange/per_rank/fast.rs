@@ -127,7 +127,7 @@ fn fast_reduce_with_contradicting_options_is_refused() {
     let env = GpuEnv::new();
     for outcome in env.run_together("consolidate out --fast-reduce --backend cpu") {
         outcome.assert_refused(&[
-            "--fast-reduce cannot be used with --backend cpu or mpi",
+            "--fast-reduce reduces with NCCL, so it cannot be used with --backend cpu or mpi",
             "hint: omit --fast-reduce, or use --backend nccl",
         ]);
     }

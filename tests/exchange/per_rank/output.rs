@@ -85,7 +85,7 @@ fn differing_replicas_are_refused_with_their_processes() {
                 "rank_0.pt is seen by process ",
                 "rank_1.pt is seen by process ",
                 " of 2 (",
-                "copy both files into one folder, and `dtshard verify` lists all such tensors; --on-conflict",
+                "copy both files into one folder, and `dtshard verify` lists all such tensors",
             ]);
         }
         // The user can follow the hint immediately, because no files remain.
