@@ -128,7 +128,11 @@ impl FlatLayout {
         let (world_size, group) = (self.world_size, self.shard_group_size);
         if world_size == 0 || group == 0 || !world_size.is_multiple_of(group) {
             let expected = "a divisor of world_size";
-            return Err(Wrong::new("shard_group_size", expected, format!("shard_group_size {group} and world_size {world_size}")));
+            return Err(Wrong::new(
+                "shard_group_size",
+                expected,
+                format!("shard_group_size {group} and world_size {world_size}"),
+            ));
         }
         let mut names: HashSet<&Fqn> = HashSet::new();
         let mut modules: HashSet<&str> = HashSet::new();
@@ -287,7 +291,10 @@ mod tests {
             format!("{at}: {expected}, {found}")
         };
         let cases: [(Change<'_>, &str); 8] = [
-            (&|l| l.shard_group_size = 3, "shard_group_size: a divisor of world_size, shard_group_size 3 and world_size 4"),
+            (
+                &|l| l.shard_group_size = 3,
+                "shard_group_size: a divisor of world_size, shard_group_size 3 and world_size 4",
+            ),
             (&|l| l.units[1].module = "".into(), "the root unit: each module once, `` again"),
             (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names below its module, `blkw`"),
             (&|l| l.units[0].params[1].fqn = "emb.weight".into(), "the root unit: each name once, `emb.weight` again"),
@@ -303,7 +310,10 @@ mod tests {
                 &|l| l.units[0].shared[0].with = "x".into(),
                 "the root unit: the name of a parameter in shared_with, `x` for `head.weight`",
             ),
-            (&|l| l.units[1].dtype = None, "unit blk: a dtype or an align_numel, because use_orig_params is true, neither"),
+            (
+                &|l| l.units[1].dtype = None,
+                "unit blk: a dtype or an align_numel, because use_orig_params is true, neither",
+            ),
         ];
         for (change, expected) in cases {
             assert_eq!(broken(change), expected);

@@ -34,8 +34,8 @@ pub use tiling::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 
 use crate::error::{CatalogError, Error};
-use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
+use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, FileRange};

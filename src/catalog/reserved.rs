@@ -15,8 +15,8 @@ use smallvec::SmallVec;
 
 use super::{Catalog, Dtype, FileLocation, TensorEntry, TensorId};
 use crate::layout::Rank;
-use crate::layout::partial::Share;
 use crate::layout::distinct_tiles::SharedTensor;
+use crate::layout::partial::Share;
 
 /// The result of laying out a checkpoint: everything that the executor needs to write the files.
 #[derive(Debug, Default)]

@@ -21,6 +21,7 @@ pub mod digest;
 pub mod division;
 mod extents;
 pub mod fingerprint;
+mod finished_ranges;
 mod floats;
 pub mod gather;
 pub mod global_totals;
@@ -36,15 +37,14 @@ pub(crate) mod stopped;
 #[cfg(test)]
 pub(crate) mod tests;
 pub(crate) mod window;
-mod finished_ranges;
 
 pub use block_joiner::BLOCK_JOINER_BYTES;
 pub use extents::Extents;
+pub use finished_ranges::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 pub use gather::{Locations, PreparedTile, Scratch};
 pub use output::Outputs;
 pub use stop::Stop;
 pub use window::source_tensors;
-pub use finished_ranges::{CastLosses, ChecksumPart, FinishedRange, WorkLog, add_cast_losses};
 
 use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;

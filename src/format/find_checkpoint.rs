@@ -196,7 +196,11 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
         (several, Some(pointer)) => {
             let name = pointer.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             Err(Error::usage(
-                format!("{}: the file `{name}` names the folder `{}`, which does not exist", folder.display(), pointer.text),
+                format!(
+                    "{}: the file `{name}` names the folder `{}`, which does not exist",
+                    folder.display(),
+                    pointer.text
+                ),
                 format!("give an existing folder: {}", short_list(several, FEW)),
             )
             .naming(several))

@@ -69,9 +69,8 @@ impl ShardIndex {
             metadata: Option<Json>,
         }
         let text = read_document(path, MAX_INDEX_BYTES)?;
-        let document: IndexDocument = serde_json::from_slice(&text).map_err(|error| {
-            json_text::malformed_part(path, "index", &error, "a JSON object with weight_map")
-        })?;
+        let document: IndexDocument = serde_json::from_slice(&text)
+            .map_err(|error| json_text::malformed_part(path, "index", &error, "a JSON object with weight_map"))?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
         let mut weight_map = document.weight_map;
         for file in weight_map.values_mut() {

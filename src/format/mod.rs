@@ -11,6 +11,7 @@ pub mod declared_layout;
 mod detect;
 mod entry;
 pub(crate) mod error;
+mod find_checkpoint;
 mod foreign;
 pub mod fsdp_flat;
 pub mod index;
@@ -19,7 +20,6 @@ pub mod known_files;
 pub mod layout_file;
 mod listing;
 pub mod local;
-mod find_checkpoint;
 mod metadata_ranges;
 mod output_placing;
 pub mod parallelize;
@@ -40,9 +40,9 @@ use std::sync::Arc;
 
 pub use declared_layout::DeclaredLayout;
 pub use entry::{FormatEntry, TensorStorage};
+pub use find_checkpoint::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
 pub use listing::is_data_file;
-pub use find_checkpoint::{Want, companions, may_lead_on};
 pub use metadata_ranges::{MirrorOf, is_read, metadata_ranges, metadata_ranges_of_items, objects};
 pub use output_placing::Placing;
 pub use parts::{CheckpointPart, PartContent};
@@ -459,7 +459,9 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
     match names.find(|name| !seen.insert(name)) {
         None => Ok(()),
         Some(name) => Err(Error::unsupported(
-            format!("{name}: two entries of the state dict would have this name, or the format does not allow this name"),
+            format!(
+                "{name}: two entries of the state dict would have this name, or the format does not allow this name"
+            ),
             "rename one of them, or write a torch file with `dtshard unshard`, which keeps nested names",
         )),
     }

@@ -6,8 +6,8 @@
 
 use std::fmt;
 
-use super::rules::Rule;
 use super::distinct_tiles::SharedTensor;
+use super::rules::Rule;
 use super::{DeviceMesh, LayoutError, Split};
 
 /// The origin of the split rule of a tensor: a placement rule, the layout, SRC, or another checkpoint.

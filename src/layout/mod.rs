@@ -26,6 +26,7 @@ use smallvec::{SmallVec, smallvec};
 
 mod cover;
 pub mod cut;
+pub mod distinct_tiles;
 mod error;
 pub mod file;
 pub mod flat;
@@ -38,7 +39,6 @@ mod placement;
 mod region;
 pub mod rules;
 mod shard;
-pub mod distinct_tiles;
 mod split;
 pub mod strided;
 mod tile;

@@ -23,8 +23,8 @@
 
 use std::collections::BTreeMap;
 
-use super::shard::MAX_INTERVALS;
 use super::distinct_tiles::MeshPlacement;
+use super::shard::MAX_INTERVALS;
 use super::{
     AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };

@@ -188,7 +188,9 @@ impl FromStr for PlacementSpec {
         };
         let (name, inside) = match spec.split_once('(') {
             None => (spec, ""),
-            Some((name, rest)) => (name, rest.strip_suffix(')').ok_or_else(|| error("a closing parenthesis at the end", spec))?),
+            Some((name, rest)) => {
+                (name, rest.strip_suffix(')').ok_or_else(|| error("a closing parenthesis at the end", spec))?)
+            }
         };
         let arguments: Vec<&str> = match inside.trim() {
             "" => vec![],

@@ -5,8 +5,8 @@
 //! of the fallback does not fit the tensor, such as `S(1)` for a 1-d bias, the tensor is replicated on that mesh dim.
 //! PyTorch has no counterpart: its jobs choose placements in code.
 
-use super::parallelize::ParallelizePlan;
 use super::distinct_tiles::{HeldTile, MeshPlacement, SharedTensor, shards};
+use super::parallelize::ParallelizePlan;
 use super::strided::MeshChange;
 use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 

@@ -28,8 +28,8 @@
 //! Invariant: all decisions are made by hard links, creation with `O_EXCL`, and renames, because only these operations
 //! are atomic on a network file system.
 
-mod acquire;
 mod abandon;
+mod acquire;
 mod commit;
 pub mod completed_work;
 mod destination;

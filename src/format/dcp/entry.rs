@@ -71,7 +71,10 @@ impl Read for Reader {
         if file.name != ".metadata" && !file.name.ends_with(".distcp") {
             return Ok(None);
         }
-        Err(Error::unsupported(format!("{} is one file of a DCP directory", file.path.display()), "give the directory as SRC"))
+        Err(Error::unsupported(
+            format!("{} is one file of a DCP directory", file.path.display()),
+            "give the directory as SRC",
+        ))
     }
 
     fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, _: DetectedFiles) -> Result<(Format, LoadedFolder)> {

@@ -119,8 +119,9 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
             },
         };
         let inserted = state.insert(&path, value);
-        inserted
-            .map_err(|found| Error::malformed(folder, fqn.as_str(), "a path that fits the paths of other names", found))?;
+        inserted.map_err(|found| {
+            Error::malformed(folder, fqn.as_str(), "a path that fits the paths of other names", found)
+        })?;
     }
     catalog.state =
         state.finish().map_err(|found| Error::malformed(folder, "planner_data", "lists without large gaps", found))?;

@@ -47,7 +47,9 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
             what: "the number of files",
             between: String::from("the names of shards"),
             detail: format!("it is {first} in some names and {last} in others"),
-            hint: Some(String::from("move the files of one save into another folder, because the folder has files of two saves")),
+            hint: Some(String::from(
+                "move the files of one save into another folder, because the folder has files of two saves",
+            )),
         })
         .within(folder));
     }

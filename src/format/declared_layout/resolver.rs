@@ -23,9 +23,9 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
+use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
-use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::whole::{PartError, RankPart, assemble};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;

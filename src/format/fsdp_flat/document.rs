@@ -322,7 +322,10 @@ mod tests {
             (whole("{\"module\": \"\", \"params\": []}"), "a dtype or an align_numel"),
             (unit("{\"fqn\": \"a.w\"}"), "a.w: expected a shape or shared_with, found neither"),
             (unit("{\"fqn\": \"a.w\", \"shape\": [1], \"shared_with\": \"x\"}"), "found both"),
-            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "expected a whole number from 0 to 2^64 - 1, found the number 1.5"),
+            (
+                unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"),
+                "expected a whole number from 0 to 2^64 - 1, found the number 1.5",
+            ),
             (unit("{\"fqn\": \"a.w\", \"shape\": [18446744073709551615, 2]}"), "expected shapes that fit memory"),
             (unit("{\"fqn\": \"b\", \"shape\": [1]}"), "unit a: expected names below its module, found `b`"),
             (

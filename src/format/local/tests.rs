@@ -184,7 +184,10 @@ fn invalid_document_error_names_the_place() {
             "v: expected no other key beside tied_to",
         ),
         (in_mesh(r#"{"dims": [["dp", 5]]}"#), "mesh 0: expected at most one cell for each rank (world_size is 4)"),
-        (in_mesh(r#"{"dims": [["dp", 4294967296], ["tp", 4294967296]]}"#), "mesh 0: expected at most one cell for each"),
+        (
+            in_mesh(r#"{"dims": [["dp", 4294967296], ["tp", 4294967296]]}"#),
+            "mesh 0: expected at most one cell for each",
+        ),
         (in_mesh(r#"{"dims": [["dp", 0]]}"#), "mesh 0: expected every dim to be at least 1"),
         (in_mesh(r#"{"dims": [["dp", 2], ["dp", 2]]}"#), "mesh 0: expected distinct dim names"),
         (in_mesh(r#"{"dims": [["dp", 2], [null, 2]]}"#), "mesh 0: expected names for all dims or for none"),

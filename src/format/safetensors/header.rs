@@ -286,7 +286,10 @@ fn unknown_dtype(path: &Path, name: &str, tag: &str) -> Error {
     let upper = tag.to_uppercase();
     let known = Dtype::from_safetensors_tag(&upper).map(|_| format!("; safetensors writes it as `{upper}`"));
     Error::unsupported(
-        format!("{at}: the header has the dtype `{tag}`, which safetensors does not define{}", known.unwrap_or_default()),
+        format!(
+            "{at}: the header has the dtype `{tag}`, which safetensors does not define{}",
+            known.unwrap_or_default()
+        ),
         "save this file again with a safetensors library",
     )
 }

@@ -87,9 +87,8 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
     struct ShardingEntry {
         saved_offsets: Vec<u64>,
     }
-    let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text).map_err(|error| {
-        json_text::malformed_part(path, SHARDING_INFO, &error, "saved_offsets for each tensor")
-    })?;
+    let entries: BTreeMap<String, ShardingEntry> = serde_json::from_str(text)
+        .map_err(|error| json_text::malformed_part(path, SHARDING_INFO, &error, "saved_offsets for each tensor"))?;
     Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
 }
 

@@ -103,12 +103,19 @@ impl Reader<'_> {
     /// Returns the values of a small integer tensor, in row-major order.
     pub fn integers(&self, view: &View) -> Result<Vec<i64>, DecodeError> {
         let (Dtype::I32 | Dtype::I64) = view.dtype else {
-            return Err(DecodeError::malformed(format!("expected mesh ranks of dtype i32 or i64, found dtype {}", view.dtype)));
+            return Err(DecodeError::malformed(format!(
+                "expected mesh ranks of dtype i32 or i64, found dtype {}",
+                view.dtype
+            )));
         };
         let name = format!("data/{}", view.key);
         let storage = (self.archive.content(&self.source, &name, MAX_RANKS_BYTES))
             .map_err(|error| self.read_error(self.source.error(error)))?
-            .ok_or_else(|| DecodeError::malformed(format!("expected the zip record `{name}`, which stores the tensor, found no such record")))?;
+            .ok_or_else(|| {
+                DecodeError::malformed(format!(
+                    "expected the zip record `{name}`, which stores the tensor, found no such record"
+                ))
+            })?;
         let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
         let count = view.sizes.iter().product::<u64>();
         let mut values = Vec::new();
@@ -140,7 +147,9 @@ impl Reader<'_> {
                 view.storage_bytes, record.len
             ))),
             None if view.storage_bytes == 0 => Ok(()),
-            None => Err(DecodeError::malformed(format!("expected the zip record `{name}`, which stores the tensor, found no such record"))),
+            None => Err(DecodeError::malformed(format!(
+                "expected the zip record `{name}`, which stores the tensor, found no such record"
+            ))),
         }
     }
 }

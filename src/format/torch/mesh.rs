@@ -194,11 +194,15 @@ fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank
     let count: u64 = view.sizes.iter().product();
     // The ranks of a mesh are distinct, so a tensor with more ranks than its storage has elements is invalid.
     if count > MAX_RANKS || count > view.storage_bytes / view.dtype.itemsize() {
-        return Err(DecodeError::malformed(format!("expected as many mesh ranks as are stored, found a mesh of {count} ranks")));
+        return Err(DecodeError::malformed(format!(
+            "expected as many mesh ranks as are stored, found a mesh of {count} ranks"
+        )));
     }
     let values = reader.integers(&view)?;
     let ranks = values.into_iter().map(|value| u32::try_from(value).map(Rank));
-    let ranks = ranks.collect::<Result<_, _>>().map_err(|_| DecodeError::malformed("expected mesh ranks from 0 to 2^32 - 1, found other numbers"))?;
+    let ranks = ranks
+        .collect::<Result<_, _>>()
+        .map_err(|_| DecodeError::malformed("expected mesh ranks from 0 to 2^32 - 1, found other numbers"))?;
     Ok((view.sizes, ranks))
 }
 

@@ -17,8 +17,8 @@ use crate::catalog::{
     checked_len_bytes, list_ranks, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, FormatError, Result};
-use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::distinct_tiles::SharedTensor;
+use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// The hint for plain tensors that have the same name and different shapes on several ranks.

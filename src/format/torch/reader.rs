@@ -205,7 +205,10 @@ pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String
     };
     match (error, unsupported) {
         (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
-            format!("{}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
+            format!(
+                "{}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data",
+                path.display()
+            ),
             "remove that object from the checkpoint and save it again, or drop such objects with \
              options::drop_unknown: dtshard never runs code from a pickle",
         ),

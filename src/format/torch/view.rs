@@ -136,7 +136,9 @@ impl View {
     fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());
-            return Err(DecodeError::malformed(format!("expected a stride for each dim, found {sizes} dims and {strides} strides")));
+            return Err(DecodeError::malformed(format!(
+                "expected a stride for each dim, found {sizes} dims and {strides} strides"
+            )));
         }
         let numel = crate::catalog::checked_len_bytes(&self.sizes, self.dtype);
         let elements = self.storage_bytes / self.dtype.itemsize();
@@ -173,7 +175,9 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
     let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
         (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
     else {
-        return Err(DecodeError::malformed("expected a storage as (storage, class, key, location, numel), found other values"));
+        return Err(DecodeError::malformed(
+            "expected a storage as (storage, class, key, location, numel), found other values",
+        ));
     };
     if location.as_str() == Some("meta") {
         return Err(reader.unsupported("a tensor on the meta device, which has no data"));
@@ -182,8 +186,8 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
     if dtype.is_none() && class != "UntypedStorage" {
         return Err(reader.unsupported(format!("a storage of class `{class}`")));
     }
-    let bytes = numel
-        .checked_mul(dtype.map_or(1, Dtype::itemsize))
-        .ok_or_else(|| DecodeError::malformed(format!("expected a storage that fits memory, found a storage of {numel} elements")))?;
+    let bytes = numel.checked_mul(dtype.map_or(1, Dtype::itemsize)).ok_or_else(|| {
+        DecodeError::malformed(format!("expected a storage that fits memory, found a storage of {numel} elements"))
+    })?;
     Ok(StorageReference { dtype, key, bytes })
 }

@@ -19,7 +19,10 @@ fn options_define_the_part() {
     is(&start(None, Some(1), &[]), 0, 1, Launcher::Alone);
     refused(start(Some(2), None, &[]), &["options::part 2", "options::parts N"]);
     refused(start(None, Some(4), &[]), &["options::parts 4", "options::part K, from 0 to 3"]);
-    refused(start(Some(4), Some(4), &[]), &["options::part 4 options::parts 4", "options::part to a number from 0 to 3"]);
+    refused(
+        start(Some(4), Some(4), &[]),
+        &["options::part 4 options::parts 4", "options::part to a number from 0 to 3"],
+    );
     refused(start(None, Some(0), &[]), &["options::parts 0"]);
     refused(start(Some(0), Some(0), &[]), &["options::part 0 options::parts 0"]);
 }

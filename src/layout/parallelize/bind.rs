@@ -25,9 +25,8 @@ impl ParallelizePlan {
     ) -> Result<Vec<ParameterPlacement>, PlanError> {
         let candidates = self.candidates(mesh)?;
         let is_linear = |parameter: &Parameter<'_>| {
-            let excludes = |candidate: &Candidate| {
-                candidate.rule.style.is_not_linear() && candidate.matches(&parameter.name)
-            };
+            let excludes =
+                |candidate: &Candidate| candidate.rule.style.is_not_linear() && candidate.matches(&parameter.name);
             !candidates.iter().any(excludes)
         };
         let mut found: Vec<Option<(&Candidate, StyledParameter)>> = vec![None; parameters.len()];

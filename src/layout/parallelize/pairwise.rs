@@ -132,8 +132,8 @@ impl PairwiseRule<'_> {
                 }
             }
         }
-        let complete = |(module, children): (&'p str, Vec<Option<Linear<'p>>>)| {
-            match children.iter().position(Option::is_none) {
+        let complete =
+            |(module, children): (&'p str, Vec<Option<Linear<'p>>>)| match children.iter().position(Option::is_none) {
                 None => Ok((module, children.into_iter().flatten().collect())),
                 Some(absent) => Err(PlanError::NoSuchChild {
                     origin: self.origin(),
@@ -141,20 +141,14 @@ impl PairwiseRule<'_> {
                     child: self.children[absent].clone(),
                     children: children_of(module, parameters),
                 }),
-            }
-        };
+            };
         found.into_iter().map(complete).collect()
     }
 
     /// Checks that the second module of a pair has as many inputs as the first module has outputs. A rule that names
     /// its children is not checked, because between the two modules there may be a module without parameters that
     /// changes the size.
-    fn check_sizes(
-        &self,
-        module: &str,
-        pair: [Linear<'_>; 2],
-        parameters: &[Parameter<'_>],
-    ) -> Result<(), PlanError> {
+    fn check_sizes(&self, module: &str, pair: [Linear<'_>; 2], parameters: &[Parameter<'_>]) -> Result<(), PlanError> {
         let [first, second] = pair.map(|(_, at)| &parameters[at]);
         let is_local = |parameter: &Parameter<'_>| parameter.shape_origin == ShapeOrigin::LocalShard;
         let is_unknown = self.has_fsdp && (is_local(first) || is_local(second));

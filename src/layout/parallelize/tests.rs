@@ -208,8 +208,11 @@ fn pairwise_with_names_pairs_these_children() {
     // The sizes of named pairs are not compared.
     assert_eq!(of("pairwise(tok,fc1)").unwrap(), ["S(0)", "S(1)", "R", "plain", "plain"]);
     let error = of("pairwise(fc1,fc3)").unwrap_err();
-    assert!(matches!(&error, PlanError::NoSuchChild { child, children, .. }
-        if child == "fc3" && children == &["tok", "fc1", "fc2"]), "{error}");
+    assert!(
+        matches!(&error, PlanError::NoSuchChild { child, children, .. }
+        if child == "fc3" && children == &["tok", "fc1", "fc2"]),
+        "{error}"
+    );
     assert!(matches!(of("pairwise(a,b)").unwrap_err(), PlanError::NoSuchChild { child, .. } if child == "a"));
 }
 
@@ -270,10 +273,7 @@ fn mesh_roles_are_found_by_usual_or_given_names() {
     assert_eq!(error("dp=2,tp=2", "tpp", "").unwrap_err(), "options::tp tpp: the mesh has no dim `tpp`, only dp, tp");
     assert_eq!(error("dp=2,pp=2", "", "").unwrap_err(), "the plan does not use mesh dim pp of dp=2,pp=2");
     assert!(error("dp=2,dp_shard=2", "", "").unwrap_err().contains("mesh dim dp of"));
-    assert_eq!(
-        error("dp=2,tp=2", "dp", "dp").unwrap_err(),
-        "options::tp and options::fsdp both use mesh dim dp"
-    );
+    assert_eq!(error("dp=2,tp=2", "dp", "dp").unwrap_err(), "options::tp and options::fsdp both use mesh dim dp");
     let unnamed = DeviceMesh::new([2_u64].as_slice(), vec![crate::layout::Rank(0), crate::layout::Rank(1)], None);
     assert!(matches!(MeshRoles::resolve(&unnamed.unwrap(), &RoleNames::default()), Err(PlanError::UnnamedMesh { .. })));
 }

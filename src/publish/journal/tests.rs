@@ -210,7 +210,12 @@ fn invalidation_covers_overlapping_entries_of_all_journals() {
     let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
     let all = known();
     let first = all.taken.iter().find(|taken| taken.range == (0..40)).unwrap();
-    invalidate(&in_folder(folder.path(), at.file_name().unwrap().to_str().unwrap()), all.invalidated_entries(&[first]), true).unwrap();
+    invalidate(
+        &in_folder(folder.path(), at.file_name().unwrap().to_str().unwrap()),
+        all.invalidated_entries(&[first]),
+        true,
+    )
+    .unwrap();
     assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 40..60), (1, 80..90)]);
 }
 

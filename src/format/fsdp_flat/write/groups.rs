@@ -55,7 +55,9 @@ impl<'v> SourceOptimizer<'v> {
         let by_number = OptimizerNumbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
-            key => names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key)))),
+            key => {
+                names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key))))
+            }
         };
         let mut groups = Vec::with_capacity(listed.len());
         let mut group_of = HashMap::new();
@@ -339,5 +341,8 @@ pub fn unknown_parameter_error(path: &Path, name: &str) -> Error {
 }
 
 fn unreadable_error(path: &Path, what: &str) -> Error {
-    Error::unsupported(format!("{}cannot flatten an optimizer with {what}", message_prefix(path)), "leave the optimizer out with options::exclude")
+    Error::unsupported(
+        format!("{}cannot flatten an optimizer with {what}", message_prefix(path)),
+        "leave the optimizer out with options::exclude",
+    )
 }

@@ -277,7 +277,10 @@ fn source_that_cannot_be_flattened_is_an_error() {
             &|s, _| s.states[0].0 = "emb2".into(),
             "optim: the optimizer has state of `emb2`, which is not a parameter of the flat layout",
         ),
-        (&|s, _| s.groups[0].truncate(3), "optim: cannot flatten an optimizer with state of `norm`, which is in no parameter group"),
+        (
+            &|s, _| s.groups[0].truncate(3),
+            "optim: cannot flatten an optimizer with state of `norm`, which is in no parameter group",
+        ),
     ];
     for (change, expected) in flat {
         assert_eq!(error_text(change, false), expected);
@@ -295,7 +298,10 @@ fn source_that_cannot_be_flattened_is_an_error() {
             "unit blk: expected an align_numel of at most 16, found 1099511627776",
         ),
         (&|_, l| l.units[1].params[1].shape.clear(), "unit blk: the parameter `blk.b` is a scalar"),
-        (&|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32), "the root unit: `emb` is i32, but FSDP1 flattens only f64, f32, f16 and bf16 parameters"),
+        (
+            &|s, _| s.catalog.tensors.iter_mut().for_each(|t| t.dtype = Dtype::I32),
+            "the root unit: `emb` is i32, but FSDP1 flattens only f64, f32, f16 and bf16 parameters",
+        ),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
             "optim: `blk.b` is not in the optimizer of the flat layout",
