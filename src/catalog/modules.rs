@@ -5,17 +5,13 @@
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`.
 
+pub use crate::layout::parallelize::module_of;
+
 use super::wrappers::clean_name;
 use super::{Dict, Value};
 
 /// The name of the attribute of a state dict that maps the path of each module to the version of the module.
 pub const METADATA: &str = "_metadata";
-
-/// Returns the path of the module that contains a tensor or a child module.
-#[must_use]
-pub fn module_of(name: &str) -> &str {
-    name.rsplit_once('.').map_or("", |(module, _)| module)
-}
 
 /// Returns whether a name is inside a module, at any depth.
 #[must_use]

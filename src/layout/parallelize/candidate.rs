@@ -81,6 +81,7 @@ impl Candidate {
 pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
 
 /// Returns the name of the module that contains a parameter or a child module.
-pub(super) fn module_of(name: &str) -> &str {
+#[must_use]
+pub fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }

@@ -47,7 +47,7 @@ use super::distinct_tiles::SharedTensor;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 
-pub use candidate::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin};
+pub use candidate::{Parameter, ParameterKind, ParameterOrder, ShapeOrigin, module_of};
 pub use family::{Family, similar_families};
 pub use roles::{MeshRoles, RoleNames, UnboundPlan};
 pub use style::{ParallelStyle, ParameterRole, RuleStyle};
