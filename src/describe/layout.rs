@@ -215,10 +215,10 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
 /// The form of the patterns in printed rules.
 #[derive(Clone, Copy)]
 enum RuleNames {
-    /// A pattern is a name within the model, either the complete name or the name with `*` in place of numbers.
+    /// Patterns match names within the model. Numbers in a pattern may be replaced by `*`.
     InModel,
-    /// A pattern is a name in the state dict: the complete name, the name with `*` in place of numbers, or only the
-    /// first and the last component (`optim.**.exp_avg`).
+    /// Patterns match names in the state dict. Numbers in a pattern may be replaced by `*`, and all components between
+    /// the first and the last by `**` (`optim.**.exp_avg`).
     Wide,
     /// A pattern is the complete name of one tensor, without wildcards.
     Whole,

@@ -2,8 +2,8 @@
 //! of SRC.
 //!
 //! If each node saved its shards to its local disk, each process sees only its own files. Together the processes write
-//! a mirror of SRC to a file system that all of them see. The mirror contains every file of SRC with its original
-//! length: all bytes that are not tensor data ([`metadata_ranges`]), and holes in place of tensor data. Every process
+//! a mirror of SRC to a file system that all of them see. The mirror has a sparse copy of every file of SRC, with
+//! the length of the file. A copy contains all bytes that are not tensor data ([`metadata_ranges`]). Every process
 //! opens the mirror with the code that opens SRC, so all processes get equal catalogs. Then each process reads tensor
 //! data of the files that it sees from its own disk. Of all other files, a process can read only the mirrored bytes,
 //! and it knows which processes see these files.

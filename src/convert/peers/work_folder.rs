@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
-    /// Both runs have the same name, or no name, from the launcher.
+    /// The test starts two runs at the same time. Their launchers give them equal names, or give them no name.
     #[test]
     fn runs_that_meet_by_other_means_have_folders_of_their_own() {
         let root = tempfile::tempdir().unwrap();
