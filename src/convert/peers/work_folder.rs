@@ -148,15 +148,17 @@ impl WorkFolder {
 
     /// Removes the files of this run if no other process uses them.
     fn clear(&self) {
-        if self.is_first && self.is_done {
-            let begun = Instant::now();
-            while is_in_use(&self.run) && begun.elapsed() < LEAVE_WITHIN {
-                sleep(Duration::from_millis(10));
-            }
+        // The result is used for both decisions below: a later check can find a lease whose file another process is
+        // deleting, and such a lease counts as in use.
+        let mut is_used = is_in_use(&self.run);
+        let begun = Instant::now();
+        while is_used && self.is_first && self.is_done && begun.elapsed() < LEAVE_WITHIN {
+            sleep(Duration::from_millis(10));
+            is_used = is_in_use(&self.run);
         }
         // Process 0 has waited for the other processes. After publication, leases of processes that are still connected
         // are ignored.
-        if is_in_use(&self.run) && !(self.is_first && self.is_published) {
+        if is_used && !(self.is_first && self.is_published) {
             return;
         }
         let _ = self.run.remove_all();
