@@ -17,6 +17,7 @@ pub mod path;
 mod reserved;
 pub mod state_dict;
 mod tiling;
+pub mod unreadable;
 pub mod value;
 pub mod wrappers;
 
@@ -31,6 +32,7 @@ pub use dtype::Dtype;
 pub use path::{Key, Path, StateLeaf};
 pub use reserved::{CRC_BYTES, ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved};
 pub use tiling::{Holders, Tiling, list_ranks};
+pub use unreadable::Unreadable;
 pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 
 use crate::error::{CatalogError, Error};
@@ -121,6 +123,9 @@ pub struct TensorEntry {
     pub stride: Option<Box<Dims>>,
     /// The assignment of chunks to partial values, if the tensor has a `Placement::Partial`; otherwise `None`.
     pub partial_values: Option<Box<PartialValues>>,
+    /// The reason why dtshard cannot read the tensor; otherwise `None`. Such a tensor has no chunks, and its dtype and
+    /// shape have no meaning. [`select`](crate::select::select) refuses it if it is selected.
+    pub unreadable: Option<Box<Unreadable>>,
     /// Every stored chunk, including replicas.
     pub chunks: ChunkTable,
 }
@@ -156,7 +161,24 @@ impl TensorEntry {
     #[must_use]
     pub fn new(fqn: Fqn, dtype: Dtype, shape: Dims) -> Self {
         let chunks = ChunkTable::new(shape.len());
-        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, stride: None, partial_values: None, chunks }
+        Self {
+            fqn,
+            dtype,
+            shape,
+            class: Class::Tensor,
+            sharding: None,
+            stride: None,
+            partial_values: None,
+            unreadable: None,
+            chunks,
+        }
+    }
+
+    /// Makes an entry for a tensor or an object that dtshard cannot read.
+    #[must_use]
+    pub fn unreadable(fqn: Fqn, why: Unreadable) -> Self {
+        // A scalar without chunks: a writer that missed `unreadable` would report a tensor that is not covered.
+        Self { unreadable: Some(Box::new(why)), ..Self::new(fqn, Dtype::U8, Dims::new()) }
     }
 
     /// Makes a tensor that is one contiguous chunk at an offset of a file.
@@ -174,6 +196,12 @@ impl TensorEntry {
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.class != Class::Tensor || self.sharding.is_some()
+    }
+
+    /// Returns whether this leaf is an object that dtshard cannot read, and not a tensor.
+    #[must_use]
+    pub fn is_unreadable_object(&self) -> bool {
+        matches!(self.unreadable.as_deref(), Some(Unreadable { kind: unreadable::UnreadableKind::Object(_), .. }))
     }
 
     /// Returns the number of elements of the global tensor. Readers refuse shapes whose byte size overflows.

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::{Inspection, parts};
-use crate::catalog::{Sharding, TensorEntry, Value, path};
+use crate::catalog::{Sharding, TensorEntry, Value, path, state_dict};
 use crate::layout::DeviceMesh;
 
 /// Returns the JSON document of `inspect`. The fields `tensors` and `bytes` describe the tensors that `--tensor`
@@ -22,10 +22,15 @@ pub fn document(view: &Inspection<'_>) -> Json {
         }
         tensors.insert(name.to_string(), document);
     }
-    let objects: Map<String, Json> = path::objects(&catalog.state)
+    let mut objects: Map<String, Json> = path::objects(&catalog.state)
         .into_iter()
         .map(|(path, value)| (path.to_string(), object_document(value)))
         .collect();
+    objects.extend(state_dict::all_tensors(&catalog.state).into_iter().filter_map(|(name, id)| {
+        let entry = catalog.tensor(id);
+        let why = entry.unreadable.as_ref().filter(|_| entry.is_unreadable_object())?;
+        Some((name.to_string(), json!({ "type": null, "value": null, "unreadable": why.kind.to_string() })))
+    }));
     let mut document = json!({
         "format": checkpoint.format.name(),
         "mesh": meshes.first(),
@@ -55,6 +60,10 @@ fn mesh_document(mesh: &DeviceMesh) -> Json {
 }
 
 fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> Json {
+    if let Some(why) = &entry.unreadable {
+        let why = why.kind.to_string();
+        return json!({ "dtype": null, "shape": null, "placements": null, "mesh": null, "chunks": [], "unreadable": why });
+    }
     let mut document = json!({
         "dtype": entry.dtype.name(),
         "shape": entry.shape.as_slice(),

@@ -39,7 +39,8 @@ impl<'a> Inspection<'a> {
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
-        let names = state_dict::all_tensors(&checkpoint.catalog.state);
+        let mut names = state_dict::all_tensors(&checkpoint.catalog.state);
+        names.retain(|(_, id)| !checkpoint.catalog.tensor(*id).is_unreadable_object());
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
         let digests = if args.digest { digests(checkpoint, &names, run)? } else { BTreeMap::new() };
         Ok(Self { checkpoint, args, names, digests })
@@ -146,6 +147,7 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
     let entries = distinct.into_iter().map(|id| (id, catalog.tensor(id), catalog.tensor(id).dtype));
+    let entries = entries.filter(|(_, entry, _)| entry.unreadable.is_none());
     let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.partial_values.is_some());
     let total = reduced.iter().chain(&stored).map(|(_, entry, _)| entry.len_bytes()).sum();
     let task = Task::start(run.progress, "hashing", total);
@@ -185,6 +187,9 @@ fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
     let mut drawn = Vec::new();
     for (name, id) in &view.names {
         let entry = view.checkpoint.catalog.tensor(*id);
+        if entry.unreadable.is_some() {
+            continue;
+        }
         let chunks: Vec<_> =
             entry.chunks.iter().filter_map(|chunk| Some((holder(view, &chunk)?, chunk.tile))).collect();
         drawn.extend([vec![], vec![Span { text: heading(view, name.as_str(), entry), ground: None }]]);

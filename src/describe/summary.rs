@@ -63,10 +63,17 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     }
     let sizes: Vec<u64> = checkpoint.files.ids().map(|file| checkpoint.files.len_bytes(file)).collect();
     lines.push(("files", format!("{} ({} on disk)", sizes.len(), human_bytes(sizes.iter().sum()))));
-    lines.push(("objects", path::objects(&catalog.state).len().to_string()));
+    let unreadable_objects = catalog.tensors.iter().filter(|entry| entry.is_unreadable_object()).count();
+    lines.push(("objects", (path::objects(&catalog.state).len() + unreadable_objects).to_string()));
     lines.extend(view.digest().map(|digest| ("digest", digest)));
     if !catalog.dropped.is_empty() {
         lines.push(("dropped", short_list(&catalog.dropped, FEW)));
+    }
+    let unreadable: Vec<String> = (catalog.tensors.iter())
+        .filter_map(|entry| Some(format!("{} ({})", entry.fqn, entry.unreadable.as_ref()?.kind)))
+        .collect();
+    if !unreadable.is_empty() {
+        lines.push(("unreadable", short_list(&unreadable, FEW)));
     }
     let conflicts = catalog.conflicts();
     if !conflicts.is_empty() {
@@ -138,6 +145,9 @@ impl TensorTotals {
                 return;
             }
             let entry = catalog.tensor(id);
+            if entry.unreadable.is_some() {
+                return;
+            }
             shares.dtypes.entry(entry.dtype.name()).or_default().add(entry);
             if model.contains(&id) {
                 shares.model.add(entry);

@@ -15,6 +15,10 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     let ranks = has_boxes_alone(view).then(|| most_chunks(view));
     let row = |(name, id): &(Fqn, _)| {
         let entry = view.checkpoint.catalog.tensor(*id);
+        if let Some(why) = &entry.unreadable {
+            let none = || String::from("-");
+            return [escape_invisible(name.as_str()), none(), none(), none(), format!("unreadable: {}", why.kind)];
+        }
         let placements = match &entry.sharding {
             Some(sharding) => sharding.display_placements(),
             None => ranks.and_then(|ranks| shard_of_boxes(entry, ranks)).unwrap_or_else(|| String::from("-")),

@@ -133,7 +133,8 @@ impl Selected {
 ///
 /// # Errors
 /// `Usage` for a pattern, prefix, rename or root that matches nothing, for two leaves with one name, and for a leaf
-/// with an empty name. `Unsupported` for a dict with a tensor in a key.
+/// with an empty name. `Unsupported` for a dict with a tensor in a key, and for a selected leaf that is
+/// [unreadable](crate::catalog::Unreadable).
 pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
@@ -151,10 +152,11 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
     reject_tensor_keys(&catalog.state)?;
+    reject_unreadable(source, &catalog.state)?;
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
-    Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })
+    Ok(Selected { catalog, left_out: left_out(source, &survey, &kept), casts, notes })
 }
 
 fn reject_tensor_keys(state: &Value) -> Result<()> {
@@ -168,6 +170,20 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
         format!("{dict}: a key of this dict is a tensor or contains one, and dtshard cannot name a tensor in a key"),
         hint,
     ))
+}
+
+/// Refuses selected tensors and objects that cannot be read.
+fn reject_unreadable(source: &Catalog, selected: &Value) -> Result<()> {
+    if source.tensors.iter().all(|entry| entry.unreadable.is_none()) {
+        return Ok(());
+    }
+    let entries = selected.tensor_ids().into_iter().map(|id| source.tensor(id));
+    let refused: Vec<&TensorEntry> = entries.filter(|entry| entry.unreadable.is_some()).collect();
+    let Some((entry, why)) = refused.first().and_then(|entry| Some((entry, entry.unreadable.as_ref()?))) else {
+        return Ok(());
+    };
+    let names: Vec<String> = refused.iter().map(|entry| entry.fqn.to_string()).collect();
+    Err(why.error(entry.fqn.as_str()).naming(&names))
 }
 
 /// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. In this case,
@@ -224,6 +240,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         sharding: entry.sharding.clone(),
         stride: entry.stride.clone(),
         partial_values: None,
+        unreadable: entry.unreadable.clone(),
         chunks: ChunkTable::new(entry.shape.len()),
     }
 }
@@ -267,7 +284,7 @@ fn name_tensors(catalog: &mut Catalog) {
     });
 }
 
-fn left_out(survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
+fn left_out(source: &Catalog, survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
     let leaves = || zip(&survey.leaves, kept);
     if kept.iter().all(|kept| *kept) {
         return LeftOut::default();
@@ -282,7 +299,12 @@ fn left_out(survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
             left_out.objects.push(survey.raw_name(*leaf));
         }
         survey.tensors(*leaf, &mut |name, id| {
-            if !taken.contains(&id) && seen.insert(id) {
+            if taken.contains(&id) || !seen.insert(id) {
+                return;
+            }
+            if source.tensor(id).is_unreadable_object() {
+                left_out.objects.push(name);
+            } else {
                 *groups.entry(survey.top_key(*leaf)).or_default() += 1;
                 left_out.tensors.push(name);
             }

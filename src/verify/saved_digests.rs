@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value as Json;
 
 use crate::error::{Error, Result};
@@ -23,11 +23,20 @@ pub struct DigestListing {
 /// The description of one tensor in a saved document.
 #[derive(Debug, Deserialize)]
 pub struct ListedTensor {
+    /// The dtype, or an empty text if the tensor could not be read.
+    #[serde(deserialize_with = "null_as_default")]
     pub dtype: String,
+    #[serde(deserialize_with = "null_as_default")]
     pub shape: Vec<u64>,
     /// The digest of the tensor: a hash of its dtype, shape and values. `None` if the tensor has partial values that
     /// cannot be reduced.
     pub digest: Option<String>,
+}
+
+fn null_as_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(
+    from: D,
+) -> std::result::Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
 impl DigestListing {

@@ -25,6 +25,10 @@ pub fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Re
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
+        if let Some(why) = &entry.unreadable {
+            found.not_comparable.push(format!("{}, {}", entry.fqn, why.kind));
+            continue;
+        }
         let checked = compare::check_locations(input(checkpoint), entry).and_then(|()| {
             if state_dict::is_random_state(entry.fqn.as_str()) {
                 return Ok(None);

@@ -27,6 +27,7 @@ fn description(found: &TensorNode) -> String {
             let local: Vec<&Region> = local.iter().map(|(region, _)| region).collect();
             format!("ShardedTensor {dtype} {shape:?} of {}: {local:?} of {all:?}", group.rank)
         }
+        TensorNode::Unreadable(kind) => panic!("{kind}"),
     }
 }
 

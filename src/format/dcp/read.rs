@@ -10,7 +10,7 @@ use super::known;
 use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredChunk, StoredItem};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
+    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, Unreadable, TensorId, Value,
     shift_tensors,
 };
 use crate::error::{CatalogError, CoverageKind, Error, Result};
@@ -262,18 +262,22 @@ fn read_object(
         return Ok(None);
     }
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
+    let path = files.path(stretch.file);
     for found in &contents.tensors {
-        let TensorNode::Plain(view) = found else {
-            let found = "a distributed one";
-            return Err(Error::malformed(
-                files.path(stretch.file),
-                fqn.as_str(),
-                "plain tensors inside an object",
-                found,
-            ));
+        let entry = match found {
+            TensorNode::Plain(view) => {
+                let mut entry = TensorEntry::new(fqn.clone(), view.dtype, view.sizes.clone());
+                entry.chunks.push(whole_chunk(&contents, view));
+                entry
+            }
+            TensorNode::Unreadable(kind) => {
+                TensorEntry::unreadable(fqn.clone(), Unreadable { file: path.to_path_buf(), kind: kind.clone() })
+            }
+            TensorNode::Distributed { .. } | TensorNode::Sharded { .. } => {
+                let expected = "plain tensors inside an object";
+                return Err(Error::malformed(path, fqn.as_str(), expected, "a distributed one"));
+            }
         };
-        let mut entry = TensorEntry::new(fqn.clone(), view.dtype, view.sizes.clone());
-        entry.chunks.push(whole_chunk(&contents, view));
         catalog.push_tensor(entry);
     }
     shift_tensors(&mut contents.value, shift);

@@ -13,7 +13,7 @@ use super::reader::ArchiveContents;
 use super::{ProcessGroup, TensorNode, View, chunk};
 use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Value,
+    Catalog, Class, Dict, Fqn, Key, PartialValues, Path, RankValue, Sharding, TensorEntry, TensorId, Unreadable, Value,
     checked_len_bytes, list_ranks, permuted_stride, shift_tensors,
 };
 use crate::error::{CatalogError, Error, FormatError, Result};
@@ -216,6 +216,9 @@ impl Merger<'_> {
 
     /// Returns the catalog entry of a tensor, with one chunk for the local part of each rank.
     fn merged_entry(&self, fqn: Fqn, parts: &[TensorOfRank], catalog: &mut Catalog) -> Result<TensorEntry> {
+        if let Some(why) = parts.iter().find_map(|part| self.unreadable(*part)) {
+            return Ok(TensorEntry::unreadable(fqn, why));
+        }
         let first = parts[0];
         for &part in parts {
             self.check_agreement(&fqn, first, part)?;
@@ -240,6 +243,17 @@ impl Merger<'_> {
                 };
                 self.merge_sharded_tensor(entry, parts)
             }
+            TensorNode::Unreadable(_) => unreachable!("returned above"),
+        }
+    }
+
+    /// Returns the reason why a tensor in the file of one rank cannot be read; otherwise `None`.
+    fn unreadable(&self, part: TensorOfRank) -> Option<Unreadable> {
+        match self.node(part) {
+            TensorNode::Unreadable(kind) => {
+                Some(Unreadable { file: self.files[part.file].path.clone(), kind: kind.clone() })
+            }
+            _ => None,
         }
     }
 
@@ -248,6 +262,7 @@ impl Merger<'_> {
             TensorNode::Plain(view) => ("tensor", view.dtype, view.sizes.clone()),
             TensorNode::Distributed { local, shape, .. } => ("DTensor", local.dtype, shape.clone()),
             TensorNode::Sharded { dtype, shape, .. } => ("ShardedTensor", *dtype, shape.clone()),
+            TensorNode::Unreadable(_) => unreachable!("a tensor with an unreadable part is not merged"),
         };
         let (left, right) = (describe(self.node(first)), describe(self.node(part)));
         let (what, left, right) = if left.0 != right.0 {

@@ -8,11 +8,12 @@ use std::path::Path;
 use super::context::{Reader, View};
 use super::release::DTensorStyle;
 use super::tensor::{TensorNode, read_tensor};
+use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{ChecksummedRange, FileLocation, StridedLocation, TensorId, Value};
 use crate::error::{Error, Result, Wrong};
 use crate::format::archive::{ArchiveSource, torch_script_error};
 use crate::storage::{FileId, FileRange, Files};
-use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
+use torch_pickle::pickle::{self, DecodeError, Decoded, Dropped, NoVisitor, NodeId, PickleError, Ref, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 
 /// The content of a torch.save archive, which is a file or an item of a DCP data file.
@@ -118,15 +119,20 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
         unsupported: RefCell::default(),
         read_error: RefCell::default(),
     };
-    let mut tensors = Vec::new();
+    let tensors = RefCell::new(Vec::new());
     // Equal views of one storage become one tensor, which then has several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
-    let decoded = pickle::decode_with(pickle.root(), unknown, &mut |node| {
+    let mut find_tensor = |node: Ref<'_>| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
             return Ok(Some(*id));
         }
-        let Some(found) = read_tensor(&mut reader, node)? else { return Ok(None) };
+        let found = match read_tensor(&mut reader, node) {
+            Ok(None) => return Ok(None),
+            Ok(Some(found)) => found,
+            Err(error) => TensorNode::Unreadable(UnreadableKind::Tensor(reader.unsupported.take().ok_or(error)?)),
+        };
+        let mut tensors = tensors.borrow_mut();
         let next = TensorId(u32::try_from(tensors.len()).expect("fewer than 2^32 tensors"));
         let id = match &found {
             TensorNode::Plain(view) => {
@@ -141,18 +147,29 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
                 local.iter().try_for_each(|(_, view)| reader.check_storage(view))?;
                 next
             }
+            TensorNode::Unreadable(_) => next,
         };
         if id == next {
             tensors.push(found);
         }
         by_node.insert(node.id(), id);
         Ok(Some(id))
-    });
-    let (unsupported, unread) = (reader.unsupported.into_inner(), reader.read_error.into_inner());
-    if let Some(error) = unread {
+    };
+    let mut keep_unknown = |symbol| {
+        let mut tensors = tensors.borrow_mut();
+        tensors.push(TensorNode::Unreadable(UnreadableKind::Object(symbol)));
+        TensorId(u32::try_from(tensors.len() - 1).expect("fewer than 2^32 tensors"))
+    };
+    let decoded = match unknown {
+        Unknown::Refuse => pickle::decode_replacing(pickle.root(), &mut find_tensor, &mut keep_unknown)
+            .map(|value| Decoded { value, dropped: Vec::new() }),
+        Unknown::Drop => pickle::decode_with(pickle.root(), Unknown::Drop, &mut find_tensor),
+    };
+    if let Some(error) = reader.read_error.into_inner() {
         return Err(error);
     }
-    let decoded = decoded.map_err(|error| decode_error(path, &error.under(name), unsupported))?;
+    let decoded = decoded.map_err(|error| decode_error(path, &error.under(name)))?;
+    let tensors = tensors.into_inner();
     Ok(ArchiveContents { value: decoded.value, tensors, dropped: decoded.dropped, archive, file_range })
 }
 
@@ -166,7 +183,7 @@ impl DTensorStyle {
         let contents = read(files, files.whole(file), "", Unknown::Drop)?;
         Ok(contents.tensors.iter().find_map(|found| match found {
             TensorNode::Distributed { mesh, .. } => Some(mesh.style.clone()),
-            TensorNode::Plain(_) | TensorNode::Sharded { .. } => None,
+            TensorNode::Plain(_) | TensorNode::Sharded { .. } | TensorNode::Unreadable(_) => None,
         }))
     }
 }
@@ -194,17 +211,16 @@ pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
     Error::malformed(path, format!("{what}, byte {}", error.at), error.expected(), error.found.clone())
 }
 
-/// Returns the error for a file with a pickled value that cannot be decoded. If the value is valid but dtshard does not
-/// support it, `unsupported` is the reason.
-pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
+/// Returns the error for a file with a pickled value that cannot be decoded.
+pub fn decode_error(path: &Path, error: &DecodeError) -> Error {
     let (at, quoted) = match error.path() {
         "" => ("the pickled object", String::from("the pickled object")),
         // A path in Python's notation, such as `['w']`, has quotes of its own.
         at if at.starts_with('[') => (at, at.to_owned()),
         at => (at, format!("`{at}`")),
     };
-    match (error, unsupported) {
-        (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
+    match error {
+        DecodeError::Forbidden { symbol, .. } => Error::unsupported(
             format!(
                 "{}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data",
                 path.display()
@@ -212,17 +228,13 @@ pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String
             "remove that object from the checkpoint and save it again, or drop such objects with \
              options::drop_unknown: dtshard never runs code from a pickle",
         ),
-        (_, Some(what)) => Error::unsupported(
-            format!("{}: {quoted} is {what}", path.display()),
-            "convert this tensor to a dense tensor before saving, or remove it from the checkpoint",
-        ),
-        (DecodeError::Limit { what, .. }, None) => {
+        DecodeError::Limit { what, .. } => {
             Error::malformed(path, at, "a value within the limits of dtshard", what.clone())
         }
-        (DecodeError::Malformed { what, .. }, None) => {
+        DecodeError::Malformed { what, .. } => {
             let what = what.strip_prefix(&format!("{}: ", path.display())).unwrap_or(what);
             Wrong::from_message(at, "an object as torch.save writes it", what).within(path).into()
         }
-        (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
+        other => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
     }
 }

@@ -13,6 +13,7 @@ use super::context::{MeshSpec, Reader, View};
 use super::mesh::read_mesh;
 use super::view::{argument, dims, dtype, is_distributed, is_wrapping_function, plain_view};
 use crate::catalog::Dtype;
+use crate::catalog::unreadable::UnreadableKind;
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
@@ -38,6 +39,8 @@ pub enum TensorNode {
         local: Vec<(Region, View)>,
         all: Arc<[Region]>,
     },
+    /// A tensor of a kind that dtshard does not support, or an object of an unknown class.
+    Unreadable(UnreadableKind),
 }
 
 /// The process group of a ShardedTensor, as one of its ranks records it.

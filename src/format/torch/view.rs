@@ -7,6 +7,8 @@ use crate::catalog::{Dtype, span};
 use crate::layout::Dims;
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
+const META: &str = "a tensor on the meta device, which has no data";
+
 /// Returns the view of a plain tensor; `None` for any other node.
 ///
 /// # Errors
@@ -24,8 +26,13 @@ pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>
         }
         ("torch._tensor", "_rebuild_from_type_v2") => read_typed(reader, args),
         ("torch._utils", name) if name.starts_with("_rebuild_") => {
-            let kind = name.trim_start_matches("_rebuild_").replace('_', " ");
-            Err(reader.unsupported(format!("a tensor of kind `{kind}`")))
+            Err(reader.unsupported(match name {
+                "_rebuild_sparse_tensor" => String::from("a sparse tensor"),
+                "_rebuild_qtensor" => String::from("a quantized tensor"),
+                "_rebuild_nested_tensor" => String::from("a nested tensor"),
+                "_rebuild_meta_tensor_no_storage" => String::from(META),
+                other => format!("a tensor that `torch._utils.{other}` rebuilds"),
+            }))
         }
         _ => Ok(None),
     }
@@ -180,7 +187,7 @@ fn read_storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<StorageReferen
         ));
     };
     if location.as_str() == Some("meta") {
-        return Err(reader.unsupported("a tensor on the meta device, which has no data"));
+        return Err(reader.unsupported(META));
     }
     let dtype = Dtype::from_storage_class(class);
     if dtype.is_none() && class != "UntypedStorage" {

@@ -78,7 +78,7 @@ fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-fn assert_contains(text: &str, words: &[&str]) {
+pub fn assert_contains(text: &str, words: &[&str]) {
     for word in words {
         assert!(text.contains(word), "no `{word}` in: {text}");
     }

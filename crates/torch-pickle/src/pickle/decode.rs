@@ -29,6 +29,9 @@ use crate::value::{Construct, Dict, DictEntry, DictKind, Object, Symbol};
 /// tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
+/// A function that returns the representation of an object whose name is not on a list. Its argument is that name.
+pub type Unknowns<'t, T> = dyn FnMut(String) -> T + 't;
+
 /// The handling of an object whose class or function is not on a list of allowed names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unknown {
@@ -70,13 +73,36 @@ pub fn decode_with<T, X>(
     unknown: Unknown,
     tensors: &mut Tensors<'_, T>,
 ) -> Result<Decoded<T, X>, DecodeError> {
+    let policy = match unknown {
+        Unknown::Refuse => Policy::Refuse,
+        Unknown::Drop => Policy::Drop,
+    };
+    decode_by(r, policy, tensors)
+}
+
+/// Decodes a node. An object whose name is not on a list is replaced by the result of `unknowns`, like a tensor. The
+/// replaced object is the smallest dict value, list item or tuple item that contains the name. So a dict with the name in
+/// a key is replaced, and a set that contains the name.
+pub fn decode_replacing<T, X>(
+    r: Ref<'_>,
+    tensors: &mut Tensors<'_, T>,
+    unknowns: &mut Unknowns<'_, T>,
+) -> Result<Value<T, X>, DecodeError> {
+    Ok(decode_by(r, Policy::Replace(unknowns), tensors)?.value)
+}
+
+fn decode_by<T, X>(
+    r: Ref<'_>,
+    policy: Policy<'_, T>,
+    tensors: &mut Tensors<'_, T>,
+) -> Result<Decoded<T, X>, DecodeError> {
     let pickle = r.pickle();
     let limits = pickle.limits;
     let mut decoder = Decoder {
         pickle,
         tensors,
         made: PhantomData,
-        unknown,
+        policy,
         max_depth: limits.max_depth,
         depth: 0,
         visits_left: limits.max_visits,
@@ -89,11 +115,18 @@ pub fn decode_with<T, X>(
     Ok(Decoded { value, dropped: decoder.dropped })
 }
 
-struct Decoder<'a, 't, 'f, T, X> {
+/// The handling of unknown names, with the function of the caller.
+enum Policy<'u, T> {
+    Refuse,
+    Drop,
+    Replace(&'u mut Unknowns<'u, T>),
+}
+
+struct Decoder<'a, 't, 'f, 'u, T, X> {
     pickle: &'a Pickle<'a>,
     tensors: &'t mut Tensors<'f, T>,
     made: PhantomData<X>,
-    unknown: Unknown,
+    policy: Policy<'u, T>,
     max_depth: usize,
     depth: usize,
     visits_left: u64,
@@ -110,18 +143,32 @@ type Decode<L> = Result<L, DecodeError>;
 
 type Value<T, X> = crate::value::Value<T, X>;
 
-impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
+impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
     /// Decodes a child that may be left out. Returns `None` if the child was left out because its name is not on a
     /// list.
     fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
-        match self.child(step, r) {
-            Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
+        match (self.child(step, r), &mut self.policy) {
+            (Err(DecodeError::Forbidden { symbol, path }), Policy::Drop) => {
                 self.located = false;
                 self.charge(path.len() + symbol.len())?;
                 self.dropped.push(Dropped { path, symbol });
                 Ok(None)
             }
-            result => result.map(Some),
+            (Err(DecodeError::Forbidden { symbol, .. }), Policy::Replace(unknowns)) => {
+                self.located = false;
+                let replaced = unknowns(symbol);
+                self.charge(0)?;
+                Ok(Some(Value::Tensor(replaced)))
+            }
+            (result, _) => result.map(Some),
+        }
+    }
+
+    /// Decodes a dict key or a set element. Such a child may be left out, but not replaced.
+    fn hashed(&mut self, step: Step<'a>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
+        match self.policy {
+            Policy::Replace(_) => self.child(Some(step), r).map(Some),
+            Policy::Refuse | Policy::Drop => self.element(Some(step), r),
         }
     }
 
@@ -267,7 +314,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
     fn set(&mut self, items: Items<'a>) -> Decode<Vec<Value<T, X>>> {
         let mut decoded = Vec::with_capacity(items.len());
         for (i, item) in items.enumerate() {
-            decoded.extend(self.element(Some(Step::Index(i)), item)?);
+            decoded.extend(self.hashed(Step::Index(i), item)?);
         }
         Ok(decoded)
     }
@@ -281,7 +328,7 @@ impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
         let mut decoded = Vec::with_capacity(entries.len());
         let mut places = HashMap::new();
         for (key, value) in entries {
-            let Some(k) = self.element(Some(Step::Part("keys()")), key)? else {
+            let Some(k) = self.hashed(Step::Part("keys()"), key)? else {
                 continue;
             };
             let Some(v) = self.element(Some(Step::Key(key)), value)? else {

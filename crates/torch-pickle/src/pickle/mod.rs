@@ -51,7 +51,7 @@ mod write_value;
 use thiserror::Error;
 
 pub use arena::{NodeId, Pickle};
-pub use decode::{Decoded, Dropped, Tensors, Unknown, decode, decode_with};
+pub use decode::{Decoded, Dropped, Tensors, Unknown, Unknowns, decode, decode_replacing, decode_with};
 pub use decode_error::DecodeError;
 pub use fields::{Field, Fields, Record};
 pub use items::{Entries, Items};

@@ -6,6 +6,8 @@ mod records;
 mod round_trip;
 mod visiting;
 
+use std::convert::Infallible;
+
 use super::*;
 use crate::value::{Construct, DictKind, Symbol};
 

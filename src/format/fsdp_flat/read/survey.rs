@@ -231,7 +231,7 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
                 }
             }
             TensorNode::Plain(view) => plain.push((Fqn::from(clean_name(name)), view)),
-            TensorNode::Distributed { .. } => {}
+            TensorNode::Distributed { .. } | TensorNode::Unreadable(_) => {}
         }
     }
     if state.flat_parts.is_empty() {

@@ -189,6 +189,27 @@ fn unlisted_objects_can_be_dropped() {
 }
 
 #[test]
+fn unlisted_objects_can_be_replaced() {
+    let replaced = |bytes: &[u8]| {
+        let mut symbols = Vec::new();
+        let mut unknowns = |symbol| {
+            symbols.push(symbol);
+            symbols.len() as u32
+        };
+        let value = decode_replacing::<u32, Infallible>(read(bytes).root(), &mut |_| Ok(None), &mut unknowns);
+        (value.map(|value| value.to_string()), symbols)
+    };
+    let (value, symbols) = replaced(b"}(X\x01\x00\x00\x00acos\nx\nX\x01\x00\x00\x00b](cos\ny\nK\x01eK\x02K\x03u.");
+    assert_eq!(value.unwrap(), "{'a': <1>, 'b': [<2>, 1], 2: 3}");
+    assert_eq!(symbols, ["os.x", "os.y"]);
+    // The object with an unlisted argument is replaced as a whole.
+    let (value, symbols) = replaced(b"ccollections\ndefaultdict\ncos\nsystem\n\x85R.");
+    assert_eq!((value.unwrap().as_str(), symbols.as_slice()), ("<1>", &["os.system".to_owned()][..]));
+    // A dict key cannot be replaced, so the dict is replaced.
+    assert_eq!(replaced(b"]}cos\nx\nK\x01sa.").0.unwrap(), "[<1>]");
+}
+
+#[test]
 fn known_calls_with_unusual_arguments_are_errors() {
     for bytes in [
         &b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."[..],
