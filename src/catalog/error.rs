@@ -3,7 +3,7 @@
 use serde_json::{Value as Json, json};
 
 /// A tensor or value that is not stored exactly once, or that ranks store differently.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]
 pub enum CatalogError {

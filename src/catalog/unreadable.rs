@@ -1,9 +1,10 @@
 //! Tensors and objects that dtshard cannot read, although the file is sound. They are leaves of the state dict like any
-//! other tensor, so that filters can leave them out. The rest of the file can then be read.
+//! other tensor, so that filters can leave them out. The rest of the checkpoint can then be read.
 
 use std::fmt;
 use std::path::PathBuf;
 
+use super::error::CatalogError;
 use crate::error::Error;
 
 /// The reason why a leaf of the state dict cannot be read.
@@ -21,6 +22,10 @@ pub enum UnreadableKind {
     Tensor(String),
     /// An object whose Python class is not known to be plain data. The text is the name of the class.
     Object(String),
+    /// A plain tensor whose parts do not match the layout that the user declared.
+    Misfit(CatalogError),
+    /// Optimizer state of a parameter that has only a number, without a declared layout.
+    UnknownNumber,
 }
 
 impl fmt::Display for UnreadableKind {
@@ -28,25 +33,40 @@ impl fmt::Display for UnreadableKind {
         match self {
             Self::Tensor(what) => formatter.write_str(what),
             Self::Object(symbol) => write!(formatter, "an object of `{symbol}`"),
+            Self::Misfit(CatalogError::Conflict { what, .. }) => write!(formatter, "{what} does not match the declaration"),
+            Self::Misfit(error) => error.fmt(formatter),
+            Self::UnknownNumber => formatter.write_str("state of a parameter of which only the number is known"),
         }
     }
 }
 
 impl Unreadable {
+    /// Returns whether the user can make the tensor readable by declaring another layout.
+    #[must_use]
+    pub fn is_about_declaration(&self) -> bool {
+        matches!(self.kind, UnreadableKind::Misfit(_) | UnreadableKind::UnknownNumber)
+    }
+
     /// Returns the error about a conversion that needs this leaf. `name` is the name of the leaf in the file.
     #[must_use]
     pub fn error(&self, name: &str) -> Error {
         let file = self.file.display();
-        let name = if name.is_empty() { String::from("the pickled object") } else { format!("`{name}`") };
+        let quoted = if name.is_empty() { String::from("the pickled object") } else { format!("`{name}`") };
         match &self.kind {
             UnreadableKind::Tensor(what) => Error::unsupported(
-                format!("{file}: {name} is {what}"),
+                format!("{file}: {quoted} is {what}"),
                 "leave this tensor out with options::exclude, or save it again as a dense tensor",
             ),
             UnreadableKind::Object(symbol) => Error::unsupported(
-                format!("{file}: {name} needs the Python object `{symbol}`, which is not known to be plain data"),
+                format!("{file}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data"),
                 "leave this object out with options::exclude, or leave out all such objects with options::drop_unknown: \
                  dtshard never runs code from a pickle",
+            ),
+            UnreadableKind::Misfit(error) => error.clone().into(),
+            UnreadableKind::UnknownNumber => Error::unsupported(
+                format!("{name}: the optimizer numbers its parameters, and the parameter of this number is unknown"),
+                "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
+                 options::src_placements 'optim.state.0=S(0)'",
             ),
         }
     }

@@ -39,6 +39,12 @@ impl<'a> Inspection<'a> {
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
+        // A declaration that does not fit is an error of the user, whatever else the checkpoint contains.
+        let unreadable =
+            checkpoint.catalog.tensors.iter().filter_map(|entry| Some((entry, entry.unreadable.as_ref()?)));
+        if let Some((entry, why)) = { unreadable }.find(|(_, why)| why.is_about_declaration()) {
+            return Err(why.error(entry.fqn.as_str()));
+        }
         let mut names = state_dict::all_tensors(&checkpoint.catalog.state);
         names.retain(|(_, id)| !checkpoint.catalog.tensor(*id).is_unreadable_object());
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;

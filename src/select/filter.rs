@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use super::NameOptions;
 use super::survey::{Leaf, LeafKind, Named, Survey, is_number};
 use crate::catalog::state_dict;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::layout::Pattern;
 use crate::nearest;
 
@@ -37,14 +37,25 @@ impl<'o> UsedPatterns<'o> {
         covered
     }
 
-    fn check_used(&self, option: &str, survey: &Survey<'_>) -> Result<()> {
-        let Some(unused) = self.used.iter().position(|used| !used) else { return Ok(()) };
-        let pattern = self.patterns[unused].as_str();
-        Err(Error::usage(
-            format!("{option} {pattern}: no tensor or object matches this pattern"),
-            nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict), survey),
-        ))
+    fn unused(&self) -> impl Iterator<Item = &Pattern> {
+        self.patterns.iter().zip(&self.used).filter(|(_, used)| !**used).map(|(pattern, _)| pattern)
     }
+}
+
+/// The leaves that the filters keep, and the patterns that match no leaf.
+pub(super) struct Kept {
+    /// For each leaf of the state dict, whether it is kept.
+    pub leaves: Vec<bool>,
+    /// The option and the text of each pattern that matches no leaf.
+    pub unused: Vec<(&'static str, String)>,
+}
+
+/// Returns the error about a pattern that matches no leaf.
+pub(super) fn unused_error(survey: &Survey<'_>, (option, pattern): &(&str, String)) -> Error {
+    Error::usage(
+        format!("{option} {pattern}: no tensor or object matches this pattern"),
+        nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict), survey),
+    )
 }
 
 /// Returns a hint with the names that are nearest to a pattern that matches nothing.
@@ -53,13 +64,13 @@ pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s 
     nearest::pattern_hint(pattern, &names)
 }
 
-/// Returns, for each leaf of the state dict, whether it is kept.
-pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<bool>> {
+/// Applies the filters to the leaves of the state dict.
+pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
     let is_gradient = |leaf: &Leaf| state_dict::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
-        return Ok(kept);
+        return Kept { leaves: kept, unused: Vec::new() };
     }
     let (mut include, mut exclude) = (UsedPatterns::new(&options.include), UsedPatterns::new(&options.exclude));
     let mut in_use: HashSet<u32> = HashSet::new();
@@ -76,15 +87,17 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Result<Vec<boo
             in_use.insert(number);
         }
     }
-    include.check_used("options::include", survey)?;
-    exclude.check_used("options::exclude", survey)?;
+    let of_option = |option, patterns: &UsedPatterns<'_>| {
+        patterns.unused().map(|pattern| (option, pattern.as_str().to_owned())).collect::<Vec<_>>()
+    };
+    let unused = [of_option("options::include", &include), of_option("options::exclude", &exclude)].concat();
     for (index, leaf) in survey.leaves.iter().enumerate() {
         let of_used = leaf.in_groups() && leaf.optimizer.is_some_and(|(number, _)| in_use.contains(&number));
         if of_used && !excluded[index] && !belongs_to_left_out(survey, *leaf, &kept) {
             kept[index] = true;
         }
     }
-    Ok(kept)
+    Kept { leaves: kept, unused }
 }
 
 /// Returns whether a leaf belongs to a parameter that is left out, if the parameter groups of the optimizer are

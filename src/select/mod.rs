@@ -12,6 +12,7 @@
 //! Invariant: a pattern, prefix or rename without effect is an error that shows the nearest names, because a typing
 //! mistake must not silently write another model.
 
+mod compared;
 mod dtypes;
 mod filter;
 mod naming;
@@ -28,6 +29,7 @@ use std::iter::zip;
 
 use rayon::prelude::*;
 
+pub use compared::{select_and_list_left_out, select_both};
 pub use dtypes::{CastSummary, DtypeRule, KeptReason};
 pub use rename::Rename;
 
@@ -143,20 +145,28 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
         ));
     }
     let survey = Survey::new(source, options.wrappers);
-    let mut kept = filter::keep(&survey, options)?;
-    let notes = filter::notes(&survey, options, &kept);
-    let state = || match unchanged_state(source, &survey, options, &mut kept) {
+    let kept = filter::keep(&survey, options);
+    if let Some(unused) = kept.unused.first() {
+        return Err(filter::unused_error(&survey, unused));
+    }
+    let selected = select_kept(source, options, &survey, kept.leaves)?;
+    reject_unsupported(source, &selected.catalog.state)?;
+    Ok(selected)
+}
+
+/// Renames and casts the leaves that the filters keep.
+fn select_kept(source: &Catalog, options: &NameOptions, survey: &Survey<'_>, mut kept: Vec<bool>) -> Result<Selected> {
+    let notes = filter::notes(survey, options, &kept);
+    let state = || match unchanged_state(source, survey, options, &mut kept) {
         Some(part) => Ok(part.clone()),
-        None => rename(&survey, options, &mut kept),
+        None => rename(survey, options, &mut kept),
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
-    reject_tensor_keys(&catalog.state)?;
-    reject_unreadable(source, &catalog.state)?;
-    let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
+    let casts = dtypes::apply(survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
-    Ok(Selected { catalog, left_out: left_out(source, &survey, &kept), casts, notes })
+    Ok(Selected { catalog, left_out: left_out(source, survey, &kept), casts, notes })
 }
 
 fn reject_tensor_keys(state: &Value) -> Result<()> {
@@ -172,8 +182,9 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
     ))
 }
 
-/// Refuses selected tensors and objects that cannot be read.
-fn reject_unreadable(source: &Catalog, selected: &Value) -> Result<()> {
+/// Refuses a selected dict with a tensor in a key, and selected tensors and objects that cannot be read.
+fn reject_unsupported(source: &Catalog, selected: &Value) -> Result<()> {
+    reject_tensor_keys(selected)?;
     if source.tensors.iter().all(|entry| entry.unreadable.is_none()) {
         return Ok(());
     }

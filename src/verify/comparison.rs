@@ -136,6 +136,7 @@ impl ComparedNames {
         let selection = &self.source.catalog;
         let mut listed: BTreeMap<&str, &ListedTensor> =
             listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        listed.retain(|name, _| !self.left_out.contains(*name));
         let ours = named_tensors(selection);
         check_common(args, ours.keys(), |name| listed.contains_key(name))?;
         let progress = Task::start(run.progress, "hashing", selection.tensors.iter().map(TensorEntry::len_bytes).sum());
@@ -177,7 +178,9 @@ impl ComparedNames {
         suggest_root(&self.source, found);
         let ours = objects(&selection.state);
         if source.format.holds_objects() && listing.holds_objects() {
-            found.same_listed_objects(ours, listing, args);
+            let listed = listing.objects.iter().map(|(name, one)| (name.as_str(), one));
+            let listed = listed.filter(|(name, _)| !self.left_out.contains(*name)).collect();
+            found.same_listed_objects(ours, listed, args);
         } else {
             found.not_comparable.extend(ours.into_keys());
         }
@@ -266,9 +269,12 @@ impl Findings {
 
     /// Compares objects with a listing. A listing has only the text that `inspect` prints for an object, so the texts
     /// of the objects are compared.
-    fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &DigestListing, args: &VerifyOptions) {
-        let mut listed: BTreeMap<&str, &Json> =
-            listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
+    fn same_listed_objects(
+        &mut self,
+        ours: BTreeMap<String, &Value>,
+        mut listed: BTreeMap<&str, &Json>,
+        args: &VerifyOptions,
+    ) {
         for (name, value) in ours {
             let shown = object_document(value);
             match listed.remove(name.as_str()) {

@@ -7,6 +7,7 @@ mod findings;
 mod saved_digests;
 mod soundness;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use self::comparison::{Comparison, suggest_dtype};
@@ -78,20 +79,27 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// The tensors to compare: SRC with the selected names and dtypes, and OTHER with all of its tensors.
+/// The tensors to compare: SRC with the selected names and dtypes, and OTHER without what the filters leave out.
 struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
+    /// The names that the filters leave out, if OTHER is not a checkpoint.
+    left_out: HashSet<String>,
 }
 
 impl ComparedNames {
     fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
-        let as_it_is = select::NameOptions { wrappers: options.wrappers, ..select::NameOptions::default() };
-        Ok(Self {
-            source: select::select(&source.catalog, &options)?,
-            other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,
+        Ok(match other {
+            Some(other) => {
+                let (source, other) = select::select_both(&source.catalog, &other.catalog, &options)?;
+                Self { source, other: Some(other), left_out: HashSet::new() }
+            }
+            None => {
+                let (source, left_out) = select::select_and_list_left_out(&source.catalog, &options)?;
+                Self { source, other: None, left_out }
+            }
         })
     }
 }

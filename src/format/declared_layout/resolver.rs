@@ -15,9 +15,10 @@ use super::reduce::ReduceRules;
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
+use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, checked_len_bytes,
+    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, Unreadable, checked_len_bytes,
     state_dict,
 };
 use crate::error::{Error, Result};
@@ -133,7 +134,7 @@ impl<'a> LayoutResolver<'a> {
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
             // The optimizer state shows which parameters are trained, regardless of its layout.
             let tensor_names = self.tensor_names(id);
-            if entry.is_shared() {
+            if entry.is_shared() || entry.unreadable.is_some() {
                 continue;
             }
             let paths = &self.paths[id.0 as usize];
@@ -151,7 +152,7 @@ impl<'a> LayoutResolver<'a> {
         self.planned = self.plan(order)?;
         let entries = plain_tensors
             .iter()
-            .map(|(id, entry, tensor_names)| Ok((*id, self.resolve_entry(*id, entry, tensor_names)?)));
+            .map(|(id, entry, tensor_names)| Ok((*id, self.resolve_or_defer(*id, entry, tensor_names)?)));
         let entries = entries.collect::<Result<_>>()?;
         self.effects.check(self.declared, self.catalog)?;
         let number = count(self.buffers, "tensor");
@@ -229,8 +230,13 @@ impl<'a> LayoutResolver<'a> {
         overridden.difference(&applied).map(|index| unused_rule_warning(text(index))).collect()
     }
 
-    fn resolve_entry(&mut self, id: TensorId, entry: &TensorEntry, tensor_names: &TensorNames) -> Result<TensorEntry> {
-        let (mut shared, declared_by) = self.choose_layout(id, entry, tensor_names)?;
+    fn resolve_entry(
+        &mut self,
+        id: TensorId,
+        entry: &TensorEntry,
+        tensor_names: &TensorNames,
+    ) -> Result<Option<TensorEntry>> {
+        let Some((mut shared, declared_by)) = self.choose_layout(id, entry, tensor_names)? else { return Ok(None) };
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         self.effects.sharded +=
             usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
@@ -261,26 +267,46 @@ impl<'a> LayoutResolver<'a> {
         // A tensor with one element cannot be sharded and is written as a plain tensor.
         let is_scalar = found.shape.is_empty() && partial_values.is_none();
         let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
-        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values, chunks, ..entry.clone() })
+        Ok(Some(TensorEntry { shape: found.shape, sharding, stride, partial_values, chunks, ..entry.clone() }))
     }
 
+    /// Returns the entry of a tensor with its layout. If its layout is unknown or does not match its parts, returns an
+    /// entry that cannot be read: the error matters only if the tensor is selected.
+    fn resolve_or_defer(
+        &mut self,
+        id: TensorId,
+        entry: &TensorEntry,
+        tensor_names: &TensorNames,
+    ) -> Result<TensorEntry> {
+        let kind = match self.resolve_entry(id, entry, tensor_names) {
+            Ok(Some(entry)) => return Ok(entry),
+            Ok(None) => UnreadableKind::UnknownNumber,
+            Err(Error::Catalog(error)) => UnreadableKind::Misfit(error),
+            Err(error) => return Err(error),
+        };
+        let why = Unreadable { file: self.file_of_rank(entry, None), kind };
+        Ok(TensorEntry::unreadable(entry.fqn.clone(), why))
+    }
+
+    /// Returns the origin and the placements of a tensor. Returns `None` if the tensor is optimizer state of an unknown
+    /// parameter.
     fn choose_layout(
         &mut self,
         id: TensorId,
         entry: &TensorEntry,
         tensor_names: &TensorNames,
-    ) -> Result<(SharedTensor, String)> {
+    ) -> Result<Option<(SharedTensor, String)>> {
         let layout = self.layout;
         if let Some(rule) = layout.rules.iter().find(|rule| tensor_names.is_covered_by(rule)) {
             match layout.placement_by_rule(rule, &tensor_names.names, &entry.shape) {
                 Err(LayoutError::RuleMisfit { .. })
                     if tensor_names.is_without_parameter || tensor_names.other_shaped_parameter.is_some() => {}
-                shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.origin.clone())),
+                shared => return Ok(Some((shared?.unwrap_or_else(|| layout.replicated()), rule.origin.clone()))),
             }
         }
         if let Some((shared, by)) = self.planned_layout(id, tensor_names) {
             self.effects.by_plan += usize::from(by != PlacementSource::Buffer);
-            return Ok((shared, format!("the plan ({by})")));
+            return Ok(Some((shared, format!("the plan ({by})"))));
         }
         let (shared, declared_by) = match (&tensor_names.other_shaped_parameter, &self.declared.fallback) {
             (Some(_), _) => (layout.with_default_split(layout.replicated()), UNDECLARED),
@@ -294,16 +320,17 @@ impl<'a> LayoutResolver<'a> {
             && !entry.shape.is_empty()
             && !(is_whole && self.layout.rules.is_empty() && self.planned.is_none())
         {
-            return Err(misfit::unknown_number_error(&entry.fqn));
+            self.effects.by_fallback += 1;
+            return Ok(None);
         }
         // If a whole tensor were treated as a part, the result would be a larger tensor, without any error.
         if tensor_names.is_in_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
             self.buffers += 1;
-            return Ok((layout.replicated(), UNTRAINED.to_owned()));
+            return Ok(Some((layout.replicated(), UNTRAINED.to_owned())));
         }
         self.effects.by_fallback +=
             usize::from(tensor_names.other_shaped_parameter.is_none() && !entry.shape.is_empty());
-        Ok((shared, declared_by.to_owned()))
+        Ok(Some((shared, declared_by.to_owned())))
     }
 
     fn tensor_names(&mut self, id: TensorId) -> TensorNames {

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::TensorView;
 
 use crate::common::env::TestEnv;
-use crate::common::{Run, expect, fixture, inspect, read, succeed};
+use crate::common::{Run, assert_same, below, expect, fixture, inspect, read, succeed};
 use crate::contract::assert_contains;
 
 /// A tensor of f32: a shape and its elements.
@@ -400,6 +400,26 @@ fn numbered_state_of_unknown_parameters_is_refused() {
     let run = inspect_refused(&source, &format!("{rest} --src-placements **.weight=S(0)"));
     assert_contains(&run.stderr, &["--src-placements **.weight=S(0)"]);
     inspect_refused(&source, &format!("{rest} --src-placements S(0)"));
+}
+
+/// Only the tensors that are converted need a declared layout that fits.
+#[test]
+fn tensors_that_are_left_out_need_no_declared_layout() {
+    let env = TestEnv::new();
+    let local = "--mesh tp=3 --placements **.weight=S(0) --placements R --tensor-class local";
+    let source = env.make("reshard", "fsdp4/ranks", "out", local).path;
+    let one = "--src-mesh tp=3 --src-placements blocks.0.w1.weight=S(0) --include blocks.0.w1.weight";
+    let made = env.make("consolidate", &source, "one", one);
+    let mut expected = below("model.", &read(&fixture("fsdp4/ranks")));
+    expected.retain(|name, _| name == "blocks.0.w1.weight");
+    assert_same(&made.tensors(), &expected, "one tensor");
+    // The other tensors differ in shape between ranks.
+    let rule = "--src-mesh tp=3 --src-placements blocks.0.w1.weight=S(0)";
+    let refused = expect(2, "consolidate", &[&source, &env.path("all")], rule).stderr;
+    assert_contains(&refused, &["the local shape differs between rank", "declare --src-placements"]);
+    // Optimizer state of unknown parameters does not matter beside the scheduler.
+    let options = "--series optim,extra_state --src-mesh tp=3 --src-placements S(0) --to torch-ranks --mesh dp=1";
+    env.make("reshard", &source, "rest", &format!("{options} --exclude optim"));
 }
 
 #[test]

@@ -81,6 +81,42 @@ fn dtype_is_applied_to_src() {
     assert_eq!(found["different"], expected);
 }
 
+/// A tensor that the filters leave out of SRC is also left out of OTHER, whatever its name is there.
+#[test]
+fn filters_apply_to_both_checkpoints() {
+    let env = TestEnv::new();
+    let source = fixture("fsdp4/ranks");
+    let all = env.make("reshard", &source, "all", "--mesh dp=2").path;
+    let model = env.make("reshard", &source, "model", "--mesh dp=2 --exclude optim").path;
+    let merged = env.make("consolidate", &source, "merged", "").path;
+    let listing = env.path("digests.json");
+    fs::write(&listing, succeed("inspect", &[&source], "--digest --json").stdout).unwrap();
+    for (other, options) in [
+        (&all, "--exclude optim"),
+        (&all, "--include model"),
+        (&all, "--include optim.state.3"),
+        (&model, "--exclude optim"),
+        (&merged, "--root model --exclude optim --exclude model.blocks.0"),
+        (&merged, "--root model --include model.blocks"),
+        (&listing, "--exclude optim"),
+        (&listing, "--include model.blocks"),
+    ] {
+        let found = succeed("verify", &[&source, other], &format!("{options} --json")).json();
+        assert_eq!((&found["only_in_src"], &found["only_in_other"]), (&json!([]), &json!([])), "{options}");
+        assert!(found["tensors"].as_u64().unwrap() > 0, "{options}");
+    }
+    // A pattern may match names of OTHER alone, but not of neither.
+    succeed("verify", &[&model, &all], "--exclude optim");
+    expect(2, "verify", &[&model, &all], "--exclude optim --exclude nowhere");
+    // Other tensors of OTHER are still findings.
+    let found = expect(1, "verify", &[&model, &all], "--exclude optim.state.3 --json").json();
+    let added = found["only_in_other"].as_array().unwrap();
+    assert!(added.iter().any(|name| name == "optim.state.4.exp_avg"), "{added:?}");
+    assert!(!added.iter().any(|name| name == "optim.state.3.exp_avg"), "{added:?}");
+    let found = expect(1, "verify", &[&merged, &source], "--add-prefix model. --include blocks.0 --json").json();
+    assert!(!found["only_in_other"].as_array().unwrap().is_empty());
+}
+
 #[test]
 fn common_compares_tensors_of_both_only() {
     let env = TestEnv::new();

@@ -1,0 +1,94 @@
+//! Selects the names of two checkpoints that are compared.
+//!
+//! Names and casts apply to SRC alone. The filters (`--include`, `--exclude`) leave out tensors and objects of both
+//! checkpoints: what is left out of SRC is also left out of OTHER, under the name that it would have.
+
+use std::collections::HashSet;
+
+use super::survey::{Leaf, Survey};
+use super::{NameOptions, Root, Selected, filter, reject_unsupported, select, select_kept};
+use crate::catalog::path;
+use crate::catalog::{Catalog, Value};
+use crate::error::Result;
+
+/// Selects the names of SRC as [`select`](super::select) does, and the names of OTHER without those that the filters
+/// leave out.
+///
+/// # Errors
+/// The errors of [`select`](super::select). A pattern must match a name of SRC or of OTHER.
+pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> Result<(Selected, Selected)> {
+    let survey = Survey::new(source, options.wrappers);
+    let kept = filter::keep(&survey, options);
+    // The own filters of OTHER: if SRC is renamed, `--include` is a pattern of names that OTHER does not have.
+    let include = if is_renamed(options) { Vec::new() } else { options.include.clone() };
+    let filters = NameOptions { include, exclude: options.exclude.clone(), ..unfiltered(options) };
+    let other_survey = Survey::new(other, options.wrappers);
+    let other_kept = filter::keep(&other_survey, &filters);
+    let is_unused_by_other = |unused: &&(&str, String)| {
+        let is_applied = unused.0 == "options::exclude" || !is_renamed(options);
+        !is_applied || other_kept.unused.contains(unused)
+    };
+    if let Some(unused) = kept.unused.iter().find(is_unused_by_other) {
+        return Err(filter::unused_error(&survey, unused));
+    }
+    let ours = select_kept(source, options, &survey, kept.leaves)?;
+    let left_out = left_out_names(source, &survey, options, &ours)?;
+    let chosen = names(&ours.catalog.state);
+    let is_kept = |(leaf, kept): (&Leaf, bool)| {
+        let name = other_survey.named(*leaf).name;
+        !left_out.contains(&name) && (kept || chosen.contains(&name))
+    };
+    let kept_of_other = other_survey.leaves.iter().zip(other_kept.leaves).map(is_kept).collect();
+    let theirs = select_kept(other, &unfiltered(options), &other_survey, kept_of_other)?;
+    reject_unsupported(source, &ours.catalog.state)?;
+    reject_unsupported(other, &theirs.catalog.state)?;
+    Ok((ours, theirs))
+}
+
+/// Selects the names of a checkpoint that is compared with a list of names. Also returns the names that the filters leave
+/// out.
+///
+/// # Errors
+/// The errors of [`select`].
+pub fn select_and_list_left_out(source: &Catalog, options: &NameOptions) -> Result<(Selected, HashSet<String>)> {
+    let selected = select(source, options)?;
+    let left_out = left_out_names(source, &Survey::new(source, options.wrappers), options, &selected)?;
+    Ok((selected, left_out))
+}
+
+/// Returns the names that the leaves left out by the filters would have.
+fn left_out_names(
+    source: &Catalog,
+    survey: &Survey<'_>,
+    options: &NameOptions,
+    selected: &Selected,
+) -> Result<HashSet<String>> {
+    if options.include.is_empty() && options.exclude.is_empty() {
+        return Ok(HashSet::new());
+    }
+    let without_filters = NameOptions { include: Vec::new(), exclude: Vec::new(), ..options.clone() };
+    let every = filter::keep(survey, &without_filters).leaves;
+    let mut all = names(&select_kept(source, &without_filters, survey, every)?.catalog.state);
+    for name in names(&selected.catalog.state) {
+        all.remove(&name);
+    }
+    Ok(all)
+}
+
+/// Returns whether the options give tensors of SRC other names.
+fn is_renamed(options: &NameOptions) -> bool {
+    options.root != Root::Whole
+        || !options.strip_prefixes.is_empty()
+        || !options.renames.is_empty()
+        || options.add_prefix.is_some()
+        || options.nest.is_some()
+}
+
+/// Returns options that keep all names, apart from wrapper components.
+fn unfiltered(options: &NameOptions) -> NameOptions {
+    NameOptions { wrappers: options.wrappers, ..NameOptions::default() }
+}
+
+fn names(state: &Value) -> HashSet<String> {
+    path::leaves(state).into_iter().map(|(path, _)| path.to_string()).collect()
+}
