@@ -13,6 +13,7 @@ pub mod flat;
 pub mod modules;
 pub mod optimizer;
 pub mod owner;
+pub mod parameter_names;
 pub mod path;
 mod reserved;
 pub mod state_dict;

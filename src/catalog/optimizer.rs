@@ -5,7 +5,10 @@
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `torch/distributed/checkpoint/state_dict.py`.
 
-use super::{Fqn, Key, Path, Value};
+use std::collections::HashSet;
+
+use super::wrappers::clean_name;
+use super::{Dict, Fqn, Key, Path, Value};
 
 /// The keys under which trainers store an optimizer.
 const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
@@ -93,6 +96,50 @@ fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     };
     let groups: Vec<Vec<Fqn>> = groups.iter().map(names).collect::<Option<_>>()?;
     (!groups.is_empty()).then_some(groups)
+}
+
+/// Returns the numbers of each parameter group of an optimizer state dict, or `None` if its parameters are not numbers.
+pub(super) fn numbers(optimizer: &Dict) -> Option<Vec<Vec<usize>>> {
+    let (Value::List(groups), Value::Dict(_)) = (optimizer.get(GROUPS)?, optimizer.get(STATE)?) else { return None };
+    let number = |value: &Value| usize::try_from(value.as_i64()?).ok();
+    let of_group = |group: &Value| match group.as_dict()?.get(PARAMS)? {
+        Value::List(params) => params.iter().map(number).collect::<Option<Vec<_>>>(),
+        _ => None,
+    };
+    let groups: Vec<Vec<usize>> = groups.iter().map(of_group).collect::<Option<_>>()?;
+    groups.iter().any(|group| !group.is_empty()).then_some(groups)
+}
+
+/// Returns the names in the lists `param_names` of all groups, in the order of the parameter numbers.
+pub(super) fn listed_names(optimizer: &Dict) -> Option<Vec<Fqn>> {
+    let Value::List(groups) = optimizer.get(GROUPS)? else { return None };
+    let mut listed = Vec::new();
+    for group in groups {
+        let Value::List(names) = group.as_dict()?.get(PARAM_NAMES)? else { return None };
+        for name in names {
+            listed.push(clean(name.as_str()?));
+        }
+    }
+    by_number(&numbers(optimizer)?, listed)
+}
+
+/// Sorts names by the numbers of their parameters. Returns `None` unless each number from 0 on has one name, and all names
+/// differ.
+pub(super) fn by_number(groups: &[Vec<usize>], names: Vec<Fqn>) -> Option<Vec<Fqn>> {
+    let numbers: Vec<usize> = groups.iter().flatten().copied().collect();
+    if numbers.len() != names.len() {
+        return None;
+    }
+    let mut pairs: Vec<(usize, Fqn)> = numbers.into_iter().zip(names).collect();
+    pairs.sort_unstable();
+    let is_complete = pairs.iter().enumerate().all(|(index, (number, _))| index == *number);
+    let distinct: HashSet<&Fqn> = pairs.iter().map(|(_, name)| name).collect();
+    (is_complete && distinct.len() == pairs.len()).then(|| pairs.into_iter().map(|(_, name)| name).collect())
+}
+
+/// Returns the name of a parameter without wrapper components.
+pub(super) fn clean(name: &str) -> Fqn {
+    Fqn::from(clean_name(name))
 }
 
 #[cfg(test)]

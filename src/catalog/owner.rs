@@ -8,7 +8,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE};
+use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE, listed_names};
+use super::wrappers::clean_name;
 use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
 
 /// The parameter that an optimizer state tensor or a gradient belongs to.
@@ -86,15 +87,39 @@ impl<'a> Owners<'a> {
 
 /// Resolves the numbered parameters of a plain `optimizer.state_dict()`: item `i` of the result is parameter `i`.
 ///
-/// Such a state dict does not record which parameter a number belongs to. PyTorch numbers parameters in the order of
-/// `model.parameters()`, which is the order of the model's state dict without buffers and frozen parameters.
+/// Since PyTorch 2.6, the groups of an optimizer that was created with named parameters list the names
+/// (`param_names`). Other state dicts do not record which parameter a number belongs to. PyTorch numbers parameters in
+/// the order of `model.parameters()`, which is the order of the model's state dict without buffers and frozen
+/// parameters.
 ///
-/// Returns `None` unless exactly one assignment is possible: there is one parameter group, numbered from 0, and exactly
-/// one subsequence of the model's tensors matches the state. A subsequence matches if every state tensor with at least
-/// one dim has the shape of its parameter, and is a DTensor if and only if its parameter is a DTensor. The function
-/// `may_be` returns false for tensors that are not parameters.
+/// Without listed names, returns `None` unless exactly one assignment is possible: there is one parameter group, numbered
+/// from 0, and exactly one subsequence of the model's tensors matches the state. A subsequence matches if every state
+/// tensor with at least one dim has the shape of its parameter, and is a DTensor if and only if its parameter is a
+/// DTensor. The function `may_be` returns false for tensors that are not parameters.
 #[must_use]
 pub fn numbered_parameters(
+    catalog: &Catalog,
+    optimizer: &Value,
+    may_be: &dyn Fn(&Fqn) -> bool,
+) -> Option<Vec<(Fqn, TensorId)>> {
+    listed_parameters(catalog, optimizer).or_else(|| parameters_in_order(catalog, optimizer, may_be))
+}
+
+/// Returns the parameters that the groups of the optimizer list by name, if the model has all of them.
+fn listed_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
+    let names = listed_names(optimizer.as_dict()?)?;
+    let model = state_dict::model(&catalog.state).tensors.into_iter();
+    let known: HashMap<String, (Fqn, TensorId)> =
+        model.map(|(fqn, id)| (clean_name(fqn.as_str()), (fqn, id))).collect();
+    // DistributedDataParallel adds `module.` to the names that the job gave the optimizer.
+    let find = |name: &Fqn| {
+        let name = name.as_str();
+        known.get(name).or_else(|| known.get(name.strip_prefix("module.")?)).cloned()
+    };
+    names.iter().map(find).collect()
+}
+
+fn parameters_in_order(
     catalog: &Catalog,
     optimizer: &Value,
     may_be: &dyn Fn(&Fqn) -> bool,

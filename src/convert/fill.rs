@@ -13,6 +13,7 @@ use std::fmt;
 use std::path::Path as FilePath;
 
 use super::matching_names::{NameMatch, Names, of_all_ranks};
+use super::optimizer_names::match_filler;
 use super::run::Run;
 use super::source::{ConversionSource, Filled, announce};
 use super::source_options::read_options;
@@ -75,11 +76,12 @@ fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<C
 /// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from
 /// reading tensors that are tied in FILLER.
 fn fill(
-    source: ConversionSource,
+    mut source: ConversionSource,
     mut filler: Checkpoint,
     wrappers: Wrappers,
     run: &Run<'_>,
 ) -> Result<ConversionSource> {
+    match_filler(&mut source, &filler.catalog);
     let mut selection = select::select(&filler.catalog, &select::NameOptions::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;

@@ -21,6 +21,7 @@ mod flatten;
 mod matching_names;
 mod model_config;
 mod nesting;
+mod optimizer_names;
 pub mod options;
 mod parallelize_plan;
 mod partial_values;
@@ -46,6 +47,7 @@ mod write;
 
 pub use complete_plan::complete;
 pub use execute::{execute, preview};
+pub use optimizer_names::name_for_comparison;
 pub use options::InspectOptions;
 pub use peers::Peers;
 pub use prepared::Prepared;

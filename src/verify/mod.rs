@@ -20,7 +20,7 @@ use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
 use crate::convert::source_options::{check_flat, check_series, read_options, refuse_without_tensors};
-use crate::convert::{Engine, Run, Setup};
+use crate::convert::{Engine, Run, Setup, name_for_comparison};
 use crate::error::Result;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
 use crate::progress::Progress;
@@ -55,14 +55,17 @@ pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 
 fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()> {
     let listing = args.other.as_deref().map(DigestListing::read_if_any).transpose()?.flatten();
     let layout = declared_layout(&args.source.layout, args.select.keep_names)?;
-    let Some(source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(()) };
-    let other = match &args.other {
+    let Some(mut source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(()) };
+    let mut other = match &args.other {
         Some(path) if listing.is_none() => match open(args, path, None, run.progress, found)? {
             Some(other) => Some(other),
             None => return Ok(()),
         },
         _ => None,
     };
+    if let Some(other) = &mut other {
+        name_for_comparison(&mut source.catalog, &mut other.catalog);
+    }
     let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
     check_series(&args.source, &opened)?;
     check_flat(&args.source, args.like.as_deref(), &opened)?;

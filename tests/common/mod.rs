@@ -149,6 +149,21 @@ impl Source {
         }
     }
 
+    /// Returns every tensor under the name that it has in a DCP directory, where optimizer state has names.
+    pub fn named(&self) -> Tensors {
+        let parameters = self.parameters();
+        self.expected().into_iter().map(|(name, tensor)| (with_parameter_name(&name, &parameters), tensor)).collect()
+    }
+
+    /// Returns the names of the parameters that the optimizer of this checkpoint numbers.
+    pub fn parameters(&self) -> Vec<String> {
+        match self.kind {
+            Kind::Dcp => Vec::new(),
+            Kind::Ranks => self.truth().names("optim_params"),
+            Kind::File => ["0.weight", "0.bias", "1.weight", "1.bias"].map(String::from).to_vec(),
+        }
+    }
+
     fn in_rank_files(&self, truth: &Truth) -> Tensors {
         let series = self.series();
         let has_optimizer = series.iter().any(|name| name == "optim");
@@ -189,6 +204,19 @@ impl Source {
         let unknown = ["c32", "c128", "f4_e2m1fn_x2"];
         self.expected().values().all(|tensor| !unknown.contains(&tensor.dtype.as_str()))
     }
+}
+
+/// Returns a name of optimizer state with the parameter's name instead of its number.
+pub fn with_parameter_name(name: &str, parameters: &[String]) -> String {
+    for optimizer in ["optim.state.", "optimizer.state."] {
+        let Some((number, state)) = name.strip_prefix(optimizer).and_then(|rest| rest.split_once('.')) else {
+            continue;
+        };
+        if let Some(parameter) = number.parse().ok().and_then(|number: usize| parameters.get(number)) {
+            return format!("{optimizer}{parameter}.{state}");
+        }
+    }
+    name.to_owned()
 }
 
 /// Returns the checkpoints of one fixture: its DCP directory and its rank files.

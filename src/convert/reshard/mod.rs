@@ -15,6 +15,7 @@ mod tensor_context;
 
 use super::differing_values::TargetFiles;
 use super::fill::with_others;
+use super::optimizer_names::name_for_dcp;
 use super::prepared::Prepared;
 use super::run::Run;
 use super::source::ConversionSource;
@@ -66,6 +67,9 @@ pub fn prepare(
     };
     check_flat(&convert.source, None, &[&source.checkpoint])?;
     check_tied(convert.tied, to)?;
+    let stores_names =
+        to.tensors() == TensorStorage::Boxes && source.checkpoint.format.tensors() != TensorStorage::Boxes;
+    let notes_of_names = if stores_names { name_for_dcp(&mut source) } else { Vec::new() };
     let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
@@ -75,6 +79,7 @@ pub fn prepare(
     let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
     let mut notes = source.conflicts.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.selection.catalog, &layout.mesh);
+    notes.extend(notes_of_names);
     notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
     notes.extend(notes_of_layout);
     if to.tensors() == TensorStorage::Boxes {

@@ -101,7 +101,8 @@ fn numbered_optimizer_state_gets_the_placements_of_its_parameter() {
     assert_eq!(placements("optim.state.1.exp_avg"), "S(1)", "the state of layer 0's q_proj");
     assert_eq!(placements("optim.state.0.exp_avg"), "S(0)", "the state of the embedding");
     // Without the model, the parameters of optimizer state are unknown. The state keeps its names, and a note says so.
-    let options = "--mesh dp=2 --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
+    let options =
+        "--mesh dp=2 --to torch-ranks --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
     let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
     assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers instead of names"]);
     let expected = read(&fixture("torch_file/trainer.pt"));

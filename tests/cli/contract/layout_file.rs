@@ -218,8 +218,8 @@ pub fn laid_out(text: &str, options: &str) -> Json {
     let layout = env.write("layout.toml", text);
     let options = format!("--to dcp --layout {} {options}", layout.display());
     let made = env.make("reshard", "fsdp4/ranks", "out", &options);
-    let expected = read(&fixture("fsdp4/ranks"));
-    assert_same(&made.tensors(), &expected, "values");
+    // The DCP directory of this fixture has names instead of numbers in the optimizer state.
+    succeed("verify", &[&fixture("fsdp4/ranks"), &made.path], "");
     inspect(&made.path, "")
 }
 

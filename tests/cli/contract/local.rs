@@ -151,7 +151,8 @@ fn local_files_are_resharded_between_all_meshes() {
         last = made.path;
     }
     let dcp = env.make("reshard", &last, "dcp", "--to dcp");
-    assert_same(&dcp.tensors(), &expected, "dcp");
+    let named = case("fsdp_tp").into_iter().find(|source| source.kind == Kind::Ranks).unwrap().named();
+    assert_same(&dcp.tensors(), &named, "dcp");
     let whole = env.make("unshard", &last, "whole.pt", "");
     assert_same(&whole.tensors(), &expected, "whole");
     let shipped = env.make("consolidate", &last, "shipped", "");

@@ -36,7 +36,7 @@ fn split_options_set_the_chunks_of_dcp() {
         format!("{base}[[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\nsizes = {{ dp = [1, 0, 7, 2] }}\n");
     let found = laid_out(&sizes, "--split balanced");
     assert_eq!(cuts(&found, EMBED, 0), [(0, 1), (1, 7), (8, 2)]);
-    assert_eq!(cuts(&found, "optim.state.0.exp_avg", 0), [(0, 1), (1, 7), (8, 2)], "its state follows");
+    assert_eq!(cuts(&found, "optim.state.embed.weight.exp_avg", 0), [(0, 1), (1, 7), (8, 2)], "its state follows");
     // Two mesh dims have different splits.
     let both = "mesh = \"dp=2,tp=2\"\nplacements = \"S(0),R\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0),S(1)\"\n\
                 split = \"chunk,1+2\"\n";

@@ -71,12 +71,12 @@ fn optimizer_state_gets_the_placement_of_its_parameter() {
 
 #[test]
 fn parameter_numbers_do_not_match_module_patterns() {
-    // `model.1.weight` is the weight of a module. `optimizer.state.1` belongs to another parameter, `model.0.bias`.
+    // `model.1.weight` is the weight of a module. The state 1 of the optimizer belongs to another parameter, `model.0.bias`.
     let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1.weight=S(0)");
     assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
     let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1=S(0)");
     assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
-    assert_eq!(chunks(&found, "optimizer.state.1.exp_avg"), ["[0]+[4]"]);
+    assert_eq!(chunks(&found, "optimizer.state.0.bias.exp_avg"), ["[0]+[4]"]);
 }
 
 /// Asserts that `reshard` exits with code 2 and leaves nothing behind, and returns its message.
@@ -131,7 +131,9 @@ fn mesh_alone_keeps_placements_by_dim_name() {
     // becomes `S(0),S(0)` over (tp, dp).
     let found = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3");
     let expected = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3 --placements S(0),S(0)");
-    for name in ["model.blocks.0.wq.weight", "model.embed.weight", "model.head.weight", "optim.state.0.exp_avg"] {
+    for name in
+        ["model.blocks.0.wq.weight", "model.embed.weight", "model.head.weight", "optim.state.embed.weight.exp_avg"]
+    {
         assert_eq!(chunks(&found, name), chunks(&expected, name), "{name}");
     }
     assert_eq!(chunks(&found, "model.blocks.0.wk.weight"), ["[0,0]+[1,5]", "[1,0]+[1,5]", "[2,0]+[1,5]"]);

@@ -45,7 +45,7 @@ const LAYOUTS: [Layout; 10] = [
 fn reshard_there_and_back(sources: &[Source], layouts: &[Layout]) {
     assert!(!sources.is_empty());
     for source in sources {
-        let expected = source.expected();
+        let expected = source.named();
         for (index, (mesh, placements)) in layouts.iter().enumerate() {
             let folder = temporary_folder();
             let (there, back) = (folder.path().join("there"), folder.path().join("back"));
@@ -105,7 +105,7 @@ fn to_whole_files(sources: &[Source]) {
             succeed("consolidate", &[&whole, &from_whole], "--everything --to safetensors");
             assert_same(&read_safetensors(&from_whole), &expected, &what);
             succeed("consolidate", &[&shards, &from_shards], "--everything");
-            assert_same(&read_safetensors(&from_shards), &expected, &what);
+            assert_same(&read_safetensors(&from_shards), &source.named(), &what);
         } else {
             let outcome = expect(2, "consolidate", &[&source.path, &merged], "--everything");
             assert!(outcome.stderr.contains("safetensors cannot store c32"), "{outcome:?}");
@@ -557,13 +557,19 @@ fn objects_survive_conversions() {
             let series = truth.get("ranks_objects").and_then(Json::as_object).into_iter().flatten();
             series.for_each(|(name, tree)| leaves(name, tree, &mut expected));
         }
-        let expected = Json::Object(expected);
+        let mut expected = Json::Object(expected);
         let folder = temporary_folder();
         let at = |name: &str| folder.path().join(name);
         let (first, second, whole) = (at("first"), at("second"), at("whole.pt"));
         let objects = |path: &Path| inspect(path, "--brief")["objects"].clone();
         assert_eq!(objects(&source.path), expected, "{}", source.path.display());
         succeed("reshard", &[&source.path, &first], "--to dcp --mesh dp=3 --placements S(0)");
+        if source.kind == Kind::Ranks
+            && let Some(list) = expected.get_mut("optim.param_groups.0.params")
+            && list["value"][0].is_number()
+        {
+            list["value"] = source.parameters().into();
+        }
         succeed("reshard", &[&first, &second], "--mesh dp=2,tp=2 --placements S(0),S(1)");
         succeed("unshard", &[&second, &whole], "");
         for result in [&first, &second, &whole] {

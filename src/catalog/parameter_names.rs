@@ -1,0 +1,203 @@
+//! Replaces the parameter numbers of a plain `optimizer.state_dict()` by parameter names.
+//!
+//! `get_optimizer_state_dict` of `torch/distributed/checkpoint/state_dict.py` makes the same replacement before a job saves
+//! a DCP directory: names become the keys of `state` and the items of `params`. All other values stay as they are.
+
+use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, named_groups, numbers};
+use super::owner::numbered_parameters;
+use super::path::key_text;
+use super::{Catalog, Fqn, Key, Path, Value, state_dict};
+
+/// The maximum number of keys above an optimizer state dict, as in `state.optimizers.0`.
+const DEPTH: usize = 4;
+
+/// Returns the paths of the optimizer state dicts whose parameters are numbers.
+#[must_use]
+pub fn numbered_optimizers(state: &Value) -> Vec<Path> {
+    let mut found = Vec::new();
+    find(state, &Path::default(), &mut found);
+    found
+}
+
+fn find(value: &Value, path: &Path, found: &mut Vec<Path>) {
+    match value {
+        Value::Dict(dict) if numbers(dict).is_some() => found.push(path.clone()),
+        Value::Dict(dict) if path.0.len() < DEPTH => {
+            for (key, child) in &dict.entries {
+                find(child, &path.child(Key::Name(key_text(key))), found);
+            }
+        }
+        Value::List(items) if path.0.len() < DEPTH => {
+            for (index, child) in (0..).zip(items) {
+                find(child, &path.child(Key::Index(index)), found);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Returns the names of the parameters of an optimizer, in the order of their numbers. The names come from the model
+/// beside it ([`numbered_parameters`]), or from the lists `param_names` of its groups if there is no model. Returns `None`
+/// if the name of a parameter is unknown.
+#[must_use]
+pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> {
+    let optimizer = optimizer.find(&catalog.state)?;
+    let of_model = || {
+        let parameters = numbered_parameters(catalog, optimizer, &|_| true)?;
+        Some(parameters.into_iter().map(|(name, _)| clean(name.as_str())).collect())
+    };
+    let has_model = !state_dict::model(&catalog.state).tensors.is_empty();
+    of_model().or_else(|| listed_names(optimizer.as_dict()?).filter(|_| !has_model))
+}
+
+/// Returns the names of the parameters of an optimizer of another checkpoint (`--like`) of the same job. Its groups must
+/// have as many parameters as the groups of the optimizer at `path`.
+#[must_use]
+pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> Option<Vec<Fqn>> {
+    let groups = numbers(path.find(&catalog.state)?.as_dict()?)?;
+    let numbered = || {
+        let other = numbered_optimizers(&like.state).into_iter().next()?;
+        let names = parameter_names(like, &other)?;
+        let of_number = |number: &usize| names.get(*number).cloned();
+        let group = |group: &Vec<usize>| group.iter().map(of_number).collect::<Option<Vec<Fqn>>>();
+        numbers(other.find(&like.state)?.as_dict()?)?.iter().map(group).collect::<Option<Vec<_>>>()
+    };
+    let named = named_groups(&like.state).or_else(numbered)?;
+    let is_alike = groups.len() == named.len() && groups.iter().zip(&named).all(|(own, other)| own.len() == other.len());
+    is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?
+}
+
+/// Replaces the numbers of an optimizer's parameters by these names. Returns false, and changes nothing, if the state has
+/// a number without a name.
+pub fn set_parameter_names(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
+    let name = |key: &Value| names.get(usize::try_from(key.as_i64()?).ok()?).map(|name| Value::Str(name.into()));
+    replace_parameters(state, optimizer, &name)
+}
+
+/// Replaces the names of an optimizer's parameters by their positions in `names`. Returns false, and changes nothing, if
+/// the state has another name.
+pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
+    let number = |key: &Value| {
+        let name = clean(key.as_str()?);
+        names.iter().position(|known| *known == name).and_then(|number| Some(Value::Int(number.try_into().ok()?)))
+    };
+    replace_parameters(state, optimizer, &number)
+}
+
+/// Replaces the keys of the state of an optimizer, and the items of `params` of its groups. Returns false, and changes
+/// nothing, if `new` has no value for one of them.
+fn replace_parameters(state: &mut Value, optimizer: &Path, new: &dyn Fn(&Value) -> Option<Value>) -> bool {
+    let Some(Value::Dict(optimizer)) = optimizer.find_mut(state) else { return false };
+    let mut replaced = optimizer.clone();
+    let replace = |key: &mut Value| {
+        *key = new(key)?;
+        Some(())
+    };
+    let done = replaced.entries.iter_mut().try_for_each(|(key, value)| match (key.as_str(), value) {
+        (Some(STATE), Value::Dict(states)) => states.entries.iter_mut().try_for_each(|(key, _)| replace(key)),
+        (Some(GROUPS), Value::List(groups)) => groups.iter_mut().try_for_each(|group| {
+            let Value::Dict(group) = group else { return None };
+            let params = group.entries.iter_mut().find(|(key, _)| key.as_str() == Some(PARAMS));
+            let Some((_, Value::List(params))) = params else { return None };
+            params.iter_mut().try_for_each(replace)
+        }),
+        _ => Some(()),
+    });
+    if done.is_some() {
+        *optimizer = replaced;
+    }
+    done.is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::state_dict::tests::{dict, tensor};
+    use crate::catalog::{Dtype, TensorEntry};
+    use crate::storage::FileId;
+
+    fn list<T>(items: &[T], value: impl Fn(&T) -> Value) -> Value {
+        Value::List(items.iter().map(value).collect())
+    }
+
+    /// Returns an optimizer state dict. Each group has numbers and, if there are any, the listed names.
+    fn optimizer(states: &[i64], groups: &[(&[i64], &[&str])]) -> Value {
+        let state = states.iter().map(|number| (Value::Int(*number), dict(vec![("step", Value::Int(7))]))).collect();
+        let group = |(numbers, names): &(&[i64], &[&str])| {
+            let mut entries = vec![("lr", Value::Float(0.1)), (PARAMS, list(numbers, |number| Value::Int(*number)))];
+            if !names.is_empty() {
+                entries.push(("param_names", list(names, |name| Value::Str((*name).into()))));
+            }
+            dict(entries)
+        };
+        let state = Value::Dict(crate::catalog::Dict { entries: state, ..Default::default() });
+        dict(vec![(STATE, state), (GROUPS, list(groups, group))])
+    }
+
+    fn catalog(parameters: &[&str], optimizer: Value) -> Catalog {
+        let mut catalog = Catalog::empty();
+        let entry = |name: &&str| TensorEntry::whole((*name).into(), Dtype::F32, [2].as_slice().into(), FileId(0), 0);
+        catalog.tensors = parameters.iter().map(entry).collect();
+        let model = dict(parameters.iter().copied().zip((0..).map(tensor)).collect());
+        catalog.state = dict(vec![("model", model), ("optim", optimizer)]);
+        catalog
+    }
+
+    fn path() -> Path {
+        Path(vec![Key::Name("optim".into())])
+    }
+
+    fn names(catalog: &Catalog) -> Option<Vec<String>> {
+        Some(parameter_names(catalog, &path())?.iter().map(ToString::to_string).collect())
+    }
+
+    #[test]
+    fn listed_names_are_used_in_the_order_of_the_numbers() {
+        let groups: [(&[i64], &[&str]); 2] = [(&[0, 2], &["b", "module._orig_mod.c"]), (&[1], &["a"])];
+        let found = catalog(&["a", "b", "c"], optimizer(&[0, 1], &groups));
+        assert_eq!(names(&found).unwrap(), ["b", "a", "c"]);
+        // A name that the model lacks, a name that occurs twice, and a number without a name.
+        let groups: [(&[i64], &[&str]); 1] = [(&[0, 1], &["a", "x"])];
+        assert_eq!(names(&catalog(&["a", "b", "c"], optimizer(&[], &groups))), None);
+        let groups: [(&[i64], &[&str]); 1] = [(&[0, 1], &["a", "a"])];
+        assert_eq!(names(&catalog(&["a", "b", "c"], optimizer(&[], &groups))), None);
+        let groups: [(&[i64], &[&str]); 1] = [(&[0, 2], &["a", "b"])];
+        assert_eq!(names(&catalog(&["a", "b", "c"], optimizer(&[], &groups))), None);
+    }
+
+    #[test]
+    fn numbers_become_names_and_names_numbers() {
+        let saved = optimizer(&[0, 1], &[(&[1], &[]), (&[0], &[])]);
+        let mut state = dict(vec![("optim", saved.clone())]);
+        let names = ["a", "b"].map(Fqn::from);
+        assert_eq!(numbered_optimizers(&state), [path()]);
+        assert!(!set_parameter_names(&mut state, &path(), &names[..1]));
+        assert_eq!(state, dict(vec![("optim", saved.clone())]), "a number without a name changes nothing");
+        assert!(set_parameter_names(&mut state, &path(), &names));
+        assert_eq!(
+            format!("{state:.1000}"),
+            "{'optim': {'state': {'a': {'step': 7}, 'b': {'step': 7}}, \
+             'param_groups': [{'lr': 0.1, 'params': ['b']}, {'lr': 0.1, 'params': ['a']}]}}"
+        );
+        assert!(numbered_optimizers(&state).is_empty());
+        assert!(!set_parameter_numbers(&mut state, &path(), &names[..1]));
+        assert!(set_parameter_numbers(&mut state, &path(), &names));
+        assert_eq!(state, dict(vec![("optim", saved)]));
+    }
+
+    #[test]
+    fn names_of_another_checkpoint_are_used_if_its_groups_have_the_same_sizes() {
+        let saved = catalog(&[], optimizer(&[0], &[(&[0], &[]), (&[1, 2], &[])]));
+        let like = |sizes: &[&[&str]]| {
+            let group = |names: &&[&str]| dict(vec![(PARAMS, list(names, |name| Value::Str((*name).into())))]);
+            let state = dict(vec![(STATE, dict(vec![])), (GROUPS, list(sizes, group))]);
+            Catalog { state: dict(vec![("optimizer", state)]), ..Catalog::empty() }
+        };
+        let found = parameter_names_like(&saved, &path(), &like(&[&["x"], &["y", "z"]])).unwrap();
+        assert_eq!(found.iter().map(Fqn::as_str).collect::<Vec<_>>(), ["x", "y", "z"]);
+        assert_eq!(parameter_names_like(&saved, &path(), &like(&[&["x", "y"], &["z"]])), None);
+        let numbered = catalog(&["p", "q", "r"], optimizer(&[], &[(&[2], &["r"]), (&[0, 1], &["p", "q"])]));
+        let found = parameter_names_like(&saved, &path(), &numbered).unwrap();
+        assert_eq!(found.iter().map(Fqn::as_str).collect::<Vec<_>>(), ["r", "p", "q"]);
+    }
+}

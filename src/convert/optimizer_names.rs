@@ -1,0 +1,127 @@
+//! Gives the optimizer state of a source the names that DCP directories have.
+//!
+//! Jobs that save files with `torch.save` store `optimizer.state_dict()`, which numbers the parameters. Jobs that save or
+//! load DCP directories use `get_optimizer_state_dict`, which has names. Without names, PyTorch would not find the state
+//! in the directory.
+
+use std::collections::HashMap;
+
+use super::source::ConversionSource;
+use crate::catalog::optimizer::{self, named_groups};
+use crate::catalog::parameter_names::{
+    numbered_optimizers, parameter_names, parameter_names_like, set_parameter_names, set_parameter_numbers,
+};
+use crate::catalog::path::tensors;
+use crate::catalog::wrappers::clean_name;
+use crate::catalog::{Catalog, Fqn, Path, TensorId, Value, state_dict};
+use crate::quantity::count;
+
+/// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. The checkpoint
+/// of `--like` may have the names; its own numbers are replaced, too. Returns notes about optimizers with and without
+/// names.
+pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
+    let selected = &mut source.selection.catalog;
+    let notes = name_selected(&source.checkpoint.catalog, selected, source.like.as_ref().map(|like| &like.catalog));
+    if let Some(like) = &mut source.like {
+        name_like(&mut like.catalog, selected);
+    }
+    notes
+}
+
+/// Replaces the parameter numbers of the selected optimizers. `stored` is the source, and `like` is another checkpoint
+/// that may have the names.
+fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog>) -> Vec<String> {
+    let optimizers = numbered_optimizers(&stored.state);
+    let new_names = new_names(stored, selected);
+    let mut notes = Vec::new();
+    for optimizer in numbered_optimizers(&selected.state) {
+        let of = if optimizer.0.is_empty() { String::new() } else { format!(" `{optimizer}`") };
+        let names = stored_path(stored, &optimizers, selected, &optimizer)
+            .and_then(|path| parameter_names(stored, path).or_else(|| parameter_names_like(stored, path, like?)));
+        let names: Option<Vec<Fqn>> =
+            names.map(|names| names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect());
+        notes.push(match names.filter(|names| set_parameter_names(&mut selected.state, &optimizer, names)) {
+            Some(names) => format!(
+                "the optimizer{of} of SRC numbers its {}; DST has names, as get_optimizer_state_dict gives them",
+                count(names.len(), "parameter")
+            ),
+            None => format!(
+                "the optimizer{of} numbers its parameters, and their names are unknown, so DST has numbers, too: a job \
+                 that loads optimizer state by name does not find it. Convert the optimizer together with its model, or \
+                 save it with get_optimizer_state_dict"
+            ),
+        });
+    }
+    rename_entries(selected);
+    notes
+}
+
+/// Gives the selected optimizers of SRC the keys that the optimizers of the checkpoint of `--fill-from` have: names or
+/// numbers.
+pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) {
+    let selected = &mut source.selection.catalog;
+    if named_groups(&selected.state).is_none() {
+        if named_groups(&filler.state).is_some() {
+            name_selected(&source.checkpoint.catalog, selected, Some(filler));
+        }
+    } else {
+        for optimizer in numbered_optimizers(&filler.state) {
+            if let Some(names) = parameter_names(filler, &optimizer) {
+                set_parameter_numbers(&mut selected.state, &optimizer, &names);
+            }
+        }
+        rename_entries(selected);
+    }
+}
+
+/// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components.
+fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
+    let new: HashMap<TensorId, Fqn> =
+        state_dict::model(&selected.state).tensors.into_iter().rev().map(|(name, id)| (id, name)).collect();
+    let clean = |name: &Fqn| Fqn::from(clean_name(name.as_str()));
+    let old = state_dict::model(&stored.state).tensors.into_iter();
+    old.filter_map(|(name, id)| Some((clean(&name), clean(new.get(&id)?)))).collect()
+}
+
+/// Returns the path in the source of an optimizer of the selection: the optimizer with the same state tensors, or the only
+/// optimizer of the source.
+fn stored_path<'p>(stored: &Catalog, paths: &'p [Path], selected: &Catalog, optimizer: &Path) -> Option<&'p Path> {
+    let of = |catalog: &Catalog, path: &Path| path.find(&catalog.state).map(Value::tensor_ids);
+    let first = of(selected, optimizer)?.first().copied();
+    let has_first = |path: &&Path| first.is_some_and(|id| of(stored, path).is_some_and(|ids| ids.contains(&id)));
+    let only = if paths.len() == 1 { paths.first() } else { None };
+    paths.iter().find(has_first).or(only)
+}
+
+/// Gives the optimizers of two checkpoints that are compared the same keys: if one has numbers and the other has names,
+/// the numbers are replaced by names where the names are known.
+pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
+    match (named_groups(&source.state), named_groups(&other.state)) {
+        (None, Some(_)) => name_like(source, other),
+        (Some(_), None) => name_like(other, source),
+        _ => {}
+    }
+}
+
+fn name_like(catalog: &mut Catalog, named: &Catalog) {
+    for optimizer in numbered_optimizers(&catalog.state) {
+        let names = parameter_names(catalog, &optimizer).or_else(|| parameter_names_like(catalog, &optimizer, named));
+        if let Some(names) = names {
+            set_parameter_names(&mut catalog.state, &optimizer, &names);
+        }
+    }
+    rename_entries(catalog);
+}
+
+/// Gives each tensor entry of an optimizer the name of its path.
+fn rename_entries(catalog: &mut Catalog) {
+    let mut names = Vec::new();
+    tensors(&catalog.state, &Path::default(), &mut |path, id| {
+        if optimizer::optimizer_state(path).is_some() {
+            names.push((id, path.fqn()));
+        }
+    });
+    for (id, name) in names.into_iter().rev() {
+        catalog.tensors[id.0 as usize].fqn = name;
+    }
+}
