@@ -3,7 +3,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::{Inspection, parts};
-use crate::catalog::{Sharding, TensorEntry, Value, path};
+use crate::catalog::{Sharding, TensorId, Value, path};
 use crate::layout::DeviceMesh;
 
 /// Returns the JSON document of `inspect`. The fields `tensors` and `bytes` describe the tensors that `--tensor`
@@ -16,7 +16,7 @@ pub fn document(view: &Inspection<'_>) -> Json {
     for (name, id) in &view.names {
         let entry = catalog.tensor(*id);
         bytes += entry.len_bytes();
-        let mut document = tensor_document(view, entry, view.args.brief);
+        let mut document = tensor_document(view, *id, view.args.brief);
         if let Some(digest) = view.digests.get(id) {
             document["digest"] = json!(digest);
         }
@@ -54,13 +54,18 @@ fn mesh_document(mesh: &DeviceMesh) -> Json {
     (0..mesh.ndim()).map(|dim| json!([name(dim), mesh.shape()[dim]])).collect()
 }
 
-fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> Json {
+fn tensor_document(view: &Inspection<'_>, id: TensorId, brief: bool) -> Json {
+    let catalog = &view.checkpoint.catalog;
+    let entry = catalog.tensor(id);
     let mut document = json!({
         "dtype": entry.dtype.name(),
         "shape": entry.shape.as_slice(),
         "placements": entry.sharding.as_deref().map(Sharding::display_placements),
         "mesh": entry.sharding.as_ref().map(|sharding| sharding.mesh.0),
     });
+    if catalog.unknown_layout(id).is_some() {
+        document["unknown_layout"] = json!(true);
+    }
     if !brief {
         let chunks = parts(view, entry)
             .map(|part| json!({ "offsets": part.offsets, "sizes": part.sizes, "rank": part.rank, "file": part.file }));

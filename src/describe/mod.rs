@@ -144,7 +144,8 @@ fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
 fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) -> Result<BTreeMap<TensorId, String>> {
     let (options, stop) = (&run.options, &run.stop);
     let catalog = &checkpoint.catalog;
-    let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
+    let ids = names.iter().map(|(_, id)| *id).filter(|id| catalog.unknown_layout(*id).is_none());
+    let distinct: BTreeSet<TensorId> = ids.collect();
     let entries = distinct.into_iter().map(|id| (id, catalog.tensor(id), catalog.tensor(id).dtype));
     let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.partial_values.is_some());
     let total = reduced.iter().chain(&stored).map(|(_, entry, _)| entry.len_bytes()).sum();

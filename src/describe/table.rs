@@ -14,8 +14,10 @@ use crate::text::escape_invisible;
 pub fn tensors(view: &Inspection<'_>) -> String {
     let ranks = has_boxes_alone(view).then(|| most_chunks(view));
     let row = |(name, id): &(Fqn, _)| {
-        let entry = view.checkpoint.catalog.tensor(*id);
+        let catalog = &view.checkpoint.catalog;
+        let entry = catalog.tensor(*id);
         let placements = match &entry.sharding {
+            _ if catalog.unknown_layout(*id).is_some() => String::from("unknown"),
             Some(sharding) => sharding.display_placements(),
             None => ranks.and_then(|ranks| shard_of_boxes(entry, ranks)).unwrap_or_else(|| String::from("-")),
         };

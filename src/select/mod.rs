@@ -33,7 +33,7 @@ pub use rename::Rename;
 
 use crate::catalog::error::shown_name;
 use crate::catalog::path::{self, tensors};
-use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
+use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, UnknownLayout, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
@@ -75,6 +75,8 @@ pub struct NameOptions {
     pub exclude: Vec<Pattern>,
     /// If true, the gradients that are stored beside a model are left out.
     pub without_gradients: bool,
+    /// If true, tensors may be selected although their layout is unknown, because no values are read.
+    pub allow_unknown_layouts: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// The renames, in the order in which the user gave them.
@@ -133,7 +135,7 @@ impl Selected {
 ///
 /// # Errors
 /// `Usage` for a pattern, prefix, rename or root that matches nothing, for two leaves with one name, and for a leaf
-/// with an empty name. `Unsupported` for a dict with a tensor in a key.
+/// with an empty name. `Unsupported` for a dict with a tensor in a key, and for a tensor whose layout is unknown.
 pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
@@ -149,8 +151,12 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
         None => rename(&survey, options, &mut kept),
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
-    let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
+    let (meshes, model_parallel_groups) = (source.meshes.clone(), source.model_parallel_groups.clone());
+    let mut catalog = Catalog { meshes, tensors, state: state?, model_parallel_groups, ..Catalog::empty() };
     reject_tensor_keys(&catalog.state)?;
+    if !options.allow_unknown_layouts {
+        reject_unknown_layouts(source, &catalog.state)?;
+    }
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
@@ -168,6 +174,18 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
         format!("{dict}: a key of this dict is a tensor or contains one, and dtshard cannot name a tensor in a key"),
         hint,
     ))
+}
+
+/// Checks that the layout of every selected tensor is known.
+fn reject_unknown_layouts(source: &Catalog, state: &Value) -> Result<()> {
+    if source.unknown_layouts.is_empty() {
+        // Collecting the ids of a million tensors takes time.
+        return Ok(());
+    }
+    match state.tensor_ids().into_iter().find_map(|id| source.unknown_layout(id)) {
+        None => Ok(()),
+        Some(UnknownLayout { what, hint, .. }) => Err(Error::unsupported(what, hint)),
+    }
 }
 
 /// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. In this case,

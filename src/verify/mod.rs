@@ -88,6 +88,7 @@ impl ComparedNames {
     fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
+        let options = select::NameOptions { allow_unknown_layouts: other.is_none(), ..options };
         let as_it_is = select::NameOptions { wrappers: options.wrappers, ..select::NameOptions::default() };
         Ok(Self {
             source: select::select(&source.catalog, &options)?,

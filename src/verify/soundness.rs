@@ -1,7 +1,7 @@
 //! Soundness of one checkpoint: coverage, replicas and stored checksums.
 
 use super::findings::Findings;
-use crate::catalog::{TensorEntry, state_dict};
+use crate::catalog::{TensorEntry, TensorId, state_dict};
 use crate::convert::Run;
 use crate::convert::checks;
 use crate::convert::source_options::input;
@@ -24,7 +24,11 @@ pub fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Re
     let mut plain_replicas = 0;
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
-    for entry in &catalog.tensors {
+    for (id, entry) in (0..).map(TensorId).zip(&catalog.tensors) {
+        if catalog.unknown_layout(id).is_some() {
+            found.not_comparable.push(format!("{}, its layout is unknown", entry.fqn));
+            continue;
+        }
         let checked = compare::check_locations(input(checkpoint), entry).and_then(|()| {
             if state_dict::is_random_state(entry.fqn.as_str()) {
                 return Ok(None);

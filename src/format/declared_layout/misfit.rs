@@ -100,12 +100,15 @@ pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
 }
 
-/// Returns the error for optimizer state without a declared layout, if the optimizer identifies the parameter only by a
-/// number.
-pub fn unknown_number_error(fqn: &Fqn) -> Error {
-    Error::unsupported(
+/// Returns the message and the hint of the error for optimizer state without a layout, if the optimizer identifies the
+/// parameter only by a number.
+pub fn unknown_number(fqn: &Fqn) -> (String, String) {
+    let of_parameter = fqn.as_str().rsplit_once('.').map_or(fqn.as_str(), |(parameter, _)| parameter);
+    (
         format!("{fqn}: the optimizer numbers its parameters, and the parameter of this number is unknown"),
-        "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
-         options::src_placements 'optim.state.0=S(0)'",
+        format!(
+            "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
+             options::src_placements '{of_parameter}=S(0)'"
+        ),
     )
 }

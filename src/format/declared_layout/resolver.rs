@@ -16,18 +16,15 @@ use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::{clean_name, with_clean};
-use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, checked_len_bytes,
-    state_dict,
-};
+use crate::catalog::{Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, checked_len_bytes, state_dict};
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
-use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
-use crate::layout::whole::{PartError, RankPart, assemble};
-use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
+use crate::layout::whole::{PartError, assemble};
+use crate::layout::{LayoutError, Placement, Rank};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -234,7 +231,7 @@ impl<'a> LayoutResolver<'a> {
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         self.effects.sharded +=
             usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
-        let parts = local_shapes(entry);
+        let parts = entry.local_shapes();
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
         let found = assemble(mesh, &shared, &parts, &is_missing).map_err(|error| {
@@ -250,18 +247,7 @@ impl<'a> LayoutResolver<'a> {
                 &found.shape,
             ));
         }
-        let tiles: HashMap<Rank, Tile> = parts.iter().map(|part| part.rank).zip(found.tiles).collect();
-        let mut chunks = ChunkTable::new(found.shape.len());
-        for chunk in entry.chunks.iter() {
-            let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
-            chunks.push(Chunk { tile, ..chunk });
-        }
-        let partial_values = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
-        let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
-        // A tensor with one element cannot be sharded and is written as a plain tensor.
-        let is_scalar = found.shape.is_empty() && partial_values.is_none();
-        let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
-        Ok(TensorEntry { shape: found.shape, sharding, stride, partial_values, chunks, ..entry.clone() })
+        Ok(entry.joined((self.mesh, mesh), shared, &parts, found)?)
     }
 
     fn choose_layout(
@@ -294,7 +280,8 @@ impl<'a> LayoutResolver<'a> {
             && !entry.shape.is_empty()
             && !(is_whole && self.layout.rules.is_empty() && self.planned.is_none())
         {
-            return Err(misfit::unknown_number_error(&entry.fqn));
+            let (what, hint) = misfit::unknown_number(&entry.fqn);
+            return Err(Error::unsupported(what, hint));
         }
         // If a whole tensor were treated as a part, the result would be a larger tensor, without any error.
         if tensor_names.is_in_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
@@ -346,7 +333,7 @@ impl<'a> LayoutResolver<'a> {
 
     /// Returns whether every rank has the same local shape of both tensors.
     fn same_local_shapes(&self, left: TensorId, right: TensorId) -> bool {
-        let (left, right) = (local_shapes(self.catalog.tensor(left)), local_shapes(self.catalog.tensor(right)));
+        let (left, right) = (self.catalog.tensor(left).local_shapes(), self.catalog.tensor(right).local_shapes());
         left == right
     }
 
@@ -356,21 +343,6 @@ impl<'a> LayoutResolver<'a> {
         let file = own.find_map(|chunk| chunk.location.file());
         file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
     }
-}
-
-/// Returns the local shape of the tensor on each rank; if a tensor is tied on some ranks, a rank may occur twice in the
-/// result.
-fn local_shapes(entry: &TensorEntry) -> Vec<RankPart> {
-    let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(entry.chunks.len());
-    let mut parts = Vec::with_capacity(entry.chunks.len());
-    for chunk in entry.chunks.iter() {
-        let Some(rank) = chunk.rank else { continue };
-        let sizes = chunk.tile.sizes();
-        if known.insert(rank, sizes.clone()).as_ref() != Some(&sizes) {
-            parts.push(RankPart { rank, sizes });
-        }
-    }
-    parts
 }
 
 /// Checks that a tensor without a declared layout has the same shape on all ranks. Does not compare the values.
