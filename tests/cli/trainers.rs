@@ -221,14 +221,15 @@ fn several_versions_of_makani_need_a_series() {
     }
 }
 
-/// `--src-placements` declares the layout once: `reshard` writes DTensors with the same mesh and placements.
+/// `--src-placements` declares the layout once: `reshard` writes DTensors with the same mesh and placements. Patterns
+/// may leave out the component `module` of DDP.
 #[test]
 fn local_parts_become_dtensors_with_one_declaration() {
     let folder = tempfile::tempdir().unwrap();
     let (source, local, made) =
         (fixture("trainers/st_info_ddp/ranks"), folder.path().join("a"), folder.path().join("b"));
     succeed("reshard", &[&source, &local], "--tensor-class local");
-    let declared = "--src-mesh dp=2,tp=2 --src-placements module.up=R,S(0) --src-placements module.down.weight=R,S(1)";
+    let declared = "--src-mesh dp=2,tp=2 --src-placements up=R,S(0) --src-placements module.down.weight=R,S(1)";
     succeed("reshard", &[&local, &made], &format!("{declared} --tensor-class dtensor"));
     let found = inspect(&made, "");
     for (name, placements) in [("up.weight", "R,S(0)"), ("down.weight", "R,S(1)")] {

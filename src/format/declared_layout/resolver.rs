@@ -15,7 +15,7 @@ use super::reduce::ReduceRules;
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
-use crate::catalog::wrappers::{clean_name, with_clean};
+use crate::catalog::wrappers::ModelWrappers;
 use crate::catalog::{Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, checked_len_bytes, state_dict};
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
@@ -43,6 +43,8 @@ pub struct LayoutResolver<'a> {
     root: &'a FilePath,
     reading: &'a ReadFindings<'a>,
     owners: Owners<'a>,
+    /// The wrappers in the names of the model.
+    wrappers: ModelWrappers,
     /// The ids of all tensors of the model.
     parameters: HashSet<TensorId>,
     /// For each tensor, its paths in the state dict; empty for a tensor that only occurs in values that differ between
@@ -105,6 +107,7 @@ impl<'a> LayoutResolver<'a> {
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
         let owners = Owners::new(catalog);
         let parameters = owners.parameters.values().copied().collect();
+        let wrappers = ModelWrappers::new(&owners.model_root, owners.parameters.keys().map(Fqn::as_str));
         let (trained, buffers, effects, planned) = (HashSet::new(), 0, DeclarationEffects::default(), None);
         Self {
             declared,
@@ -114,6 +117,7 @@ impl<'a> LayoutResolver<'a> {
             root,
             reading,
             owners,
+            wrappers,
             parameters,
             paths,
             reductions,
@@ -171,7 +175,7 @@ impl<'a> LayoutResolver<'a> {
             let entry = self.catalog.tensor(*id);
             let is_trained = self.trained.is_empty() || self.trained.contains(id);
             Parameter {
-                name: if self.declared.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
+                name: if self.declared.keep_names { fqn.to_string() } else { self.wrappers.clean(fqn.as_str()) },
                 shape: &entry.shape,
                 shape_origin: ShapeOrigin::LocalShard,
                 kind: if entry.dtype.is_float() && is_trained {
@@ -325,8 +329,8 @@ impl<'a> LayoutResolver<'a> {
             tensor_names.is_unnamed_number |= matches!(owner, Some(Owner { by_number: true, name: None, .. }));
         }
         if !self.declared.keep_names {
-            with_clean(&mut tensor_names.names);
-            tensor_names.other_shaped_parameter.iter_mut().for_each(with_clean);
+            let names = tensor_names.other_shaped_parameter.iter_mut().chain([&mut tensor_names.names]);
+            names.for_each(|names| self.wrappers.with_clean(names));
         }
         tensor_names
     }
