@@ -118,6 +118,12 @@ impl Dtype {
         self >= Self::F16 && self <= Self::F64 || self >= Self::F8E4m3fn
     }
 
+    /// Returns whether a parameter can have the dtype: PyTorch trains only floating-point and complex numbers.
+    #[must_use]
+    pub fn may_be_trained(self) -> bool {
+        self.is_float() || matches!(self, Self::C32 | Self::C64 | Self::C128)
+    }
+
     /// Returns the short name: `bf16`.
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -22,6 +22,7 @@ pub mod unreadable;
 pub mod value;
 pub mod wrappers;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -39,7 +40,8 @@ pub use value::{Dict, DictKind, RankValue, TensorId, Value, shift_tensors};
 use crate::error::{CatalogError, Error};
 use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::partial::{PartialReduction, partial_index};
-use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
+use crate::layout::whole::{AssembledTensor, RankPart};
+use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, FileRange};
 
@@ -124,8 +126,9 @@ pub struct TensorEntry {
     pub stride: Option<Box<Dims>>,
     /// The assignment of chunks to partial values, if the tensor has a `Placement::Partial`; otherwise `None`.
     pub partial_values: Option<Box<PartialValues>>,
-    /// The reason why dtshard cannot read the tensor; otherwise `None`. Such a tensor has no chunks, and its dtype and
-    /// shape have no meaning. [`select`](crate::select::select) refuses it if it is selected.
+    /// The reason why dtshard cannot read the tensor; otherwise `None`. The entry describes the parts of a tensor whose
+    /// layout is unknown. Otherwise it has no chunks, and its dtype and shape have no meaning.
+    /// [`select`](crate::select::select) refuses the tensor if it is selected.
     pub unreadable: Option<Box<Unreadable>>,
     /// Every stored chunk, including replicas.
     pub chunks: ChunkTable,
@@ -190,6 +193,48 @@ impl TensorEntry {
         let mut entry = Self::new(fqn, dtype, shape);
         entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
         entry
+    }
+
+    /// Returns the local shape of the tensor on each rank; if a tensor is tied on some ranks, a rank may occur twice in
+    /// the result.
+    #[must_use]
+    pub fn local_shapes(&self) -> Vec<RankPart> {
+        let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(self.chunks.len());
+        let mut parts = Vec::with_capacity(self.chunks.len());
+        for chunk in self.chunks.iter() {
+            let Some(rank) = chunk.rank else { continue };
+            let sizes = chunk.tile.sizes();
+            if known.insert(rank, sizes.clone()).as_ref() != Some(&sizes) {
+                parts.push(RankPart { rank, sizes });
+            }
+        }
+        parts
+    }
+
+    /// Returns the tensor that the local parts of the ranks form. In `self`, each part is a full tensor. `parts` are
+    /// the local shapes, and `found` is the result of [`assemble`](crate::layout::whole::assemble) for them.
+    ///
+    /// # Errors
+    /// `MixedReduction` if the ops of two mesh dims do not commute.
+    pub fn joined(
+        &self,
+        (id, mesh): (MeshId, &DeviceMesh),
+        shared: SharedTensor,
+        parts: &[RankPart],
+        found: AssembledTensor,
+    ) -> Result<Self, LayoutError> {
+        let tiles: HashMap<Rank, Tile> = parts.iter().map(|part| part.rank).zip(found.tiles).collect();
+        let mut chunks = ChunkTable::new(found.shape.len());
+        for chunk in self.chunks.iter() {
+            let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
+            chunks.push(Chunk { tile, ..chunk });
+        }
+        let partial_values = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
+        let stride = self.stride.clone().filter(|_| found.shape == self.shape);
+        // A tensor with one element cannot be sharded and is written as a plain tensor.
+        let is_scalar = found.shape.is_empty() && partial_values.is_none();
+        let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: id, shared }));
+        Ok(Self { shape: found.shape, sharding, stride, partial_values, chunks, ..self.clone() })
     }
 
     /// Returns whether the tensor is known to be sharded or replicated over ranks. Returns false if every rank has the
@@ -265,6 +310,11 @@ pub struct Catalog {
     pub dropped: Vec<String>,
     /// The flat layout of an FSDP1 source, if the flat layout is known; otherwise `None`.
     pub flat: Option<flat::FlatLayout>,
+    /// The names of the groups of model-parallel ranks in makani's `comm_grid`; empty for other checkpoints.
+    pub model_parallel_groups: Vec<String>,
+    /// True if plain tensors without a recorded layout may be parts of larger tensors, because other plain tensors of
+    /// the checkpoint have a recorded layout.
+    pub plain_may_be_parts: bool,
     /// Problems that a reader found and the user should know.
     pub warnings: Vec<String>,
     /// Texts about actions of a reader that an option requested.
@@ -284,6 +334,8 @@ impl Catalog {
             archives: Vec::new(),
             dropped: Vec::new(),
             flat: None,
+            model_parallel_groups: Vec::new(),
+            plain_may_be_parts: false,
             warnings: Vec::new(),
             notes: Vec::new(),
             details: Vec::new(),

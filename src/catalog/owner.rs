@@ -33,6 +33,8 @@ pub struct Owners<'a> {
     /// A cache: for each optimizer that was looked up, the parameters in the order of their numbers, or `None` if the
     /// numbers could not be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
+    /// True if a plain state tensor matches a sharded parameter of the same local shape.
+    by_local_shape: bool,
 }
 
 impl<'a> Owners<'a> {
@@ -41,7 +43,13 @@ impl<'a> Owners<'a> {
     pub fn new(catalog: &'a Catalog) -> Self {
         let found = state_dict::model(&catalog.state);
         let parameters = found.tensors.into_iter().collect();
-        Self { catalog, model_root: found.root, parameters, numbered: HashMap::new() }
+        Self { catalog, model_root: found.root, parameters, numbered: HashMap::new(), by_local_shape: false }
+    }
+
+    /// Prepares the lookup for a catalog whose optimizer state may be plain tensors with the local parts of the state.
+    #[must_use]
+    pub fn by_local_shape(catalog: &'a Catalog) -> Self {
+        Self { by_local_shape: true, ..Self::new(catalog) }
     }
 
     /// Returns the owner of the tensor at this path, or `None` if the tensor is neither optimizer state nor a gradient.
@@ -56,11 +64,16 @@ impl<'a> Owners<'a> {
             let id = self.parameters.get(&parameter).copied();
             return Some(Owner { by_number: false, id, name: Some(parameter) });
         };
-        let catalog = self.catalog;
-        let numbered = self
-            .numbered
-            .entry(optimizer)
-            .or_insert_with_key(|optimizer| numbered_parameters(catalog, optimizer.find(&catalog.state)?, &|_| true));
+        let (catalog, by_local_shape) = (self.catalog, self.by_local_shape);
+        let alike = |state: &TensorEntry, parameter: &TensorEntry| {
+            is_alike(state, parameter)
+                || by_local_shape && !state.is_shared() && state.local_shapes() == parameter.local_shapes()
+        };
+        let resolve = |optimizer: &Path| {
+            let optimizer = optimizer.find(&catalog.state)?;
+            listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, &|_| true, &alike))
+        };
+        let numbered = self.numbered.entry(optimizer).or_insert_with_key(resolve);
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {
             Some((name, id)) => Owner { by_number: true, name: Some(name.clone()), id: Some(*id) },
@@ -102,7 +115,7 @@ pub fn numbered_parameters(
     optimizer: &Value,
     may_be: &dyn Fn(&Fqn) -> bool,
 ) -> Option<Vec<(Fqn, TensorId)>> {
-    listed_parameters(catalog, optimizer).or_else(|| parameters_in_order(catalog, optimizer, may_be))
+    listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, may_be, &is_alike))
 }
 
 /// Returns the parameters that the groups of the optimizer list by name, if the model has all of them.
@@ -119,10 +132,17 @@ fn listed_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, T
     names.iter().map(find).collect()
 }
 
-fn parameters_in_order(
+fn is_alike(state: &TensorEntry, parameter: &TensorEntry) -> bool {
+    state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
+}
+
+/// Resolves numbered parameters by their order, like [`numbered_parameters`] without listed names. The function `alike`
+/// returns whether a state tensor has the shape of a parameter.
+fn match_numbers(
     catalog: &Catalog,
     optimizer: &Value,
     may_be: &dyn Fn(&Fqn) -> bool,
+    alike: &dyn Fn(&TensorEntry, &TensorEntry) -> bool,
 ) -> Option<Vec<(Fqn, TensorId)>> {
     let dict = optimizer.as_dict()?;
     let (Value::List(groups), Value::Dict(states)) = (dict.get(GROUPS)?, dict.get(STATE)?) else {
@@ -141,13 +161,10 @@ fn parameters_in_order(
     }
     let mut seen = HashSet::new();
     let mut floats = state_dict::model(&catalog.state).tensors;
-    floats.retain(|(fqn, id)| catalog.tensor(*id).dtype.is_float() && may_be(fqn) && seen.insert(*id));
+    floats.retain(|(fqn, id)| catalog.tensor(*id).dtype.may_be_trained() && may_be(fqn) && seen.insert(*id));
     let fits = |number: usize, (_, id): &(Fqn, TensorId)| {
         let parameter = catalog.tensor(*id);
-        let alike = |state: &&TensorEntry| {
-            state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
-        };
-        kept[number].iter().all(alike)
+        kept[number].iter().all(|state| alike(state, parameter))
     };
     // If the leftmost and the rightmost assignment are equal, there is no other assignment.
     let mut rest = floats.iter().enumerate();

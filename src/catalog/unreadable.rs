@@ -10,7 +10,8 @@ use crate::error::Error;
 /// The reason why a leaf of the state dict cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unreadable {
-    /// The file with the leaf. If several ranks have the leaf, this is the file of the lowest rank.
+    /// The file with the leaf. If several ranks have the leaf, this is the file of the lowest rank. If the layout is
+    /// unknown, this is the checkpoint.
     pub file: PathBuf,
     pub kind: UnreadableKind,
 }
@@ -24,8 +25,9 @@ pub enum UnreadableKind {
     Object(String),
     /// A plain tensor whose parts do not match the layout that the user declared.
     Misfit(CatalogError),
-    /// Optimizer state of a parameter that has only a number, without a declared layout.
-    UnknownNumber,
+    /// A plain tensor that is a part of a larger tensor, or may be one, and whose layout is unknown. `what` is the message
+    /// of the error, and `hint` is its hint.
+    UnknownLayout { what: String, hint: String },
 }
 
 impl fmt::Display for UnreadableKind {
@@ -35,16 +37,28 @@ impl fmt::Display for UnreadableKind {
             Self::Object(symbol) => write!(formatter, "an object of `{symbol}`"),
             Self::Misfit(CatalogError::Conflict { what, .. }) => write!(formatter, "{what} does not match the declaration"),
             Self::Misfit(error) => error.fmt(formatter),
-            Self::UnknownNumber => formatter.write_str("state of a parameter of which only the number is known"),
+            Self::UnknownLayout { .. } => formatter.write_str("a tensor of unknown layout"),
         }
     }
 }
 
 impl Unreadable {
-    /// Returns whether the user can make the tensor readable by declaring another layout.
+    /// Returns whether the entry has the dtype, the shape and the chunks of the parts of the tensor.
     #[must_use]
-    pub fn is_about_declaration(&self) -> bool {
-        matches!(self.kind, UnreadableKind::Misfit(_) | UnreadableKind::UnknownNumber)
+    pub fn has_parts(&self) -> bool {
+        self.is_misfit() || self.is_of_unknown_layout()
+    }
+
+    /// Returns whether the layout of the tensor is unknown.
+    #[must_use]
+    pub fn is_of_unknown_layout(&self) -> bool {
+        matches!(self.kind, UnreadableKind::UnknownLayout { .. })
+    }
+
+    /// Returns whether the layout that the user declared does not match the tensor.
+    #[must_use]
+    pub fn is_misfit(&self) -> bool {
+        matches!(self.kind, UnreadableKind::Misfit(_))
     }
 
     /// Returns the error about a conversion that needs this leaf. `name` is the name of the leaf in the file.
@@ -63,11 +77,7 @@ impl Unreadable {
                  dtshard never runs code from a pickle",
             ),
             UnreadableKind::Misfit(error) => error.clone().into(),
-            UnreadableKind::UnknownNumber => Error::unsupported(
-                format!("{name}: the optimizer numbers its parameters, and the parameter of this number is unknown"),
-                "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
-                 options::src_placements 'optim.state.0=S(0)'",
-            ),
+            UnreadableKind::UnknownLayout { what, hint } => Error::unsupported(what, hint),
         }
     }
 }

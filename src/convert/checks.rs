@@ -129,6 +129,10 @@ pub fn replica_conflict(
         between: format!("{first} and {second}"),
         detail: position(&difference.index(entry)),
         hint: Some(match (entry.class, &entry.sharding) {
+            (Class::Tensor, Some(_)) if !checkpoint.catalog.model_parallel_groups.is_empty() => format!(
+                "the files record that these ranks hold replicas: check that all files come from one save of one job; or \
+                 {CHOICE}; {listed}"
+            ),
             (Class::Tensor, Some(_)) => String::from(
                 "the declared layout makes these ranks replicas: if they hold different shards, declare them with \
                  options::src_placements; if they hold partial values, use options::reduce",

@@ -60,16 +60,18 @@ fn mesh_document(mesh: &DeviceMesh) -> Json {
 }
 
 fn tensor_document(view: &Inspection<'_>, entry: &TensorEntry, brief: bool) -> Json {
-    if let Some(why) = &entry.unreadable {
-        let why = why.kind.to_string();
-        return json!({ "dtype": null, "shape": null, "placements": null, "mesh": null, "chunks": [], "unreadable": why });
-    }
     let mut document = json!({
         "dtype": entry.dtype.name(),
         "shape": entry.shape.as_slice(),
         "placements": entry.sharding.as_deref().map(Sharding::display_placements),
         "mesh": entry.sharding.as_ref().map(|sharding| sharding.mesh.0),
     });
+    if let Some(why) = &entry.unreadable {
+        document["unreadable"] = json!(why.kind.to_string());
+        if !why.has_parts() {
+            (document["dtype"], document["shape"]) = (Json::Null, Json::Null);
+        }
+    }
     if !brief {
         let chunks = parts(view, entry)
             .map(|part| json!({ "offsets": part.offsets, "sizes": part.sizes, "rank": part.rank, "file": part.file }));

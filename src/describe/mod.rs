@@ -12,7 +12,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, state_dict};
+use crate::catalog::{Catalog, Chunk, FileLocation, Fqn, TensorEntry, TensorId, Unreadable, state_dict};
 use crate::convert::{InspectOptions, Run, input};
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -42,7 +42,9 @@ impl<'a> Inspection<'a> {
         // A declaration that does not fit is an error of the user, whatever else the checkpoint contains.
         let unreadable =
             checkpoint.catalog.tensors.iter().filter_map(|entry| Some((entry, entry.unreadable.as_ref()?)));
-        if let Some((entry, why)) = { unreadable }.find(|(_, why)| why.is_about_declaration()) {
+        let is_declared = !checkpoint.catalog.plain_may_be_parts;
+        let is_misfit = |why: &Unreadable| why.is_misfit() || is_declared && why.is_of_unknown_layout();
+        if let Some((entry, why)) = { unreadable }.find(|(_, why)| is_misfit(why)) {
             return Err(why.error(entry.fqn.as_str()));
         }
         let mut names = state_dict::all_tensors(&checkpoint.catalog.state);

@@ -15,11 +15,12 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     let ranks = has_boxes_alone(view).then(|| most_chunks(view));
     let row = |(name, id): &(Fqn, _)| {
         let entry = view.checkpoint.catalog.tensor(*id);
-        if let Some(why) = &entry.unreadable {
+        if let Some(why) = entry.unreadable.as_ref().filter(|why| !why.has_parts()) {
             let none = || String::from("-");
             return [escape_invisible(name.as_str()), none(), none(), none(), format!("unreadable: {}", why.kind)];
         }
         let placements = match &entry.sharding {
+            _ if entry.unreadable.is_some() => String::from("unknown"),
             Some(sharding) => sharding.display_placements(),
             None => ranks.and_then(|ranks| shard_of_boxes(entry, ranks)).unwrap_or_else(|| String::from("-")),
         };

@@ -5,8 +5,8 @@
 //! subfolders. The content of `latest` is untrusted: it may only name a folder that is in the same folder as `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
-//! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate
-//! (`pytorch_model_fsdp_N` beside `optimizer_N`, `utils/fsdp_utils.py`).
+//! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer
+//! (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`, `utils/fsdp_utils.py`).
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -93,7 +93,8 @@ fn subfolders(folder: &Path) -> Result<Vec<String>> {
 }
 
 fn is_candidate(name: &str) -> bool {
-    STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
+    let is_step = STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false));
+    is_step || ROLES.contains(&name) || name == MAKANI_FOLDER
 }
 
 /// Returns whether a folder of this name may contain a checkpoint, or a subfolder with a checkpoint.
@@ -165,6 +166,9 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
 /// before the number.
 const STEPS: [(&str, &str); 6] =
     [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
+
+/// The folder in which makani saves the checkpoints of a run.
+const MAKANI_FOLDER: &str = "training_checkpoints";
 
 /// The names of the folders that verl makes for its models.
 const ROLES: [&str; 2] = ["actor", "critic"];

@@ -23,6 +23,7 @@ pub mod local;
 mod metadata_ranges;
 mod output_placing;
 pub mod parallelize;
+mod parameter_layout;
 mod parts;
 mod rank_names;
 mod reading;
@@ -259,7 +260,7 @@ impl ReadOptions {
     }
 
     fn plain(&self) -> PlainKind {
-        if self.declared_layout.is_some() { PlainKind::Parts } else { PlainKind::Replicas }
+        if self.declared_layout.is_some() { PlainKind::Declared } else { PlainKind::Replicas }
     }
 }
 
@@ -287,8 +288,15 @@ impl Checkpoint {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),
         };
-        if let Some(declared) = &options.declared_layout {
-            declared_layout::apply(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+        if catalog.plain_may_be_parts {
+            parameter_layout::follow_parameters(&mut catalog);
+        }
+        match &options.declared_layout {
+            Some(declared) => {
+                declared_layout::apply(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+            }
+            None if catalog.plain_may_be_parts => parameter_layout::mark_unknown(&mut catalog, &root),
+            None => {}
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {

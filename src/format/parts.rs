@@ -115,6 +115,10 @@ pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Va
     let dropped = part.dropped.into_iter().map(|text| under.map_or(text.clone(), |name| format!("{name}.{text}")));
     whole.dropped.extend(dropped);
     whole.flat = whole.flat.take().or(part.flat);
+    whole.plain_may_be_parts |= part.plain_may_be_parts;
+    if whole.model_parallel_groups.is_empty() {
+        whole.model_parallel_groups = part.model_parallel_groups;
+    }
     whole.archives.append(&mut part.archives);
     whole.warnings.append(&mut part.warnings);
     whole.notes.append(&mut part.notes);

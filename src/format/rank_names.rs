@@ -1,4 +1,5 @@
-//! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
+//! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`,
+//! `ckpt_mp3_v0.tar`.
 //!
 //! A name is text with up to two numbers in it, the rank and optionally the world size. The text without the numbers is
 //! the series of the file. With other numbers, the text becomes the name of the file for another rank or another world
@@ -8,6 +9,9 @@ use std::path::Path;
 
 /// Characters that separate the words of a name.
 const SEPARATORS: [char; 3] = ['_', '-', '.'];
+
+/// The suffix of the torch files that makani writes. In other files, `mp` may have another meaning.
+const MODEL_PARALLEL_SUFFIX: &str = "tar";
 
 /// A file name of a rank file, divided into its series and its numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +32,9 @@ pub enum Numbering {
     /// the numbers start at 1, they count the files of a set (files that form one checkpoint together, as Hugging Face
     /// writes).
     OfTotal,
+    /// The rank of a model-parallel process, as in makani's `ckpt_mp3_v0.tar`. Each series of such files is a complete
+    /// checkpoint, such as version 0.
+    ModelParallel,
 }
 
 /// A file name in which the rank and the world size are placeholders.
@@ -55,13 +62,16 @@ impl RankName {
         let (whole_stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
         let stem = &*whole_stem.to_ascii_lowercase();
         let marked = number_after_word(stem, "rank").or_else(|| number_after_word(stem, "shard"));
-        let (numbering, rank, world_size) = match marked {
-            Some(rank) => {
+        let is_tar = || path.extension().is_some_and(|suffix| suffix == MODEL_PARALLEL_SUFFIX);
+        let model_parallel = || is_tar().then(|| number_after_word(stem, "mp"))?;
+        let (numbering, rank, world_size) = match (marked, model_parallel()) {
+            (Some(rank), _) => {
                 let after = total_after(stem, rank.digits.1).filter(|field| value(stem, *field).is_some());
                 let size = self::number_after_word(stem, "world_size").filter(|field| value(stem, *field).is_some());
                 (Numbering::Rank, rank, size.or(after))
             }
-            None => {
+            (None, Some(rank)) => (Numbering::ModelParallel, rank, None),
+            (None, None) => {
                 let (rank, size) = rank_of_total(stem)?;
                 (Numbering::OfTotal, rank, Some(size))
             }
@@ -210,25 +220,38 @@ mod tests {
             ("model-00003of00008.pt", "model", 3, Some(8)),
             ("model (3 of 8).pt", "model (_)", 3, Some(8)),
             ("Model_Rank_3.pt", "Model", 3, None),
+            ("ckpt_mp3_v0.tar", "ckpt_v0", 3, None),
+            ("best_ckpt_mp12.tar", "best_ckpt", 12, None),
         ] {
             assert_eq!(parse(name), Some((series.into(), rank, world_size)), "{name}");
         }
-        for name in
-            ["model.pt", "frank.pt", "frank3.pt", "__3_0.pt", "sharded.pt", "model-of-8.pt", "proof3.pt", "1-of-7b.pt"]
-        {
+        for name in [
+            "model.pt",
+            "frank.pt",
+            "frank3.pt",
+            "__3_0.pt",
+            "sharded.pt",
+            "model-of-8.pt",
+            "proof3.pt",
+            "1-of-7b.pt",
+            "ckpt_mp3_v0.pt",
+            "camp3.tar",
+            "ckpt_mp.tar",
+        ] {
             assert_eq!(parse(name), None, "{name}");
         }
         assert_eq!(parse("model_world_size_99999999999_rank_99999999999.pt"), None);
         let numbering = |name: &str| RankName::parse(Path::new(name)).unwrap().numbering;
         assert_eq!(numbering("model-00003-of-00008.pt"), Numbering::OfTotal);
         assert_eq!(numbering("model-rank-3-of-8.pt"), Numbering::Rank);
+        assert_eq!(numbering("ckpt_mp3_v0.tar"), Numbering::ModelParallel);
     }
 
     proptest::proptest! {
         /// Every name that is parsed renders back to the same text.
         #[test]
         fn parsed_name_renders_back_equal(
-            name in "(ü|model|rank|RANK|shard|world_size|of|Of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
+            name in "(ü|model|rank|RANK|shard|world_size|of|Of|mp|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt|\\.tar)?",
         ) {
             if let Some(parsed) = RankName::parse(Path::new(&name)) {
                 let rendered = parsed.pattern.render(parsed.rank, parsed.world_size.unwrap_or(0));
@@ -247,6 +270,7 @@ mod tests {
             ("shard_3_of_8.pth", "shard_11_of_16.pth"),
             ("model-00003-of-00008.pt", "model-00011-of-00016.pt"),
             ("rank_3_optim.pt", "rank_11_optim.pt"),
+            ("ckpt_mp3_v0.tar", "ckpt_mp11_v0.tar"),
         ] {
             let names = RankName::parse(Path::new(name)).unwrap().pattern;
             assert_eq!(names.render(11, 16), rendered);

@@ -67,7 +67,7 @@ impl<'a> ReadFindings<'a> {
     ///
     /// # Errors
     /// The error of the shortfall if no option allows it.
-    fn admit(&mut self, lacks: Option<Shortfall>) -> Result<Option<String>> {
+    pub fn admit(&mut self, lacks: Option<Shortfall>) -> Result<Option<String>> {
         match lacks {
             None => Ok(None),
             Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),

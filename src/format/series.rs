@@ -7,14 +7,16 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
 use super::rank_names::{Numbering, RankName, RankNamePattern};
 use super::shortfall::list_missing_names;
 use super::torch;
+use super::torch::RankFile;
 use super::torch::load::load;
-use super::torch::ranks::{PlainKind, RankFile, merge};
+use super::torch::ranks::{PlainKind, has_layout_attributes, merge};
 use super::{ReadOptions, folder_of};
 use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
@@ -70,7 +72,7 @@ pub fn describe_single_file(path: &Path) -> Result<Option<(String, Vec<String>)>
     }
     let others = if others.is_empty() { String::new() } else { format!(" (next to it: {})", short_list(&others, FEW)) };
     // Hugging Face numbers the files of a set from 1: `00001-of-00002`.
-    let group = if name.numbering == Numbering::Rank { "series" } else { "set" };
+    let group = if name.numbering == Numbering::OfTotal { "set" } else { "series" };
     Ok((count > 1).then(|| (format!("1 of {count} files of its {group}{others}{absent}"), missing)))
 }
 
@@ -216,9 +218,13 @@ impl SeriesSet {
     /// series.
     ///
     /// # Errors
-    /// `Usage` if `choice` names a series that does not exist, or if the model series cannot be determined.
+    /// `Usage` if `choice` names a series that does not exist, or names no series although several series are complete
+    /// checkpoints, or if the model series cannot be determined.
     pub fn choose(mut self, choice: &SeriesChoice) -> Result<Self> {
         let all = self.names();
+        if !matches!(choice, SeriesChoice::Named(_)) {
+            self.refuse_several_versions()?;
+        }
         let selected: Vec<String> = match choice {
             SeriesChoice::All => return Ok(self),
             SeriesChoice::Model | SeriesChoice::ModelAndGradients if all.len() == 1 => return Ok(self),
@@ -243,6 +249,32 @@ impl SeriesSet {
         Ok(self)
     }
 
+    /// Checks that at most one series is a complete checkpoint. makani keeps several versions of a checkpoint in one
+    /// folder (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`) and overwrites them in turn, so the numbers
+    /// do not show which version is the newest.
+    fn refuse_several_versions(&self) -> Result<()> {
+        let is_version = |series: &&Series| series.files[0].0.numbering == Numbering::ModelParallel;
+        let versions: Vec<&Series> = self.series.iter().filter(is_version).collect();
+        if versions.len() < 2 {
+            return Ok(());
+        }
+        let names: Vec<&str> = versions.iter().map(|series| series.name.as_str()).collect();
+        let mut changed = Vec::new();
+        for series in &versions {
+            changed.push((series.changed()?, &*series.name));
+        }
+        changed.sort_unstable();
+        let newest = match changed.as_slice() {
+            [.., (before, _), (last, name)] if last > before => format!("options::series {name}, the last one written"),
+            _ => format!("options::series {}", names[0]),
+        };
+        Err(Error::usage(
+            format!("{} contains several checkpoints: series {}", self.folder.display(), short_list(&names, FEW)),
+            format!("choose one of them with {newest}"),
+        )
+        .naming(&names))
+    }
+
     /// Reads the chosen series into one catalog. If there are several series, each series becomes a subtree of the
     /// state dict.
     ///
@@ -258,8 +290,14 @@ impl SeriesSet {
         let model_beside = || self.read_skipped_model(files.without_entries(), options);
         let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
         let mut catalogs = Vec::new();
+        // One series may have the parameters with their layouts, and another series may have the optimizer state.
+        let has_parts = read.iter().any(|series| has_layout_attributes(&series.files));
+        let plain = match options.plain() {
+            PlainKind::Replicas if has_parts => PlainKind::Parts,
+            plain => plain,
+        };
         for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(missing_warnings) {
-            let mut catalog = merge(&files, options.plain())?;
+            let mut catalog = merge(&files, plain)?;
             catalog.dropped = torch::dropped_objects(&files);
             catalog.warnings.extend(gap);
             catalogs.push(catalog);
@@ -348,6 +386,16 @@ impl Series {
         let mut names = self.files[0].0.pattern.clone();
         self.files.iter().for_each(|(name, _)| names.widen_padding(&name.pattern));
         names
+    }
+
+    /// Returns the time of the last change of any file of the series.
+    fn changed(&self) -> Result<Option<SystemTime>> {
+        let mut latest = None;
+        for (_, path) in &self.files {
+            let metadata = std::fs::metadata(path).map_err(lookup::refused("open", path))?;
+            latest = latest.max(metadata.modified().ok());
+        }
+        Ok(latest)
     }
 
     /// Returns the number of ranks: the world size in the file names, or the highest rank plus one.

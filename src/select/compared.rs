@@ -40,8 +40,8 @@ pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> 
     };
     let kept_of_other = other_survey.leaves.iter().zip(other_kept.leaves).map(is_kept).collect();
     let theirs = select_kept(other, &unfiltered(options), &other_survey, kept_of_other)?;
-    reject_unsupported(source, &ours.catalog.state)?;
-    reject_unsupported(other, &theirs.catalog.state)?;
+    reject_unsupported(source, &ours.catalog.state, options)?;
+    reject_unsupported(other, &theirs.catalog.state, options)?;
     Ok((ours, theirs))
 }
 

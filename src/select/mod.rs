@@ -35,7 +35,7 @@ pub use rename::Rename;
 
 use crate::catalog::error::shown_name;
 use crate::catalog::path::{self, tensors};
-use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
+use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Unreadable, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
@@ -77,6 +77,8 @@ pub struct NameOptions {
     pub exclude: Vec<Pattern>,
     /// If true, the gradients that are stored beside a model are left out.
     pub without_gradients: bool,
+    /// If true, tensors may be selected although their layout is unknown, because no values are read.
+    pub allow_unknown_layouts: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// The renames, in the order in which the user gave them.
@@ -150,7 +152,7 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
         return Err(filter::unused_error(&survey, unused));
     }
     let selected = select_kept(source, options, &survey, kept.leaves)?;
-    reject_unsupported(source, &selected.catalog.state)?;
+    reject_unsupported(source, &selected.catalog.state, options)?;
     Ok(selected)
 }
 
@@ -162,7 +164,8 @@ fn select_kept(source: &Catalog, options: &NameOptions, survey: &Survey<'_>, mut
         None => rename(survey, options, &mut kept),
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
-    let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
+    let (meshes, model_parallel_groups) = (source.meshes.clone(), source.model_parallel_groups.clone());
+    let mut catalog = Catalog { meshes, tensors, state: state?, model_parallel_groups, ..Catalog::empty() };
     let casts = dtypes::apply(survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
@@ -183,13 +186,14 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
 }
 
 /// Refuses a selected dict with a tensor in a key, and selected tensors and objects that cannot be read.
-fn reject_unsupported(source: &Catalog, selected: &Value) -> Result<()> {
+fn reject_unsupported(source: &Catalog, selected: &Value, options: &NameOptions) -> Result<()> {
     reject_tensor_keys(selected)?;
     if source.tensors.iter().all(|entry| entry.unreadable.is_none()) {
         return Ok(());
     }
     let entries = selected.tensor_ids().into_iter().map(|id| source.tensor(id));
-    let refused: Vec<&TensorEntry> = entries.filter(|entry| entry.unreadable.is_some()).collect();
+    let is_refused = |why: &Unreadable| !(options.allow_unknown_layouts && why.is_of_unknown_layout());
+    let refused: Vec<&TensorEntry> = entries.filter(|entry| entry.unreadable.as_deref().is_some_and(is_refused)).collect();
     let Some((entry, why)) = refused.first().and_then(|entry| Some((entry, entry.unreadable.as_ref()?))) else {
         return Ok(());
     };

@@ -213,7 +213,7 @@ fn ranks_that_differ() {
     for (rank, is_first) in [true, false, true, true, false, true, true, false].into_iter().enumerate() {
         let name = &reservation.files[rank].path;
         let mut files = crate::storage::Files::new(crate::storage::IoMode::Read);
-        let catalog = torch::read(&mut files, &[folder.path().join(name)], Unknown::Refuse).unwrap();
+        let (catalog, _) = torch::read(&mut files, &[folder.path().join(name)], Unknown::Refuse).unwrap();
         let Value::List(items) = &catalog.state else { panic!("a list") };
         assert_eq!(items[1] == Value::Int(7), is_first, "rank {rank}");
     }

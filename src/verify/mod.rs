@@ -94,6 +94,7 @@ impl ComparedNames {
     fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
+        let options = select::NameOptions { allow_unknown_layouts: other.is_none(), ..options };
         Ok(match other {
             Some(other) => {
                 let (source, other) = select::select_both(&source.catalog, &other.catalog, &options)?;

@@ -1,11 +1,19 @@
 //! Checkpoints that the code of trainers wrote (`tests/fixtures/trainers`): `consolidate` without options gives the
 //! values and names of the model.
 
-use crate::common::{Truth, assert_same, below, expect, fixture, read_safetensors, succeed};
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value as Json, json};
+
+use crate::common::{
+    Truth, assert_same, below, copy_folder, expect, fixture, inspect, rank_file, read, read_safetensors, succeed,
+};
 use crate::contract::assert_contains;
 
 /// Each checkpoint, the stem of its truth, and the prefix of the model's names in the truth.
-const CHECKPOINTS: [(&str, &str, &str); 8] = [
+const CHECKPOINTS: [(&str, &str, &str); 13] = [
     ("accelerate_ddp/checkpoint_0", "accelerate_ddp", ""),
     ("composer/run/ep0-ba2-rank0.pt", "composer", "state.model."),
     ("composer_ddp/run/ep0-ba2-rank0.pt", "composer_ddp", "state.model."),
@@ -14,16 +22,32 @@ const CHECKPOINTS: [(&str, &str, &str); 8] = [
     ("hf_trainer/checkpoint-2", "hf_trainer", ""),
     ("lightning_file", "lightning_file", "state_dict."),
     ("lightning_fsdp1", "lightning_fsdp1", "model."),
+    ("makani", "makani", "model_state."),
+    ("makani_uneven/training_checkpoints", "makani_uneven", "model_state."),
+    ("st_info/ranks", "st_info", "model."),
+    ("st_info_ddp/ranks", "st_info_ddp", "model."),
+    ("st_info_ddp/parameters", "st_info_ddp", "model."),
+];
+
+/// Each checkpoint whose plain tensors carry their layout as an attribute, the stem of its truth, and the option that
+/// chooses its series.
+const WITH_ATTRIBUTES: [(&str, &str, &str); 5] = [
+    ("makani", "makani", ""),
+    ("makani_uneven", "makani_uneven", ""),
+    ("makani_matmul", "makani_matmul", "--series ckpt_v1"),
+    ("st_info/ranks", "st_info", "--series all"),
+    ("st_info_ddp/ranks", "st_info_ddp", "--series all"),
 ];
 
 #[test]
 fn checkpoint_of_each_trainer_consolidates_to_the_model() {
     let folder = tempfile::tempdir().unwrap();
     for (checkpoint, stem, prefix) in CHECKPOINTS {
-        let made = folder.path().join(stem);
+        let made = folder.path().join(checkpoint.replace(['/', '.'], "-"));
         succeed("consolidate", &[&fixture(&format!("trainers/{checkpoint}")), &made], "");
         let mut expected = below(prefix, &Truth::load(&format!("trainers/{stem}.truth")).tensors);
-        expected.retain(|name, _| !is_optimizer_state(name));
+        let has_buffers = !checkpoint.ends_with("parameters");
+        expected.retain(|name, _| !is_optimizer_state(name) && (has_buffers || !name.ends_with("seen")));
         assert_same(&read_safetensors(&made), &expected, checkpoint);
     }
 }
@@ -74,7 +98,7 @@ fn unreadable_tensors_are_refused_and_can_be_left_out() {
     }
     let all = fixture("trainers/not_dense/all.pt");
     let listing = folder.path().join("digests.json");
-    std::fs::write(&listing, succeed("inspect", &[&all], "--digest --json").stdout).unwrap();
+    fs::write(&listing, succeed("inspect", &[&all], "--digest --json").stdout).unwrap();
     let left_out = kinds.map(|(name, _)| format!("--exclude {name}")).join(" ");
     let verified = succeed("verify", &[&all, &listing], &format!("--common {left_out}")).stderr;
     assert_contains(&verified, &["the same: 2 tensors"]);
@@ -113,6 +137,187 @@ fn unknown_object_does_not_hinder_the_model() {
         assert_eq!(listed["objects"]["own"]["unreadable"], "an object of `their_trainer.Foreign`");
         assert!(listed["tensors"].get("own").is_none());
     }
+}
+
+/// The optimizer state of these checkpoints is numbered, and carries no layout.
+#[test]
+fn layout_in_attributes_gives_whole_tensors_and_optimizer_state() {
+    let folder = tempfile::tempdir().unwrap();
+    for (checkpoint, stem, series) in WITH_ATTRIBUTES {
+        let made = folder.path().join(format!("{stem}.pt"));
+        succeed("unshard", &[&fixture(&format!("trainers/{checkpoint}")), &made], series);
+        assert_same(&read(&made), &Truth::load(&format!("trainers/{stem}.truth")).tensors, checkpoint);
+    }
+}
+
+#[test]
+fn inspect_shows_the_parts_that_makani_wrote() {
+    for (checkpoint, stem, series) in &WITH_ATTRIBUTES[..3] {
+        let found = inspect(&fixture(&format!("trainers/{checkpoint}")), series);
+        let truth = Truth::load(&format!("trainers/{stem}.truth"));
+        for (name, expected) in truth.json["layout"].as_object().unwrap() {
+            let chunks = found["tensors"][name]["chunks"].as_array().unwrap();
+            for (rank, part) in expected["parts"].as_array().unwrap().iter().enumerate() {
+                let own = chunks.iter().find(|chunk| chunk["rank"] == rank).unwrap();
+                assert_eq!(
+                    (&own["offsets"], &own["sizes"]),
+                    (&part["offsets"], &part["shape"]),
+                    "{stem} {name} {rank}"
+                );
+            }
+        }
+    }
+    let found = inspect(&fixture("trainers/makani"), "");
+    assert_eq!(found["mesh"], json!([["matmul", 1], ["h", 2], ["w", 2]]));
+    assert_eq!(found["tensors"]["model_state.conv.weight"]["placements"], "R,S(3),S(4)");
+    assert_eq!(found["tensors"]["optimizer_state_dict.state.8.exp_avg"]["placements"], "R,S(3),S(4)");
+    assert_eq!(found["tensors"]["model_state.mean"]["placements"], Json::Null);
+    assert!(found["objects"].as_object().unwrap().keys().all(|name| !name.contains("comm_grid")));
+}
+
+#[test]
+fn inspect_shows_the_placements_in_st_info() {
+    for (case, before) in [("st_info", ""), ("st_info_ddp", "R,")] {
+        let found = inspect(&fixture(&format!("trainers/{case}/ranks")), "");
+        let truth = Truth::load(&format!("trainers/{case}.truth"));
+        for (name, layout) in truth.json["layout"].as_object().unwrap() {
+            let expected = format!("{before}{}", layout["placements"].as_str().unwrap());
+            assert_eq!(found["tensors"][name]["placements"], expected, "{case} {name}");
+        }
+    }
+}
+
+#[test]
+fn reshard_to_another_mesh_keeps_the_values() {
+    let folder = tempfile::tempdir().unwrap();
+    for ((checkpoint, stem, series), mesh) in [
+        (WITH_ATTRIBUTES[0], "matmul=2,h=3,w=1"),
+        (WITH_ATTRIBUTES[1], "h=2,w=2"),
+        (WITH_ATTRIBUTES[1], "w=3"),
+        (WITH_ATTRIBUTES[2], "h=2"),
+        (WITH_ATTRIBUTES[3], "tp=3"),
+        (WITH_ATTRIBUTES[4], "dp=1,tp=3"),
+    ] {
+        let (source, made) = (fixture(&format!("trainers/{checkpoint}")), folder.path().join(stem).join(mesh));
+        succeed("reshard", &[&source, &made], &format!("--mesh {mesh} {series}"));
+        assert_same(&read(&made), &Truth::load(&format!("trainers/{stem}.truth")).tensors, mesh);
+        succeed("verify", &[&source, &made], series);
+    }
+}
+
+/// The grid of ranks is written as `comm_grid`, and goes back to the grid of makani's own files.
+#[test]
+fn resharded_makani_files_have_the_grid_of_their_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, on4, on3) = (fixture("trainers/makani_uneven"), folder.path().join("on4"), folder.path().join("on3"));
+    succeed("reshard", &[&source, &on4], "--mesh h=2,w=2");
+    let group = |size: i64, position: i64| format!("{{'size': {size}, 'rank': {position}}}");
+    for rank in 0..4 {
+        let grid = comm_grid(&on4.join(format!("ckpt_mp{rank}_v0.tar")));
+        let (all, h, w) = (group(4, rank), group(2, rank / 2), group(2, rank % 2));
+        let matmul = group(1, 0);
+        let entries = format!("'model': {all}, 'spatial': {all}, 'matmul': {matmul}, 'w': {w}, 'h': {h}");
+        assert_eq!(grid, format!("OrderedDict({{{entries}}})"));
+    }
+    succeed("reshard", &[&on4, &on3], "--mesh matmul=1,h=3,w=1");
+    for rank in 0..3 {
+        let name = format!("ckpt_mp{rank}_v0.tar");
+        let [own, theirs] = [&on3, &source.join("training_checkpoints")].map(|folder| folder.join(&name));
+        let [own, theirs] = [own, theirs].map(|path| rank_file::read(&path).1);
+        assert_eq!(own.value, theirs.value, "rank {rank}");
+        assert_eq!(own.sharded_dims.len(), theirs.sharded_dims.len() + 16, "also 16 moments");
+    }
+}
+
+#[test]
+fn makani_grid_is_left_out_for_other_mesh_dims() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, made) = (fixture("trainers/makani_uneven"), folder.path().join("made"));
+    let run = succeed("reshard", &[&source, &made], "--mesh fsdp=2");
+    assert!(run.stderr.contains("DST has no `comm_grid` and no `sharded_dims_mp`"), "{}", run.stderr);
+    let file = rank_file::read(&made.join("ckpt_mp1_v0.tar")).1;
+    assert!(file.sharded_dims.is_empty() && !file.value.to_string().contains("comm_grid"));
+    let dtensors = folder.path().join("dtensors");
+    let run = succeed("reshard", &[&source, &dtensors], "--mesh h=2 --tensor-class dtensor");
+    assert!(!run.stderr.contains("comm_grid"), "{}", run.stderr);
+    succeed("verify", &[&source, &dtensors], "");
+    let run = expect(2, "reshard", &[&source, &folder.path().join("x")], "--mesh model=2");
+    assert!(run.stderr.contains("no tensor of the source is sharded over the group `model`"), "{}", run.stderr);
+    let run = succeed("reshard", &[&source, &folder.path().join("y")], "--mesh h=2,matmul=2");
+    assert!(run.stderr.contains("makani numbers ranks in the order matmul, h, w"), "{}", run.stderr);
+}
+
+/// A file with the tensors of one rank was once read as a complete checkpoint.
+#[test]
+fn file_of_one_makani_rank_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("made");
+    let file = fixture("trainers/makani_matmul/training_checkpoints/ckpt_mp0_v0.tar");
+    let run = expect(2, "consolidate", &[&file, &made], "");
+    assert!(run.stderr.contains("1 of 2 files of its series"), "{}", run.stderr);
+    for name in ["model.pt", "ckpt_mp0_v0.tar"] {
+        let alone = folder.path().join(name);
+        fs::copy(&file, &alone).unwrap();
+        for verb in ["consolidate", "unshard", "reshard"] {
+            let run = expect(2, verb, &[&alone, &made], if verb == "reshard" { "--mesh h=2" } else { "" });
+            assert!(run.stderr.contains("only the parts of model-parallel rank 0"), "{}", run.stderr);
+        }
+        let run = succeed("inspect", &[&alone], "");
+        assert!(run.stderr.contains("warning: ") && run.stderr.contains("model-parallel rank 0"), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn several_versions_of_makani_need_a_series() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("source");
+    copy_folder(&fixture("trainers/makani_matmul/training_checkpoints"), &source);
+    let set_time = |series: &str, seconds: u64| {
+        for rank in 0..2 {
+            let name = series.replacen("_mp", &format!("_mp{rank}"), 1);
+            let file = fs::File::options().append(true).open(source.join(format!("{name}.tar"))).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap();
+        }
+    };
+    for (newest, times) in [("ckpt_v0", [5, 9, 8]), ("ckpt_v1", [5, 7, 8]), ("best_ckpt", [9, 7, 8])] {
+        ["best_ckpt_mp", "ckpt_mp_v0", "ckpt_mp_v1"]
+            .into_iter()
+            .zip(times)
+            .for_each(|(name, time)| set_time(name, time));
+        let run = expect(2, "consolidate", &[&source, &folder.path().join("made")], "");
+        assert!(run.stderr.contains("several checkpoints: series best_ckpt, ckpt_v0, ckpt_v1"), "{}", run.stderr);
+        assert!(run.stderr.contains(&format!("--series {newest}, the last one written")), "{}", run.stderr);
+    }
+    let truth = below("model_state.", &Truth::load("trainers/makani_matmul.truth").tensors);
+    for (series, is_newest) in [("ckpt_v1", true), ("ckpt_v0", false)] {
+        let made = folder.path().join(series);
+        succeed("consolidate", &[&source, &made], &format!("--series {series}"));
+        assert_eq!(read_safetensors(&made) == truth, is_newest, "{series}");
+    }
+}
+
+/// `--src-placements` declares the layout once: `reshard` writes DTensors with the same mesh and placements. Patterns
+/// may leave out the component `module` of DDP.
+#[test]
+fn local_parts_become_dtensors_with_one_declaration() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, local, made) =
+        (fixture("trainers/st_info_ddp/ranks"), folder.path().join("a"), folder.path().join("b"));
+    succeed("reshard", &[&source, &local], "--tensor-class local");
+    let declared = "--src-mesh dp=2,tp=2 --src-placements up=R,S(0) --src-placements module.down.weight=R,S(1)";
+    succeed("reshard", &[&local, &made], &format!("{declared} --tensor-class dtensor"));
+    let found = inspect(&made, "");
+    for (name, placements) in [("up.weight", "R,S(0)"), ("down.weight", "R,S(1)")] {
+        assert_eq!(found["tensors"][format!("model.module.{name}")]["placements"], placements);
+    }
+    assert_eq!(found["tensors"]["optim.state.4.exp_avg"]["placements"], "R,S(1)");
+    succeed("verify", &[&made, &source], "");
+}
+
+/// Returns the `comm_grid` in a file, as Python prints it.
+fn comm_grid(path: &Path) -> String {
+    let (_, contents) = rank_file::read(path);
+    contents.value.as_dict().unwrap().get("comm_grid").map(|grid| format!("{grid:.1000}")).unwrap()
 }
 
 fn is_optimizer_state(name: &str) -> bool {

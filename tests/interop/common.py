@@ -136,7 +136,17 @@ def expected_by_key(case, kind):
         items.update({k: decode(v) for k, v in info["objects"].items()})
         return items
     tree = ranks_tree(case)
-    return dict(generate.dcp_items(tree["model"] if case in ONE_SERIES else tree))
+    tree = tree["model"] if case in ONE_SERIES else {**tree, "optim": named(case, tree["optim"])} if "optim" in tree else tree
+    return dict(generate.dcp_items(tree))
+
+
+def named(case, optimizer):
+    """Returns an optimizer's state dict as get_optimizer_state_dict gives it: with parameter names instead of numbers."""
+    names = truth(case)[0].get("optim_params", ())
+    def name(key):
+        return names[key] if isinstance(key, int) else key
+    groups = [{**group, "params": [name(key) for key in group["params"]]} for group in optimizer["param_groups"]]
+    return {**optimizer, "state": {name(key): value for key, value in optimizer["state"].items()}, "param_groups": groups}
 
 
 def decode(value):

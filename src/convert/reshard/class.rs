@@ -31,6 +31,8 @@ pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {
         [false, true, _] => Class::ShardedTensor,
+        // makani loads only plain tensors.
+        [false, false, _] if !catalog.model_parallel_groups.is_empty() => Class::Tensor,
         // All sharded tensors of the source are plain tensors that each hold the shard of one rank.
         [false, false, true] => Class::Tensor,
         _ => Class::DTensor,

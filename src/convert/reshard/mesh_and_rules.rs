@@ -16,6 +16,7 @@ use crate::format::{Checkpoint, Format, TensorStorage};
 use crate::layout::parallelize::RoleNames;
 use crate::layout::rules::{Fallback, MeshLayout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
+use crate::name_list::{FEW, short_list};
 
 /// Returns the mesh that all sharded tensors of the source share.
 ///
@@ -216,14 +217,23 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
 
 /// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
 /// the source's mesh has the dimensions, or at least the dimension names, of the target mesh; otherwise `S(0)` on a
-/// mesh of one dimension. Replicating every tensor is never a silent default: on other meshes, a rule must match every
-/// tensor.
+/// mesh of one dimension. If the source is a checkpoint of makani, the target mesh may lack dimensions of the source.
+/// Replicating every tensor is never a silent default: on other meshes, a rule must match every tensor.
 ///
 /// # Errors
 /// `Usage` if there are no rules either.
 fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
+    // makani has one meaning for each of its groups, so each group that is a mesh dim shards what it shards in SRC.
+    if !own.is_empty() && own.iter().all(|name| catalog.model_parallel_groups.contains(name)) {
+        let is_in_source = |name: &str| catalog.meshes.iter().any(|theirs| theirs.dim_by_name(name).is_some());
+        return match own.iter().find(|name| !is_in_source(name)) {
+            None => Ok(Fallback::Source),
+            Some(_) if has_rules => Ok(Fallback::Missing),
+            Some(name) => Err(unused_group(mesh, name, catalog)),
+        };
+    }
     let known = |entry: &&TensorEntry| entry.sharding.is_some();
     let mut sharded = catalog.tensors.iter().filter(known).peekable();
     let any = sharded.peek().is_some();
@@ -240,6 +250,18 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Re
         return Ok(Fallback::Placements(parse_placements("S(0)")?));
     }
     if has_rules { Ok(Fallback::Missing) } else { Err(without_placements(mesh, None)) }
+}
+
+/// Returns the error for a mesh dim that is a group of makani over which no tensor of the source is sharded.
+fn unused_group(mesh: &DeviceMesh, group: &str, catalog: &Catalog) -> Error {
+    let used: Vec<&String> = catalog.meshes.iter().filter_map(DeviceMesh::names).flatten().collect();
+    Error::usage(
+        format!("options::mesh {mesh}: no tensor of the source is sharded over the group `{group}`"),
+        format!(
+            "use only these groups as mesh dims: {}; or give the placements of every tensor with options::placements",
+            short_list(&used, FEW)
+        ),
+    )
 }
 
 /// Returns the error that a tensor has no placements on the target mesh. `fqn` is absent if no tensor has any.

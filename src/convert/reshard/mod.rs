@@ -207,7 +207,7 @@ impl LoadingJob {
 /// names of the DTensor's mesh.
 fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
     let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
-    let none_in_common = !own.iter().any(|name| new.contains(name));
+    let none_in_common = source.model_parallel_groups.is_empty() && !own.iter().any(|name| new.contains(name));
     none_in_common.then(|| {
         let (own, new) = (own.join(","), new.join(","));
         format!(

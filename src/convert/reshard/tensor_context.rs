@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 
 use crate::catalog::owner::{Owner, Owners};
-use crate::catalog::wrappers::{clean_name, with_clean};
+use crate::catalog::wrappers::ModelWrappers;
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
 use crate::layout::distinct_tiles::MeshPlacement;
 use crate::layout::parallelize::{Parameter, ParameterKind, ShapeOrigin};
@@ -20,6 +20,8 @@ pub struct TensorContexts<'a> {
     pub catalog: &'a Catalog,
     /// The treatment of wrapper prefixes in names.
     pub wrappers: Wrappers,
+    /// The wrapper prefixes in the names of the model.
+    model_wrappers: ModelWrappers,
     /// The information with which parameters are distinguished from buffers.
     pub evidence: ParameterEvidence,
     owners: Owners<'a>,
@@ -76,7 +78,9 @@ impl<'a> TensorContexts<'a> {
         } else {
             ParameterEvidence::Nothing
         };
-        Self { catalog, wrappers, evidence, owners, trained }
+        let names = owners.parameters.keys().map(Fqn::as_str);
+        let model_wrappers = ModelWrappers::new(&owners.model_root, names);
+        Self { catalog, wrappers, model_wrappers, evidence, owners, trained }
     }
 
     /// Returns the facts about one tensor that decide its layout.
@@ -91,7 +95,7 @@ impl<'a> TensorContexts<'a> {
         let is_stray = owner.is_some() && follows.is_none();
         let mut names = self.owners.rule_names(path, owner.as_ref(), is_stray);
         if self.wrappers == Wrappers::Match {
-            with_clean(&mut names);
+            self.model_wrappers.with_clean(&mut names);
         }
         let inner = path.0.strip_prefix(self.owners.model_root.0.as_slice()).unwrap_or(&path.0);
         let in_model = Some(Path(inner.to_vec()).fqn()).filter(|name| self.owners.parameters.contains_key(name));
@@ -123,7 +127,7 @@ impl<'a> TensorContexts<'a> {
         let entry = self.catalog.tensor(id);
         let name = match self.wrappers {
             Wrappers::Keep => fqn.to_string(),
-            Wrappers::Cut | Wrappers::Match => clean_name(fqn.as_str()),
+            Wrappers::Cut | Wrappers::Match => self.model_wrappers.clean(fqn.as_str()),
         };
         Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }

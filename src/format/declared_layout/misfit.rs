@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::{CatalogError, Error};
 use crate::layout::distinct_tiles::SharedTensor;
@@ -98,4 +99,17 @@ impl LayoutMisfit<'_> {
 /// Returns the error for a tensor whose shape is too large for any machine.
 pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
+}
+
+/// Returns the reason why optimizer state without a layout cannot be read, if the optimizer identifies the parameter only
+/// by a number.
+pub fn unknown_number(fqn: &Fqn) -> UnreadableKind {
+    let of_parameter = fqn.as_str().rsplit_once('.').map_or(fqn.as_str(), |(parameter, _)| parameter);
+    UnreadableKind::UnknownLayout {
+        what: format!("{fqn}: the optimizer numbers its parameters, and the parameter of this number is unknown"),
+        hint: format!(
+            "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
+             options::src_placements '{of_parameter}=S(0)'"
+        ),
+    }
 }

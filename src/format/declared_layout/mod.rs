@@ -20,6 +20,7 @@ mod resolver;
 use std::collections::BTreeSet;
 use std::path::Path;
 
+pub use misfit::unknown_number;
 pub use reduce::ReduceRule;
 
 use super::parallelize::PlanSide;

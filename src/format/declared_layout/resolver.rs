@@ -16,19 +16,16 @@ use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
 use crate::catalog::unreadable::UnreadableKind;
-use crate::catalog::wrappers::{clean_name, with_clean};
-use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Fqn, MeshId, PartialValues, Path, Sharding, TensorEntry, TensorId, Unreadable, checked_len_bytes,
-    state_dict,
-};
+use crate::catalog::wrappers::ModelWrappers;
+use crate::catalog::{Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, Unreadable, checked_len_bytes, state_dict};
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;
-use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
+use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
-use crate::layout::whole::{PartError, RankPart, assemble};
-use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
+use crate::layout::whole::{PartError, assemble};
+use crate::layout::{LayoutError, Placement, Rank};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -47,6 +44,8 @@ pub struct LayoutResolver<'a> {
     root: &'a FilePath,
     reading: &'a ReadFindings<'a>,
     owners: Owners<'a>,
+    /// The wrappers in the names of the model.
+    wrappers: ModelWrappers,
     /// The ids of all tensors of the model.
     parameters: HashSet<TensorId>,
     /// For each tensor, its paths in the state dict; empty for a tensor that only occurs in values that differ between
@@ -109,6 +108,7 @@ impl<'a> LayoutResolver<'a> {
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
         let owners = Owners::new(catalog);
         let parameters = owners.parameters.values().copied().collect();
+        let wrappers = ModelWrappers::new(&owners.model_root, owners.parameters.keys().map(Fqn::as_str));
         let (trained, buffers, effects, planned) = (HashSet::new(), 0, DeclarationEffects::default(), None);
         Self {
             declared,
@@ -118,6 +118,7 @@ impl<'a> LayoutResolver<'a> {
             root,
             reading,
             owners,
+            wrappers,
             parameters,
             paths,
             reductions,
@@ -175,7 +176,7 @@ impl<'a> LayoutResolver<'a> {
             let entry = self.catalog.tensor(*id);
             let is_trained = self.trained.is_empty() || self.trained.contains(id);
             Parameter {
-                name: if self.declared.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
+                name: if self.declared.keep_names { fqn.to_string() } else { self.wrappers.clean(fqn.as_str()) },
                 shape: &entry.shape,
                 shape_origin: ShapeOrigin::LocalShard,
                 kind: if entry.dtype.is_float() && is_trained {
@@ -240,7 +241,7 @@ impl<'a> LayoutResolver<'a> {
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         self.effects.sharded +=
             usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
-        let parts = local_shapes(entry);
+        let parts = entry.local_shapes();
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
         let found = assemble(mesh, &shared, &parts, &is_missing).map_err(|error| {
@@ -256,18 +257,7 @@ impl<'a> LayoutResolver<'a> {
                 &found.shape,
             ));
         }
-        let tiles: HashMap<Rank, Tile> = parts.iter().map(|part| part.rank).zip(found.tiles).collect();
-        let mut chunks = ChunkTable::new(found.shape.len());
-        for chunk in entry.chunks.iter() {
-            let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
-            chunks.push(Chunk { tile, ..chunk });
-        }
-        let partial_values = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
-        let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
-        // A tensor with one element cannot be sharded and is written as a plain tensor.
-        let is_scalar = found.shape.is_empty() && partial_values.is_none();
-        let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
-        Ok(Some(TensorEntry { shape: found.shape, sharding, stride, partial_values, chunks, ..entry.clone() }))
+        Ok(Some(entry.joined((self.mesh, mesh), shared, &parts, found)?))
     }
 
     /// Returns the entry of a tensor with its layout. If its layout is unknown or does not match its parts, returns an
@@ -280,12 +270,12 @@ impl<'a> LayoutResolver<'a> {
     ) -> Result<TensorEntry> {
         let kind = match self.resolve_entry(id, entry, tensor_names) {
             Ok(Some(entry)) => return Ok(entry),
-            Ok(None) => UnreadableKind::UnknownNumber,
+            Ok(None) => misfit::unknown_number(&entry.fqn),
             Err(Error::Catalog(error)) => UnreadableKind::Misfit(error),
             Err(error) => return Err(error),
         };
         let why = Unreadable { file: self.file_of_rank(entry, None), kind };
-        Ok(TensorEntry::unreadable(entry.fqn.clone(), why))
+        Ok(TensorEntry { unreadable: Some(Box::new(why)), ..entry.clone() })
     }
 
     /// Returns the origin and the placements of a tensor. Returns `None` if the tensor is optimizer state of an unknown
@@ -365,15 +355,15 @@ impl<'a> LayoutResolver<'a> {
             tensor_names.is_unnamed_number |= matches!(owner, Some(Owner { by_number: true, name: None, .. }));
         }
         if !self.declared.keep_names {
-            with_clean(&mut tensor_names.names);
-            tensor_names.other_shaped_parameter.iter_mut().for_each(with_clean);
+            let names = tensor_names.other_shaped_parameter.iter_mut().chain([&mut tensor_names.names]);
+            names.for_each(|names| self.wrappers.with_clean(names));
         }
         tensor_names
     }
 
     /// Returns whether every rank has the same local shape of both tensors.
     fn same_local_shapes(&self, left: TensorId, right: TensorId) -> bool {
-        let (left, right) = (local_shapes(self.catalog.tensor(left)), local_shapes(self.catalog.tensor(right)));
+        let (left, right) = (self.catalog.tensor(left).local_shapes(), self.catalog.tensor(right).local_shapes());
         left == right
     }
 
@@ -383,21 +373,6 @@ impl<'a> LayoutResolver<'a> {
         let file = own.find_map(|chunk| chunk.location.file());
         file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
     }
-}
-
-/// Returns the local shape of the tensor on each rank; if a tensor is tied on some ranks, a rank may occur twice in the
-/// result.
-fn local_shapes(entry: &TensorEntry) -> Vec<RankPart> {
-    let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(entry.chunks.len());
-    let mut parts = Vec::with_capacity(entry.chunks.len());
-    for chunk in entry.chunks.iter() {
-        let Some(rank) = chunk.rank else { continue };
-        let sizes = chunk.tile.sizes();
-        if known.insert(rank, sizes.clone()).as_ref() != Some(&sizes) {
-            parts.push(RankPart { rank, sizes });
-        }
-    }
-    parts
 }
 
 /// Checks that a tensor without a declared layout has the same shape on all ranks. Does not compare the values.

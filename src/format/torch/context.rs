@@ -26,6 +26,10 @@ pub struct View {
     pub strides: Dims,
 }
 
+/// The value of makani's attribute `sharded_dims_mp`: for each tensor dim, the name of the group of ranks that shards
+/// the dim; `None` for a dim that is not sharded.
+pub type ShardedDims = Box<[Option<Arc<str>>]>;
+
 /// A mesh, as the file of one rank describes this mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshSpec {
@@ -51,6 +55,10 @@ pub struct Reader<'a> {
     /// The meshes that were already read, by their node in the pickle. If several tensors share a mesh, this mesh is a
     /// single node and is read only once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
+    /// The plain tensors with the attribute `sharded_dims_mp`, and the value of this attribute.
+    pub sharded_dims: HashMap<View, ShardedDims>,
+    /// True if a plain tensor with the attribute `_st_info` was read as a DTensor.
+    pub has_local_dtensors: bool,
     /// The current nesting depth: the number of tensors and meshes around the tensor or mesh that is being read.
     pub depth: usize,
     /// The number of shards that may still be read. Several tensors may share a list of shards, but a hostile file must

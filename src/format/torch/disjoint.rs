@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::ranks::{RankFile, single};
+use super::rank_file::RankFile;
+use super::ranks::single;
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Fqn, Value, shift_tensors};
 use crate::error::{Error, Result};

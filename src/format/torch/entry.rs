@@ -14,11 +14,13 @@ use crate::format::index::{ShardIndex, is_index_of, main_index};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
+use crate::format::rank_names::{Numbering, RankName};
 use crate::format::reading::ReadFindings;
 use crate::format::series::{GroupedFiles, group};
 use crate::format::shortfall::Shortfall;
 use crate::format::traits::{Read, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
 use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
+use crate::storage::lookup::{self, FileKind};
 use crate::storage::{FileId, Files, IoMode};
 
 /// The row for torch.save files of whole tensors in the table of formats: one file, or the files that an index names.
@@ -31,7 +33,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     metadata_suffixes: &[],
     data_suffixes: &[],
     known_files: &[
-        KnownFile::new("*.{pt,pth,bin,ckpt}", FileRole::Checkpoint, FileSignature::Like(is_archive)),
+        KnownFile::new("*.{pt,pth,bin,ckpt,tar}", FileRole::Checkpoint, FileSignature::Like(is_archive)),
         KnownFile::beside("*.bin.index{,.*}.json"),
     ],
     is_checkpoint_file: Some(is_archive),
@@ -78,9 +80,27 @@ fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     if listing.names.iter().any(|name| is_index_of(name, Format::Torch)) {
         return Ok(None);
     }
-    let mut grouped = group(listing.folder, &listing.files_of(Format::Torch)?)?;
+    let mut files = listing.files_of(Format::Torch)?;
+    files.extend(model_parallel_files(listing)?);
+    let mut grouped = group(listing.folder, &files)?;
     grouped.plain.retain(|path| !is_no_model(path));
     Ok(Some(grouped))
+}
+
+/// Returns the files of model-parallel ranks, which makani names `ckpt_mp3_v0.tar`. They are torch files, although
+/// other files with the suffix `.tar` are not.
+fn model_parallel_files(listing: &FolderListing<'_>) -> Result<Vec<PathBuf>> {
+    let is_named_so = |name: &str| {
+        let parsed = RankName::parse(Path::new(name));
+        !name.starts_with('.') && parsed.is_some_and(|parsed| parsed.numbering == Numbering::ModelParallel)
+    };
+    let mut found = Vec::new();
+    for path in listing.names.iter().filter(|name| is_named_so(name)).map(|name| listing.folder.join(name)) {
+        if lookup::kind_of(&path)? != Some(FileKind::Folder) {
+            found.push(path);
+        }
+    }
+    Ok(found)
 }
 
 /// The reader of the format `torch`.
@@ -131,7 +151,9 @@ impl Read for Reader {
 
     fn read(&self, reading: &mut ReadFindings<'_>, _: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let index = found.index.as_deref().map(ShardIndex::read).transpose()?;
-        let mut catalog = read(&mut reading.files, &found.paths, reading.options.unknown())?;
+        let (mut catalog, lacks) = read(&mut reading.files, &found.paths, reading.options.unknown())?;
+        let warning = reading.admit(lacks)?;
+        catalog.warnings.extend(warning);
         let differing = index.as_ref().and_then(|index| differing(&reading.files, index, &catalog, &found.paths));
         reading.check_index(index, differing, &mut catalog)?;
         Ok((Format::Torch, LoadedFolder::whole(catalog)))

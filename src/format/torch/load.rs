@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::ranks::RankFile;
+use super::rank_file::RankFile;
 use super::reader::{ArchiveContents, read};
 use super::tensor::TensorNode;
 use crate::error::Result;

@@ -3,15 +3,19 @@
 //! Source of the file layout: `torch/serialization.py`. Source of the content: `torch/_utils.py`,
 //! `torch/distributed/tensor`.
 
+mod attributes;
 mod context;
 mod disjoint;
 pub(super) mod entry;
 pub mod load;
 mod mesh;
+mod model_parallel;
+mod rank_file;
 pub mod ranks;
 pub mod reader;
 mod recognise;
 mod release;
+mod spec;
 mod tensor;
 mod view;
 mod write;
@@ -23,6 +27,7 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use context::View;
+pub use rank_file::RankFile;
 pub use recognise::{is_archive, is_no_model, look_at};
 pub use release::{DTensorStyle, Release};
 pub use tensor::{ProcessGroup, TensorNode};
@@ -36,21 +41,24 @@ use indexmap::IndexSet;
 
 use crate::catalog::{Catalog, Chunk, contiguous_strides};
 use crate::error::Result;
+use crate::format::shortfall::Shortfall;
 use crate::layout::Tile;
 use crate::storage::Files;
+use model_parallel::shortfall_of_single;
 use reader::ArchiveContents;
 use torch_pickle::pickle::Unknown;
 
-/// Reads torch.save files of whole tensors: one file, or the files that an index names.
+/// Reads torch.save files of whole tensors: one file, or the files that an index names. Also returns a shortfall if a
+/// file has only the parts of one rank.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Catalog> {
+pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<(Catalog, Option<Shortfall>)> {
     let mut loaded = Vec::new();
     for path in paths {
         let file = files.add(path)?;
         let contents = reader::read(files, files.whole(file), "", unknown)?;
-        loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
+        loaded.push(RankFile { rank: None, path: path.clone(), contents });
     }
     let dropped = dropped_objects(&loaded);
     let mut catalog = match loaded.as_slice() {
@@ -58,12 +66,12 @@ pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Ca
         several => disjoint::join_disjoint(several)?,
     };
     catalog.dropped = dropped;
-    Ok(catalog)
+    Ok((catalog, loaded.iter().find_map(shortfall_of_single)))
 }
 
 /// Returns the objects that were dropped from the files, as `FQN (symbol)`. An object that occurs in several files is
 /// listed once.
-pub fn dropped_objects(files: &[ranks::RankFile]) -> Vec<String> {
+pub fn dropped_objects(files: &[RankFile]) -> Vec<String> {
     let all = files.iter().flat_map(|file| &file.contents.dropped);
     let distinct: IndexSet<String> = all.map(|dropped| format!("{} ({})", dropped.path, dropped.symbol)).collect();
     distinct.into_iter().collect()

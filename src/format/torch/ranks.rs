@@ -6,10 +6,12 @@
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::reader::ArchiveContents;
+use super::attributes::show_dims;
+use super::context::ShardedDims;
+use super::model_parallel::{ModelParallelGrid, has_comm_grid, remove_comm_grid};
+use super::rank_file::RankFile;
 use super::{ProcessGroup, TensorNode, View, chunk};
 use crate::catalog::path::{self, LeafAction, is_descended, key_text};
 use crate::catalog::{
@@ -26,15 +28,6 @@ const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the
                           options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
                           one job";
 
-/// The content of one torch.save file, which is usually the file of one rank.
-#[derive(Debug)]
-pub struct RankFile {
-    /// The rank in the file name; `None` if the file does not belong to a series of rank files.
-    pub rank: Option<Rank>,
-    pub path: PathBuf,
-    pub contents: ArchiveContents,
-}
-
 /// The relation between plain tensors with one name in the files of several ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainKind {
@@ -43,7 +36,15 @@ pub enum PlainKind {
     /// The tensors are parts of one tensor, and may have different shapes. The user declares how they form the tensor
     /// ([`crate::format::declared_layout`]). Until the declared layout is applied, the tensor has the shape of its
     /// first part, and every part is treated as a full tensor.
+    Declared,
+    /// The tensors may be replicas or parts, because other plain tensors of the checkpoint carry layouts as attributes.
+    /// Parts get the layout of their parameter ([`crate::format::parameter_layout`]).
     Parts,
+}
+
+/// Returns whether plain tensors of some file are known to be parts of larger tensors.
+pub fn has_layout_attributes(files: &[RankFile]) -> bool {
+    has_comm_grid(files) || files.iter().any(|file| file.contents.has_layout_attributes())
 }
 
 /// Returns the catalog of a file that belongs to no series. If the file contains a DTensor, the file has only the local
@@ -52,7 +53,11 @@ pub enum PlainKind {
 /// # Errors
 /// `Malformed` for an invalid file, `Conflict` for a contradiction in the file.
 pub fn single(file: &RankFile) -> Result<Catalog> {
-    merge(std::slice::from_ref(file), PlainKind::Replicas)
+    let mut catalog = merge_files(std::slice::from_ref(file), PlainKind::Replicas)?.0;
+    if has_comm_grid(std::slice::from_ref(file)) {
+        remove_comm_grid(&mut catalog.state);
+    }
+    Ok(catalog)
 }
 
 /// Merges the files of all ranks into one catalog.
@@ -61,6 +66,24 @@ pub fn single(file: &RankFile) -> Result<Catalog> {
 /// `Conflict` if ranks store different metadata for a tensor, `Malformed` if the name of a file states another rank
 /// than the content of the file.
 pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
+    let grid = ModelParallelGrid::of(files, plain == PlainKind::Declared)?;
+    let plain = match plain {
+        PlainKind::Replicas if has_layout_attributes(files) => PlainKind::Parts,
+        plain => plain,
+    };
+    let (mut catalog, sharded) = merge_files(files, plain)?;
+    catalog.plain_may_be_parts = plain == PlainKind::Parts || has_layout_attributes(files);
+    if let Some(grid) = grid {
+        grid.apply(&mut catalog, &sharded)?;
+    }
+    if has_comm_grid(files) {
+        remove_comm_grid(&mut catalog.state);
+    }
+    Ok(catalog)
+}
+
+/// Merges files into one catalog. Also returns the plain tensors with the attribute `sharded_dims_mp`.
+fn merge_files(files: &[RankFile], plain: PlainKind) -> Result<(Catalog, Vec<(TensorId, ShardedDims)>)> {
     let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
@@ -89,14 +112,19 @@ pub fn merge(files: &[RankFile], plain: PlainKind) -> Result<Catalog> {
     }
     // A tensor that was merged into the tensor of another rank has no path in the merged state dict, and gets no entry.
     let mut renumber = vec![TensorId(u32::MAX); names.len()];
+    let mut sharded = Vec::new();
+    let has_sharded_dims = files.iter().any(|file| !file.contents.sharded_dims.is_empty());
     for (old, name) in names.into_iter().enumerate() {
         if let Some(path) = name {
             let entry = merger.merged_entry(path.fqn(), &merger.tensors[old], &mut catalog)?;
+            let parts = &merger.tensors[old];
+            let dims = if has_sharded_dims { merger.sharded_dims(&entry.fqn, parts)? } else { None };
             renumber[old] = catalog.push_tensor(entry);
+            sharded.extend(dims.map(|dims| (renumber[old], dims)));
         }
     }
     catalog.state.map_tensors(&mut |id| renumber[id.0 as usize]);
-    Ok(catalog)
+    Ok((catalog, sharded))
 }
 
 /// A tensor in the file of one rank: the index of the file, and the index of the tensor in the file.
@@ -291,7 +319,22 @@ impl Merger<'_> {
     }
 
     fn may_be_parts(&self, part: TensorOfRank) -> bool {
-        self.plain == PlainKind::Parts && matches!(self.node(part), TensorNode::Plain(_))
+        self.plain != PlainKind::Replicas && matches!(self.node(part), TensorNode::Plain(_))
+    }
+
+    /// Returns the attribute `sharded_dims_mp` of a tensor.
+    fn sharded_dims(&self, fqn: &Fqn, parts: &[TensorOfRank]) -> Result<Option<ShardedDims>> {
+        let dims = |part: TensorOfRank| match self.node(part) {
+            TensorNode::Plain(view) => self.files[part.file].contents.sharded_dims.get(view),
+            TensorNode::Distributed { .. } | TensorNode::Sharded { .. } | TensorNode::Unreadable(_) => None,
+        };
+        let first = dims(parts[0]);
+        let Some(other) = parts.iter().find(|part| dims(**part) != first) else { return Ok(first.cloned()) };
+        let name = |part| self.rank(part).map_or_else(|| String::from("one file"), |rank| format!("rank {rank}"));
+        let text = |dims: Option<&ShardedDims>| dims.map_or_else(|| String::from("none"), show_dims);
+        let (left, right) = (name(parts[0]), name(*other));
+        let detail = format!("{left} has {}, {right} has {}", text(first), text(dims(*other)));
+        Err(fqn.disagreement("sharded_dims_mp", format!("{left} and {right}"), detail))
     }
 
     fn merge_dtensor(

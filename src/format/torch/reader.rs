@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::context::{Reader, View};
+use super::context::{Reader, ShardedDims, View};
 use super::release::DTensorStyle;
 use super::tensor::{TensorNode, read_tensor};
 use crate::catalog::unreadable::UnreadableKind;
@@ -24,6 +24,10 @@ pub struct ArchiveContents {
     pub tensors: Vec<TensorNode>,
     /// Objects that were dropped because their classes are unknown.
     pub dropped: Vec<Dropped>,
+    /// The plain tensors with the attribute `sharded_dims_mp`, and the value of this attribute.
+    pub sharded_dims: HashMap<View, ShardedDims>,
+    /// True if plain tensors with the attribute `_st_info` were read as DTensors.
+    pub has_local_dtensors: bool,
     archive: Archive,
     file_range: FileRange,
 }
@@ -37,6 +41,13 @@ impl ArchiveContents {
         let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
         self.tensors.push(found);
         id
+    }
+
+    /// Returns whether plain tensors carry a layout as an attribute. If so, other plain tensors, such as optimizer
+    /// state, may be shards although they carry no layout.
+    #[must_use]
+    pub fn has_layout_attributes(&self) -> bool {
+        self.has_local_dtensors || !self.sharded_dims.is_empty()
     }
 
     /// Returns the byte range that the archive occupies in its file.
@@ -114,6 +125,8 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
         source,
         archive: &archive,
         meshes: HashMap::new(),
+        sharded_dims: HashMap::new(),
+        has_local_dtensors: false,
         depth: 0,
         shards_left: bytes.len(),
         unsupported: RefCell::default(),
@@ -165,12 +178,13 @@ pub fn read(files: &Files, file_range: FileRange, name: &str, unknown: Unknown) 
             .map(|value| Decoded { value, dropped: Vec::new() }),
         Unknown::Drop => pickle::decode_with(pickle.root(), Unknown::Drop, &mut find_tensor),
     };
+    let Reader { sharded_dims, has_local_dtensors, .. } = reader;
     if let Some(error) = reader.read_error.into_inner() {
         return Err(error);
     }
     let decoded = decoded.map_err(|error| decode_error(path, &error.under(name)))?;
-    let tensors = tensors.into_inner();
-    Ok(ArchiveContents { value: decoded.value, tensors, dropped: decoded.dropped, archive, file_range })
+    let (value, dropped, tensors) = (decoded.value, decoded.dropped, tensors.into_inner());
+    Ok(ArchiveContents { value, tensors, dropped, sharded_dims, has_local_dtensors, archive, file_range })
 }
 
 impl DTensorStyle {

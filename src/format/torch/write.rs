@@ -200,12 +200,38 @@ pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes:
 /// Writes `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`. If the storage is untyped,
 /// writes `_rebuild_tensor_v3`, which has the dtype as a further argument.
 pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
+    write_rebuild_function(writer, view.dtype);
+    write_rebuild_arguments(writer, view);
+    writer.reduce();
+}
+
+/// Writes a tensor with attributes: `_rebuild_from_type_v2(_rebuild_tensor_v2, Tensor, (storage, ...), ATTRIBUTES)`.
+/// The function `attributes` writes a dict.
+pub(super) fn write_tensor_with_attributes(
+    writer: &mut Writer,
+    (dtype, key, sizes): (Dtype, usize, &[u64]),
+    attributes: impl FnOnce(&mut Writer),
+) {
+    writer.global("torch._tensor", "_rebuild_from_type_v2").mark();
+    write_rebuild_function(writer, dtype);
+    writer.global("torch", "Tensor");
+    write_rebuild_arguments(writer, StoredView::whole(dtype, key, sizes));
+    attributes(writer);
+    writer.tuple(4).reduce();
+}
+
+fn write_rebuild_function(writer: &mut Writer, dtype: Dtype) {
+    let rebuild = if dtype.storage_class().is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
+    writer.global("torch._utils", rebuild);
+}
+
+fn write_rebuild_arguments(writer: &mut Writer, view: StoredView<'_>) {
     let StoredView { dtype, key, stored, offset, sizes, strides, requires_grad } = view;
-    let (rebuild, class, stored) = match dtype.storage_class() {
-        Some(class) => ("_rebuild_tensor_v2", ("torch", class), stored),
-        None => ("_rebuild_tensor_v3", ("torch.storage", "UntypedStorage"), stored * dtype.itemsize()),
+    let (class, stored) = match dtype.storage_class() {
+        Some(class) => (("torch", class), stored),
+        None => (("torch.storage", "UntypedStorage"), stored * dtype.itemsize()),
     };
-    writer.global("torch._utils", rebuild).mark();
+    writer.mark();
     writer.mark().string("storage").global(class.0, class.1).string(&key.to_string()).string("cpu").uint(stored);
     writer.tuple(5).binpersid();
     writer.uint(offset);
@@ -221,7 +247,6 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     } else {
         writer.global("torch", dtype.torch_name()).tuple(7);
     }
-    writer.reduce();
 }
 
 /// Writes the beginning of the call `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..), STATE)`: the

@@ -8,12 +8,14 @@
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
 //! different values in the state dict.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
 
 use indexmap::IndexMap;
 
 use super::DTensorStyle;
+use super::context::ShardedDims;
+use super::model_parallel::{GridTarget, write_part};
 use super::write::{PREFIX, write_tensor};
 use super::write_dtensor::{DTensorSpec, write_dtensor};
 use super::write_mesh::{MESH_KEY, MeshWriter};
@@ -191,6 +193,12 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     let RankTarget { mesh, world_size, style, name, layout } = target;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
+    let parts = tensors.iter().filter_map(|(id, planned)| match &planned.layout {
+        RankLayout::Local(shared) => Some((*id, shared)),
+        RankLayout::Plain | RankLayout::Distributed { .. } | RankLayout::Sharded { .. } => None,
+    });
+    let makani = GridTarget { source, mesh, world_size }.plan(state, parts, &mut reservation.notes);
+    let state = makani.as_ref().map_or(state, |makani| &makani.state);
     let shared_dim = common_sharding_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
     let mut chunks: Vec<ChunkTable> =
         tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
@@ -203,6 +211,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             tensors: &tensors,
             tiles: tiles.collect::<Result<_>>()?,
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
+            sharded_dims: makani.as_ref().map(|makani| &makani.sharded_dims),
         };
         let coordinate = coordinate.as_ref();
         let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, written_meshes: BTreeSet::new() };
@@ -329,6 +338,8 @@ struct TorchRankFile<'a> {
     tiles: Vec<Option<Tile>>,
     /// True if the files have DTensors. Files with DTensors also have the mesh.
     distributed: bool,
+    /// The attribute `sharded_dims_mp` of the tensors that have it, if the files are written for makani.
+    sharded_dims: Option<&'a HashMap<TensorId, ShardedDims>>,
 }
 
 /// Returns the sizes of a rank's local tensor. As in PyTorch, a rank without data of the tensor (`tile` is `None`) has
@@ -386,7 +397,12 @@ impl TorchRankFile<'_> {
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
             let (dtype, key, sizes) = (*dtype, self.key(index), local_sizes(self.tiles[index].as_ref()));
             match &planned.layout {
-                RankLayout::Plain | RankLayout::Local(_) => write_tensor(writer, dtype, key, &sizes),
+                RankLayout::Plain | RankLayout::Local(_) => {
+                    match self.sharded_dims.and_then(|sharded_dims| sharded_dims.get(&id)) {
+                        Some(dims) => write_part(writer, (dtype, key, &sizes), dims),
+                        None => write_tensor(writer, dtype, key, &sizes),
+                    }
+                }
                 RankLayout::Distributed { placements, slice } => write_dtensor(
                     writer,
                     &mut meshes,

@@ -9,6 +9,7 @@ mod failed_syscalls;
 mod interrupted;
 mod limits;
 mod local;
+mod model_parallel;
 mod overwrite;
 mod progress_bar;
 mod ranks;

@@ -22,8 +22,8 @@ use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};
 use crate::error::Result;
+use crate::format::torch::RankFile;
 use crate::format::torch::TensorNode;
-use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::ArchiveContents;
 
 /// Returns the paths of dicts that may hold gradients of flat parameters: the key of the dict is a usual name for

@@ -26,7 +26,7 @@ use crate::catalog::flat::{FlatLayout, FlatUnit, SharedName};
 use crate::catalog::{self as state, Fqn};
 use crate::error::{Error, FormatError, Result};
 use crate::format::FlatKnowledge;
-use crate::format::torch::ranks::RankFile;
+use crate::format::torch::RankFile;
 use known::ModelKnowledge;
 use like::LikeModel;
 use survey::{FlatState, survey};

@@ -21,7 +21,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::unknown_layout_error;
-use crate::format::torch::ranks::RankFile;
+use crate::format::torch::RankFile;
 use crate::format::torch::reader::ArchiveContents;
 use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Rank;

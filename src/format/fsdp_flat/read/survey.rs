@@ -20,7 +20,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
 use crate::error::{Error, FormatError, Result};
-use crate::format::torch::ranks::RankFile;
+use crate::format::torch::RankFile;
 use crate::format::torch::{TensorNode, View};
 use crate::layout::{Rank, Region};
 

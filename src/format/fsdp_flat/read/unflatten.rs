@@ -13,7 +13,7 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::modules::module_of;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};
-use crate::format::torch::ranks::RankFile;
+use crate::format::torch::RankFile;
 use crate::format::torch::{ProcessGroup, TensorNode, View};
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
