@@ -31,6 +31,7 @@ mod series;
 mod sets;
 mod shortfall;
 pub mod torch;
+mod torchsnapshot;
 mod traits;
 
 use std::collections::HashSet;
@@ -106,6 +107,7 @@ formats! {
     TorchRanks => torch::entry::RANK_FILES,
     FsdpFlat => fsdp_flat::entry::ENTRY,
     Local => local::entry::ENTRY,
+    Torchsnapshot => torchsnapshot::entry::ENTRY,
 }
 
 impl Format {
@@ -490,10 +492,9 @@ mod tests {
     fn readme_table_lists_every_format() {
         let row = |format: &Format| {
             let FormatEntry { name, about, files, .. } = format.entry();
-            format!(
-                "| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {} |\n",
-                format.writers().join(", ")
-            )
+            let writers = format.writers().join(", ");
+            let writers = if writers.is_empty() { "(only read)" } else { &writers };
+            format!("| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {writers} |\n")
         };
         let table: String = Format::ALL.iter().map(row).collect();
         check_page("README.md", "| [`", &table);

@@ -20,6 +20,7 @@ mod outputs;
 mod plans;
 mod redistribute;
 mod sharded_tensors;
+mod torchsnapshot;
 mod trainers;
 
 use common::{corrupt, outcome, rank_file, snapshot};
