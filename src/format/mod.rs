@@ -31,6 +31,7 @@ mod series;
 mod sets;
 mod shortfall;
 pub mod torch;
+mod torch_checkpointing;
 mod torchsnapshot;
 mod traits;
 
@@ -108,6 +109,7 @@ formats! {
     FsdpFlat => fsdp_flat::entry::ENTRY,
     Local => local::entry::ENTRY,
     Torchsnapshot => torchsnapshot::entry::ENTRY,
+    TorchCheckpointing => torch_checkpointing::entry::ENTRY,
 }
 
 impl Format {

@@ -62,6 +62,14 @@ fn dcp_metadata() {
 }
 
 #[test]
+fn torch_checkpointing_metadata() {
+    for checkpoint in ["torch_checkpointing", "torch_checkpointing_tp"] {
+        let copy = Copied::new(&format!("trainers/{checkpoint}/step-30"), "metadata.pkl");
+        fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
+    }
+}
+
+#[test]
 fn torchsnapshot_manifest() {
     let copy = Copied::new("trainers/torchsnapshot_dtensor/snapshot", ".snapshot_metadata");
     let yaml = fs::read(fixture("trainers/torchsnapshot.snapshot_metadata.yaml")).unwrap();

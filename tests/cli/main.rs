@@ -20,6 +20,7 @@ mod outputs;
 mod plans;
 mod redistribute;
 mod sharded_tensors;
+mod torch_checkpointing;
 mod torchsnapshot;
 mod trainers;
 
