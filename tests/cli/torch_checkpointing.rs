@@ -60,6 +60,64 @@ fn resharded_checkpoints_consolidate_to_their_truth() {
 }
 
 #[test]
+fn written_checkpoints_are_read_again() {
+    let env = TestEnv::new();
+    let sources = [
+        "trainers/torch_checkpointing/step-30",
+        "trainers/torch_checkpointing_tp/step-30",
+        "fsdp_tp/ranks",
+        "fsdp4/dcp",
+    ];
+    for (number, source) in sources.iter().enumerate() {
+        let source = fixture(source);
+        for (mesh, release) in [("dp=3", ""), ("dp=2,tp=2", "--placements S(0),R"), ("dp=2", "--torch-version 2.9")] {
+            let name = format!("{number}_{mesh}_{}", release.len());
+            let options = format!("--mesh {mesh} {release} --to torch-checkpointing --verify");
+            let made = env.make("reshard", &source, &name, &options);
+            succeed("verify", &[&source, &made.path], "");
+            assert!(made.path.join("model_0.pt").exists() && made.path.join("metadata.pkl").exists());
+        }
+    }
+    // The format and the mesh of SRC are kept without options.
+    let source = fixture("trainers/torch_checkpointing_tp/step-30");
+    let made = env.make("reshard", &source, "own", "");
+    succeed("verify", &[&source, &made.path], "");
+    succeed("reshard", &[&source, &made.path], "--overwrite");
+}
+
+/// `torch.load` in `FakeTensorMode` computes the offsets of storages from the order of their keys in the pickle, and the
+/// first key must be 0.
+#[test]
+fn storages_are_in_the_order_of_the_pickle() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp_tp/ranks", "made", "--to torch-checkpointing");
+    for rank in 0..4 {
+        let bytes = fs::read(made.path.join(format!("model_{rank}.pt"))).unwrap();
+        let mut at = 0;
+        for key in 0.. {
+            let name = format!("archive/data/{key}");
+            let Some(found) = crate::common::corrupt::find(&bytes[at..], name.as_bytes()) else {
+                assert!(key > 10, "{key} storages");
+                break;
+            };
+            at += found;
+        }
+    }
+}
+
+#[test]
+fn tensors_that_the_format_does_not_store_are_refused() {
+    let env = TestEnv::new();
+    let to = "--mesh dp=2 --to torch-checkpointing";
+    env.refuse("reshard", "fsdp4/dcp", "out", &format!("{to} --tensor-class local"));
+    env.refuse("reshard", "fsdp4/dcp", "out", &format!("{to} --tensor-class sharded-tensor"));
+    let snapshot = "trainers/torchsnapshot/snapshot";
+    env.refuse("reshard", snapshot, "out", &format!("{to} --on-conflict per-rank"));
+    env.make("reshard", snapshot, "dropped", &format!("{to} --on-conflict drop"));
+    env.refuse("consolidate", "fsdp4/dcp", "out", "--to torch-checkpointing");
+}
+
+#[test]
 fn sound_checkpoints_are_verified() {
     for name in CHECKPOINTS {
         succeed("verify", &[&fixture(&format!("trainers/{name}/step-30"))], "");

@@ -6,40 +6,49 @@ use std::path::Path;
 
 use super::item_files::ItemFiles;
 use super::metadata::CheckpointMetadata;
-use super::{METADATA, metadata_of, read};
+use super::{METADATA, metadata_of, read, write};
+use crate::catalog::Reservation;
 use crate::error::{Error, Result};
 use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::shortfall::Shortfall;
 use crate::format::torch::DTensorStyle;
-use crate::format::traits::Read;
+use crate::format::traits::{Read, ShardedTarget, WriteShards};
 use crate::format::{Format, ReadOptions};
 use crate::storage::{Files, IoMode};
+use memchr::memmem;
 
 /// The row for checkpoints of torch_checkpointing in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "torch-checkpointing",
     about: "folder that the package torch_checkpointing writes",
-    files: "(none)",
+    files: "`ITEM_RANK.pt` for each item such as `model`, `metadata.pkl`",
     suffixes: &[],
     index_suffix: None,
     metadata_suffixes: &[],
     data_suffixes: &[],
-    // No DST has this format, so `--overwrite` never replaces such a folder.
-    known_files: &[],
+    // The row of the format `torch` lists the torch.save files.
+    known_files: &[KnownFile::new(METADATA, FileRole::Checkpoint, FileSignature::Like(starts_like_metadata))],
     is_checkpoint_file: None,
     tensors: TensorStorage::Ranks,
     holds_objects: true,
     has_rank_files: false,
     keeps_order: false,
     is_in_module_order: false,
-    names_tensors_by_rank: false,
+    names_tensors_by_rank: true,
     read: &Reader,
-    write_shards: None,
+    write_shards: Some(&Writer),
     write_whole: None,
 };
+
+/// Returns whether a file starts like the metadata that the package or dtshard writes.
+fn starts_like_metadata(head: &[u8], _len: u64) -> bool {
+    let has = |mark: &[u8]| memmem::find(head, mark).is_some();
+    head.first() == Some(&0x80) && has(b"metadata") && has(b"nested_path_to_metadata")
+}
 
 /// The reader of checkpoints of torch_checkpointing.
 struct Reader;
@@ -79,5 +88,18 @@ impl Read for Reader {
         let is_torch = |path: &Path| path.extension().is_some_and(|suffix| suffix == "pt");
         let first = files.ids().find(|id| is_torch(files.path(*id)));
         first.map_or(Ok(None), |first| DTensorStyle::from_file(files, first))
+    }
+}
+
+/// The writer of checkpoints of torch_checkpointing.
+struct Writer;
+
+impl WriteShards for Writer {
+    fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation> {
+        write::reserve(target)
+    }
+
+    fn depends_on_torch_version(&self) -> bool {
+        true
     }
 }

@@ -18,6 +18,7 @@ mod metadata;
 mod read;
 mod safetensors_item;
 mod torch_item;
+mod write;
 
 use std::path::Path;
 

@@ -80,7 +80,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
         }
         read.push((item, catalog));
     }
-    Ok(join(read))
+    Ok(join(read, metadata.world_size))
 }
 
 fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &Item<'_>) -> Result<Catalog> {
@@ -93,8 +93,8 @@ fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &Item<'_>) -> Re
 }
 
 /// Joins the catalogs of items. Several items become subtrees of one state dict.
-fn join(mut items: Vec<(&Item<'_>, Catalog)>) -> LoadedFolder {
-    let part = |content| CheckpointPart { folder: PathBuf::new(), content, name_pattern: None, world_size: 0 };
+fn join(mut items: Vec<(&Item<'_>, Catalog)>, world_size: u32) -> LoadedFolder {
+    let part = |content| CheckpointPart { folder: PathBuf::new(), content, name_pattern: None, world_size };
     if items.len() == 1 {
         let (_, catalog) = items.remove(0);
         return LoadedFolder { catalog, parts: vec![part(PartContent::Whole)] };
