@@ -16,12 +16,12 @@ const MAX_LISTED: usize = 10_000;
 /// The files of all items of a checkpoint.
 #[derive(Debug)]
 pub struct ItemFiles<'a> {
-    pub items: Vec<Item<'a>>,
+    pub items: Vec<CheckpointItem<'a>>,
 }
 
 /// An item, and its files.
 #[derive(Debug)]
-pub struct Item<'a> {
+pub struct CheckpointItem<'a> {
     pub name: String,
     /// The metadata of the item; `None` if `metadata.pkl` does not list the item.
     pub metadata: Option<&'a ItemMetadata>,
@@ -65,7 +65,7 @@ impl<'a> ItemFiles<'a> {
 }
 
 /// Returns an item that the metadata lists.
-fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Item<'a>> {
+fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<CheckpointItem<'a>> {
     let with_tensors: BTreeSet<u32> = (item.tensors.iter())
         .flat_map(|tensor| &tensor.groups)
         .flat_map(|group| group.ranks.iter().map(|rank| rank.0))
@@ -97,12 +97,12 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Item
             "save the item with TorchSerialization or SafetensorsSerialization",
         ));
     }
-    Ok(Item { name: item.name.clone(), metadata: Some(item), encoding, files, missing })
+    Ok(CheckpointItem { name: item.name.clone(), metadata: Some(item), encoding, files, missing })
 }
 
 /// Returns the items that the metadata does not list, by the names of their files. Files whose names have a rank that
 /// the checkpoint does not have belong to no item.
-fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<Item<'a>>> {
+fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<CheckpointItem<'a>>> {
     let mut found: BTreeMap<String, BTreeMap<u32, PathBuf>> = BTreeMap::new();
     for file in list(folder)? {
         if let Some((name, rank)) = item_and_rank(&file) {
@@ -121,7 +121,7 @@ fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<Item
             let absent = (0..metadata.world_size).filter(|rank| !files.contains_key(rank));
             missing.extend(absent.take(MAX_LISTED).map(|rank| (rank, format!("{name}_{rank}.pt"))));
         }
-        Item { name, metadata: None, encoding: Encoding::Torch, files, missing }
+        CheckpointItem { name, metadata: None, encoding: Encoding::Torch, files, missing }
     };
     Ok(found.into_iter().map(item).collect())
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::item_files::{Item, ItemFiles};
+use super::item_files::{CheckpointItem, ItemFiles};
 use super::metadata::{CheckpointMetadata, Encoding};
 use super::{METADATA, metadata_of, safetensors_item, torch_item};
 use crate::catalog::{Catalog, Dict, Value};
@@ -83,7 +83,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
     Ok(join(read, metadata.world_size))
 }
 
-fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &Item<'_>) -> Result<Catalog> {
+fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &CheckpointItem<'_>) -> Result<Catalog> {
     match item.encoding {
         Encoding::Safetensors => safetensors_item::read(&mut reading.files, path, item),
         Encoding::Torch | Encoding::Other(_) => {
@@ -93,7 +93,7 @@ fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &Item<'_>) -> Re
 }
 
 /// Joins the catalogs of items. Several items become subtrees of one state dict.
-fn join(mut items: Vec<(&Item<'_>, Catalog)>, world_size: u32) -> LoadedFolder {
+fn join(mut items: Vec<(&CheckpointItem<'_>, Catalog)>, world_size: u32) -> LoadedFolder {
     let part = |content| CheckpointPart { folder: PathBuf::new(), content, name_pattern: None, world_size };
     if items.len() == 1 {
         let (_, catalog) = items.remove(0);

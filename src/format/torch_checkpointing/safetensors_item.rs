@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::item_files::Item;
+use super::item_files::CheckpointItem;
 use super::metadata::{LocalBox, RankGroup, TensorMetadata, TensorSharding, name_of};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
@@ -29,7 +29,7 @@ struct RankTensors<'a> {
 /// # Errors
 /// `Malformed` if a file lacks a tensor, has a tensor that the metadata does not list, or has a tensor of another dtype
 /// or shape than the metadata says; the errors of reading headers.
-pub fn read(files: &mut Files, metadata_path: &Path, item: &Item<'_>) -> Result<Catalog> {
+pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) -> Result<Catalog> {
     let mut ranks: BTreeMap<Rank, RankTensors<'_>> = BTreeMap::new();
     for (rank, path) in &item.files {
         let file = files.add(path)?;

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::item_files::Item;
+use super::item_files::CheckpointItem;
 use super::metadata::{RankGroup, TensorMetadata, TensorSharding, name_of};
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Class, Key, Path as StatePath, Value};
@@ -19,7 +19,7 @@ use torch_pickle::pickle::Unknown;
 ///
 /// # Errors
 /// The errors of reading and merging rank files; `Malformed` if a tensor is not as the metadata says.
-pub fn read(files: &mut Files, metadata_path: &Path, item: &Item<'_>, unknown: Unknown) -> Result<Catalog> {
+pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>, unknown: Unknown) -> Result<Catalog> {
     let loaded = load(files, &item.files, unknown)?;
     let mut catalog = merge(&loaded, PlainKind::Replicas)?;
     catalog.dropped = dropped_objects(&loaded);
