@@ -272,11 +272,20 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     i64::try_from(spanned).is_ok().then_some(bytes)
 }
 
-/// Returns the error about an object for which ranks stored different values.
+/// Returns the error about an object or a tensor for which ranks stored different values. `tensors` are the tensors of
+/// the catalog.
 #[must_use]
-pub fn conflict_error(path: &Path, rank_values: &[RankValue]) -> Error {
+pub fn conflict_error(path: &Path, rank_values: &[RankValue], tensors: &[TensorEntry]) -> Error {
     let between: Vec<String> = rank_values.iter().map(|rank_value| list_ranks(&rank_value.ranks)).collect();
-    let mut shown: Vec<String> = rank_values.iter().map(|rank_value| format!("{:.60}", rank_value.value)).collect();
+    let show = |rank_value: &RankValue| match &rank_value.value {
+        Value::Tensor(id) => {
+            let TensorEntry { dtype, shape, .. } = &tensors[id.0 as usize];
+            format!("{dtype} {:?}", shape.as_slice())
+        }
+        value => format!("{value:.60}"),
+    };
+    let mut shown: Vec<String> = rank_values.iter().map(show).collect();
+    let is_tensor = rank_values.iter().all(|rank_value| matches!(rank_value.value, Value::Tensor(_)));
     let look_equal = shown.iter().all(|text| *text == shown[0]);
     if look_equal {
         shown.fill(format!("a different {}", rank_values[0].value.type_name()));
@@ -286,11 +295,15 @@ pub fn conflict_error(path: &Path, rank_values: &[RankValue]) -> Error {
     let more = if entries.len() > FEW { format!("; and {} more values", entries.len() - FEW) } else { String::new() };
     Error::Catalog(CatalogError::Conflict {
         fqn: path.to_string(),
-        what: "an object",
+        what: if is_tensor { "a tensor" } else { "an object" },
         between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
         detail: entries[..entries.len().min(FEW)].join("; ") + &more,
         hint: Some(String::from(
-            "set options::on_conflict: per-rank keeps every value, rank0 keeps the value of the lowest rank, drop leaves the object out",
+            if is_tensor {
+                "set options::on_conflict: per-rank keeps every value, rank0 keeps the value of the lowest rank, drop leaves the tensor out"
+            } else {
+                "set options::on_conflict: per-rank keeps every value, rank0 keeps the value of the lowest rank, drop leaves the object out"
+            },
         )),
     })
     .naming(&entries)
@@ -371,7 +384,7 @@ impl Catalog {
     pub fn conflicts(&self) -> Vec<Error> {
         let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
             Value::Other(_) if state_dict::is_random_state(path.fqn().as_str()) => None,
-            Value::Other(rank_values) => Some(conflict_error(&path, rank_values)),
+            Value::Other(rank_values) => Some(conflict_error(&path, rank_values, &self.tensors)),
             _ => None,
         });
         disagreed.collect()

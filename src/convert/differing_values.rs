@@ -112,12 +112,13 @@ pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFi
     let mut resolved = ResolvedConflicts::default();
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
-    path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
+    let Catalog { state, tensors, .. } = wanted;
+    path::edit_leaves(state, &mut |path, leaf| {
         let Value::Other(holdings) = leaf else { return LeafAction::Keep };
         let choice = choice.or_else(|| state_dict::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
         match choice {
             None => {
-                refused.get_or_insert_with(|| catalog::conflict_error(path, holdings));
+                refused.get_or_insert_with(|| catalog::conflict_error(path, holdings, tensors));
             }
             Some(OnConflict::Drop) => {
                 resolved.dropped.push(path.to_string());

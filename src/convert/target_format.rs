@@ -29,8 +29,15 @@ pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, defa
 
 fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     const OTHERS: [&str; 10] = ["gguf", "ggml", "h5", "npz", "npy", "onnx", "msgpack", "pkl", "zip", "json"];
-    if let Some(to) = args.to {
-        return Ok(to);
+    match args.to {
+        Some(to) if to.writers().is_empty() => {
+            return Err(Error::usage(
+                format!("options::to {to}: dtshard reads this format, but does not write it"),
+                "omit options::to, or name another format",
+            ));
+        }
+        Some(to) => return Ok(to),
+        None => {}
     }
     let suffix = destination.and_then(Path::extension).and_then(|suffix| suffix.to_str());
     let (Some(destination), Some(suffix)) = (destination, suffix) else { return Ok(default) };

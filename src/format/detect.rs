@@ -1,9 +1,11 @@
 //! Detects the format of a path from file names and first bytes. Every format in the table of formats checks the path.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::foreign::{self, first_bytes};
 use super::listing::{DetectedFiles, FileStart, FolderListing, Match};
+use super::series::SeriesSet;
 use super::torch::is_no_model;
 use super::{Format, name_of};
 use crate::error::{Error, Result};
@@ -138,6 +140,7 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
         all.extend(format.entry().read.find_in(&listing)?);
     }
     all.sort_by_key(|found| found.certainty);
+    leave_out_indexed(&mut all);
     let (possible, mut found): (Vec<_>, Vec<_>) = all.into_iter().partition(|found| found.certainty == Match::Possible);
     // A file that is only a possible match counts only beside a match that is certain or likely. On its own, it may be
     // a file that a trainer left above its checkpoints: see `lone_file`.
@@ -147,6 +150,17 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
         }
     }
     Ok(found)
+}
+
+/// Removes formats that detected only files that the index of another format names with certainty.
+fn leave_out_indexed(all: &mut Vec<DetectedFiles>) {
+    let is_owner = |found: &&DetectedFiles| found.certainty == Match::Certain && found.index.is_some();
+    let Some(owner) = all.iter().find(is_owner) else { return };
+    let (format, owned) = (owner.format, owner.paths.iter().cloned().collect::<HashSet<PathBuf>>());
+    all.retain(|found| {
+        let mut files = found.paths.iter().chain(found.series.iter().flat_map(SeriesSet::files)).peekable();
+        found.format == format || files.peek().is_none() || !files.all(|file| owned.contains(file))
+    });
 }
 
 fn detect_file(path: &Path) -> Result<DetectedFiles> {

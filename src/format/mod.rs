@@ -32,6 +32,8 @@ mod series;
 mod sets;
 mod shortfall;
 pub mod torch;
+mod torch_checkpointing;
+mod torchsnapshot;
 mod traits;
 
 use std::collections::HashSet;
@@ -107,6 +109,8 @@ formats! {
     TorchRanks => torch::entry::RANK_FILES,
     FsdpFlat => fsdp_flat::entry::ENTRY,
     Local => local::entry::ENTRY,
+    Torchsnapshot => torchsnapshot::entry::ENTRY,
+    TorchCheckpointing => torch_checkpointing::entry::ENTRY,
 }
 
 impl Format {
@@ -498,10 +502,9 @@ mod tests {
     fn readme_table_lists_every_format() {
         let row = |format: &Format| {
             let FormatEntry { name, about, files, .. } = format.entry();
-            format!(
-                "| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {} |\n",
-                format.writers().join(", ")
-            )
+            let writers = format.writers().join(", ");
+            let writers = if writers.is_empty() { "(only read)" } else { &writers };
+            format!("| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {writers} |\n")
         };
         let table: String = Format::ALL.iter().map(row).collect();
         check_page("README.md", "| [`", &table);

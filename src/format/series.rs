@@ -182,6 +182,27 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
 }
 
 impl SeriesSet {
+    /// Returns a set of series with these names and files, for formats whose file names do not give the rank.
+    pub fn of_items(folder: &Path, items: Vec<(String, BTreeMap<u32, PathBuf>)>) -> Self {
+        let series = |(name, files): (String, BTreeMap<u32, PathBuf>)| {
+            let parsed = |rank: u32| RankName {
+                series: name.clone(),
+                rank,
+                world_size: None,
+                numbering: Numbering::Rank,
+                pattern: RankNamePattern::new_series(&name),
+            };
+            let files = files.into_iter().map(|(rank, path)| (parsed(rank), path)).collect();
+            Series { name: name.clone(), files }
+        };
+        Self { folder: folder.to_path_buf(), series: items.into_iter().map(series).collect(), skipped: Vec::new() }
+    }
+
+    /// Returns the paths of all files.
+    pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        self.series.iter().chain(&self.skipped).flat_map(|series| &series.files).map(|(_, path)| path)
+    }
+
     /// Returns the names of the chosen series.
     pub fn names(&self) -> Vec<String> {
         self.series.iter().map(|series| series.name.clone()).collect()

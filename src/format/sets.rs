@@ -16,7 +16,7 @@ use super::listing::DetectedFiles;
 use super::rank_names::RankName;
 use super::series::{GroupedFiles, SeriesSet};
 use super::shortfall::Shortfall;
-use super::{ReadOptions, folder_of, foreign, list, local, name_of, series};
+use super::{ReadOptions, folder_of, foreign, list, local, name_of, series, torch_checkpointing};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
@@ -85,6 +85,9 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         let what = format!("{} is {what}", path.display());
         Shortfall::new(missing, Error::usage(what, "give the folder that contains all of these files"))
     };
+    if let Some((what, missing)) = torch_checkpointing::part_of_checkpoint(path)? {
+        return Ok(Some(refuse(what, missing)));
+    }
     let name = name_of(path);
     let indexes = list(folder_of(path))?.into_iter().filter(|name| is_index(name));
     for index in indexes.map(|name| path.with_file_name(name)) {

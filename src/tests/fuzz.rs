@@ -27,12 +27,7 @@ struct Copied {
 impl Copied {
     fn new(checkpoint: &str, name: &'static str) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        for entry in fs::read_dir(fixture(checkpoint)).unwrap() {
-            let entry = entry.unwrap();
-            if entry.path().is_file() {
-                fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
-            }
-        }
+        copy_all(&fixture(checkpoint), folder.path());
         Self { folder, name }
     }
 
@@ -47,10 +42,38 @@ impl Copied {
     }
 }
 
+fn copy_all(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let copy = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            fs::create_dir(&copy).unwrap();
+            copy_all(&entry.path(), &copy);
+        } else {
+            fs::copy(entry.path(), copy).unwrap();
+        }
+    }
+}
+
 #[test]
 fn dcp_metadata() {
     let copy = Copied::new("fsdp4/dcp", ".metadata");
     fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
+}
+
+#[test]
+fn torch_checkpointing_metadata() {
+    for checkpoint in ["torch_checkpointing", "torch_checkpointing_tp"] {
+        let copy = Copied::new(&format!("trainers/{checkpoint}/step-30"), "metadata.pkl");
+        fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
+    }
+}
+
+#[test]
+fn torchsnapshot_manifest() {
+    let copy = Copied::new("trainers/torchsnapshot_dtensor/snapshot", ".snapshot_metadata");
+    let yaml = fs::read(fixture("trainers/torchsnapshot.snapshot_metadata.yaml")).unwrap();
+    fuzz!(vec![copy.content(), yaml], 150, |bytes: &[u8]| copy.open_with(bytes));
 }
 
 #[test]

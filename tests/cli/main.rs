@@ -20,6 +20,8 @@ mod outputs;
 mod plans;
 mod redistribute;
 mod sharded_tensors;
+mod torch_checkpointing;
+mod torchsnapshot;
 mod trainers;
 
 use common::{corrupt, outcome, rank_file, snapshot};

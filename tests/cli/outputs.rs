@@ -15,7 +15,7 @@ use std::process::Command;
 use crate::common::in_parallel;
 
 /// The conversions: each verb with the options of one target.
-const CONVERSIONS: [&str; 25] = [
+const CONVERSIONS: [&str; 26] = [
     "consolidate",
     "consolidate --to torch",
     "consolidate --everything",
@@ -31,6 +31,7 @@ const CONVERSIONS: [&str; 25] = [
     "reshard --mesh dp=3 --to dcp-hf",
     "reshard --mesh dp=3 --to torch-ranks",
     "reshard --mesh dp=3 --to local",
+    "reshard --mesh dp=3 --to torch-checkpointing",
     "reshard --mesh dp=3 --split balanced --to torch-ranks",
     "reshard --mesh dp=2 --tensor-class sharded-tensor --to torch-ranks",
     "reshard --like fsdp_tp/ranks --to dcp",

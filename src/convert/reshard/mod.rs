@@ -250,8 +250,8 @@ fn check_room(
     target_parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
-/// Returns the default format of the result: the format of the source, or DCP if the source is a single file, because a
-/// single file cannot hold shards.
+/// Returns the default format of the result: the format of the source, or DCP if `reshard` does not write that format,
+/// for example because a single file cannot hold shards.
 fn default_format(source: Format) -> Format {
-    if source.tensors() == TensorStorage::Whole { Format::Dcp } else { source }
+    if source.writers().contains(&"reshard") { source } else { Format::Dcp }
 }

@@ -23,7 +23,7 @@ const MESH_MEMO: u32 = 0;
 /// The maximum number of dims of a mesh of which slices are written, because every possible slice needs a memo index.
 const MAX_SLICED_DIMS: usize = 8;
 
-/// The storage key of the tensor that lists the ranks of the mesh.
+/// The usual storage key of the tensor that lists the ranks of the mesh.
 pub const MESH_KEY: usize = 0;
 
 /// Writes the meshes of one rank's DTensors.
@@ -35,6 +35,8 @@ pub struct MeshWriter<'a> {
     pub world_size: u32,
     /// The coordinate of the rank in the mesh; `None` if the rank is outside the mesh.
     pub coordinate: Option<&'a Dims>,
+    /// The storage key of the tensor that lists the ranks of the mesh.
+    pub key: usize,
     /// The memo indices of the meshes and slices that are already written.
     pub written_meshes: BTreeSet<u32>,
 }
@@ -78,7 +80,7 @@ impl MeshWriter<'_> {
         if style.release == Release::V2_5 {
             writer.string("device_type").string(&style.device_type);
             writer.string("mesh");
-            write_tensor(writer, Dtype::I32, MESH_KEY, mesh.shape());
+            write_tensor(writer, Dtype::I32, self.key, mesh.shape());
             writer.string("mesh_dim_names");
             write_names(writer, names.as_deref());
             writer.string("_flatten_mesh_list");
@@ -100,7 +102,7 @@ impl MeshWriter<'_> {
             writer.string("_layout");
             self.write_mesh_layout(writer, dims);
             writer.string("_rank_map");
-            write_tensor(writer, Dtype::I32, MESH_KEY, &[mesh.world_size() as u64]);
+            write_tensor(writer, Dtype::I32, self.key, &[mesh.world_size() as u64]);
             writer.string("_mesh_dim_names");
             write_names(writer, names.as_deref());
             writer.string("_root_mesh");
@@ -251,6 +253,7 @@ mod tests {
                 rank: Rank(rank),
                 world_size: u32::try_from(mesh.world_size()).unwrap(),
                 coordinate: Some(&coordinate),
+                key: MESH_KEY,
                 written_meshes: BTreeSet::new(),
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()

@@ -190,6 +190,35 @@ fn common_sharding_dim<'l>(
 /// # Errors
 /// `Unsupported` if an object cannot be pickled; the errors of `layout`; `Layout` if placements do not fit.
 pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
+    reserve_files(source, state, target, StorageKeys::MeshFirst)
+}
+
+/// Lays out a file for each rank like [`reserve_ranks`], but with storages in the order in which the pickle refers to
+/// them. If `torch.load` does not read the data of tensors (in `FakeTensorMode`, or on the meta device), it computes the
+/// offsets of storages from this order.
+///
+/// # Errors
+/// The errors of [`reserve_ranks`].
+pub fn reserve_ranks_in_order(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
+    reserve_files(source, state, target, StorageKeys::InOrder)
+}
+
+/// The way in which storages get their keys. Their data is in the order of the keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StorageKeys {
+    /// Key 0 is the storage of the mesh, if there is a mesh. The keys of the tensors follow in the order of the tensors,
+    /// so a tensor has the same key in the files of all ranks.
+    MeshFirst,
+    /// Keys are counted in the order in which the pickle refers to storages.
+    InOrder,
+}
+
+fn reserve_files(
+    source: &Catalog,
+    state: &Value,
+    target: RankTarget<'_>,
+    storage_keys: StorageKeys,
+) -> Result<Reservation> {
     let RankTarget { mesh, world_size, style, name, layout } = target;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
@@ -212,9 +241,11 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             tiles: tiles.collect::<Result<_>>()?,
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
             sharded_dims: makani.as_ref().map(|makani| &makani.sharded_dims),
+            storage_keys,
         };
         let coordinate = coordinate.as_ref();
-        let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, written_meshes: BTreeSet::new() };
+        let meshes =
+            MeshWriter { mesh, style, rank, world_size, coordinate, key: MESH_KEY, written_meshes: BTreeSet::new() };
         let group = match (shared_dim, coordinate) {
             (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
             (None, _) => None,
@@ -340,6 +371,7 @@ struct TorchRankFile<'a> {
     distributed: bool,
     /// The attribute `sharded_dims_mp` of the tensors that have it, if the files are written for makani.
     sharded_dims: Option<&'a HashMap<TensorId, ShardedDims>>,
+    storage_keys: StorageKeys,
 }
 
 /// Returns the sizes of a rank's local tensor. As in PyTorch, a rank without data of the tensor (`tile` is `None`) has
@@ -355,7 +387,10 @@ struct TorchRankPickle {
     /// are in memory only once.
     cuts: Vec<usize>,
     stored: Vec<bool>,
-    has_mesh: bool,
+    /// The storage key of each tensor.
+    keys: Vec<usize>,
+    /// The storage key of the mesh, if the pickle has a mesh.
+    mesh_key: Option<usize>,
 }
 
 /// The number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this part is
@@ -363,10 +398,10 @@ struct TorchRankPickle {
 const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
-    /// Returns the storage key of the tensor at `index`. A tensor has the same key in the files of all ranks: key 0 is
-    /// the storage of the mesh, if there is a mesh, and the keys of the tensors follow in the order of the tensors.
-    fn key(&self, index: usize) -> usize {
-        index + if self.distributed { MESH_KEY + 1 } else { 0 }
+    /// Returns the storage key of each tensor according to [`StorageKeys::MeshFirst`].
+    fn keys_after_mesh(&self) -> Vec<usize> {
+        let first = if self.distributed { MESH_KEY + 1 } else { 0 };
+        (first..first + self.tensors.len()).collect()
     }
 
     fn pickle(
@@ -385,6 +420,7 @@ impl TorchRankFile<'_> {
         let mut stored = used.clone();
         let mut cuts = Vec::new();
         let mut written = 0;
+        let (mut keys, mut next_key) = (self.keys_after_mesh(), 0);
         let (rank, mut writer) = (Some(meshes.rank), Writer::new());
         let tensors = |writer: &mut Writer, id: TensorId| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
@@ -395,7 +431,18 @@ impl TorchRankFile<'_> {
             used[index] = true;
             stored[index] = true;
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
-            let (dtype, key, sizes) = (*dtype, self.key(index), local_sizes(self.tiles[index].as_ref()));
+            let is_first_dtensor =
+                matches!(planned.layout, RankLayout::Distributed { .. }) && meshes.written_meshes.is_empty();
+            if self.storage_keys == StorageKeys::InOrder {
+                keys[index] = next_key;
+                next_key += 1;
+                if is_first_dtensor {
+                    // The mesh follows the local tensor of the first DTensor.
+                    meshes.key = next_key;
+                    next_key += 1;
+                }
+            }
+            let (dtype, key, sizes) = (*dtype, keys[index], local_sizes(self.tiles[index].as_ref()));
             match &planned.layout {
                 RankLayout::Plain | RankLayout::Local(_) => {
                     match self.sharded_dims.and_then(|sharded_dims| sharded_dims.get(&id)) {
@@ -430,7 +477,12 @@ impl TorchRankFile<'_> {
         writer.value(state, &mut Leaves { rank, tensors })?;
         let bytes = writer.finish();
         cuts.push(bytes.len());
-        Ok(TorchRankPickle { bytes, cuts, stored, has_mesh: !meshes.written_meshes.is_empty() })
+        let in_file = keys.iter().zip(&stored).filter(|(_, stored)| **stored).map(|(key, _)| *key);
+        if !in_file.is_sorted() {
+            return Err(WriteError::Leaf(String::from("an object refers to its tensors in another order")));
+        }
+        let mesh_key = (!meshes.written_meshes.is_empty()).then_some(meshes.key);
+        Ok(TorchRankPickle { bytes, cuts, stored, keys, mesh_key })
     }
 
     /// Lays out the archive, and returns the offset of each tensor's data in the file; `None` for a tensor of which the
@@ -444,18 +496,27 @@ impl TorchRankFile<'_> {
     ) -> Vec<Option<u64>> {
         let mut archive = ArchiveWriter::new(PREFIX);
         archive.start_in_parts(&pickle.bytes, &pickle.cuts);
-        if pickle.has_mesh {
+        let write_mesh = |archive: &mut ArchiveWriter, key: usize| {
             let ranks: Vec<u8> = mesh.ranks().iter().flat_map(|rank| rank.0.to_le_bytes()).collect();
-            archive.literal(&format!("data/{MESH_KEY}"), &ranks);
-        }
+            archive.literal(&format!("data/{key}"), &ranks);
+        };
+        let mut pending_mesh = pickle.mesh_key;
         let mut offsets = Vec::with_capacity(self.tiles.len());
         for (index, (tile, id)) in self.tiles.iter().zip(self.tensors.keys()).enumerate() {
+            let key = pickle.keys[index];
+            if let Some(mesh_key) = pending_mesh.filter(|mesh_key| pickle.stored[index] && *mesh_key < key) {
+                write_mesh(&mut archive, mesh_key);
+                pending_mesh = None;
+            }
             let numel = tile.as_ref().map_or(0, Tile::numel);
             let offset = pickle.stored[index].then(|| {
                 let len = numel * self.source.tensor(*id).dtype.itemsize();
-                archive.payload(&format!("data/{}", self.key(index)), len)
+                archive.payload(&format!("data/{key}"), len)
             });
             offsets.push(offset.filter(|_| numel > 0));
+        }
+        if let Some(mesh_key) = pending_mesh {
+            write_mesh(&mut archive, mesh_key);
         }
         let base = frames.append(archive.finish(), output);
         offsets.into_iter().map(|offset| offset.map(|offset| base + offset)).collect()

@@ -1,0 +1,181 @@
+//! The files of each item: those that `metadata.pkl` names, and files `NAME_RANK.pt` of items that it does not list.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+use super::metadata::{CheckpointMetadata, Encoding, FileLayout, ItemMetadata};
+use super::{METADATA, metadata_of};
+use crate::error::{Error, Result};
+use crate::format::{folder_of, list, relative_to_folder};
+use crate::storage::lookup;
+
+/// The maximum number of missing files of an item that the metadata does not list. The number of ranks comes from a
+/// file, so it may be arbitrarily large.
+const MAX_LISTED: usize = 10_000;
+
+/// The files of all items of a checkpoint.
+#[derive(Debug)]
+pub struct ItemFiles<'a> {
+    pub items: Vec<CheckpointItem<'a>>,
+}
+
+/// An item, and its files.
+#[derive(Debug)]
+pub struct CheckpointItem<'a> {
+    pub name: String,
+    /// The metadata of the item; `None` if `metadata.pkl` does not list the item.
+    pub metadata: Option<&'a ItemMetadata>,
+    pub encoding: Encoding,
+    /// The existing files, by rank.
+    pub files: BTreeMap<u32, PathBuf>,
+    /// The names of missing files, relative to the folder, by rank.
+    pub missing: BTreeMap<u32, String>,
+}
+
+impl<'a> ItemFiles<'a> {
+    /// Finds the files of a checkpoint.
+    ///
+    /// # Errors
+    /// `Malformed` if a path leads out of the folder, or two ranks have one file; `Unsupported` for an item whose
+    /// files have different encodings or no tensors; `Io`.
+    pub fn of(folder: &Path, metadata: &'a CheckpointMetadata) -> Result<Self> {
+        let path = folder.join(METADATA);
+        let mut items = Vec::new();
+        let mut owners: HashMap<PathBuf, (&str, u32)> = HashMap::new();
+        for item in &metadata.items {
+            let mut found = listed(folder, &path, item)?;
+            for (rank, file) in &found.files {
+                if let Some((other, of)) = owners.insert(file.clone(), (&item.name, *rank)) {
+                    let expected = "one file for each item and rank";
+                    let found = format!("{} for {other} of rank {of} and {} of rank {rank}", file.display(), item.name);
+                    return Err(Error::malformed(&path, &item.name, expected, found));
+                }
+            }
+            found.name.clone_from(&item.name);
+            items.push(found);
+        }
+        items.extend(unlisted(folder, metadata)?);
+        Ok(Self { items })
+    }
+
+    /// Returns the paths of all existing files.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.items.iter().flat_map(|item| item.files.values().cloned()).collect()
+    }
+}
+
+/// Returns an item that the metadata lists.
+fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<CheckpointItem<'a>> {
+    let with_tensors: BTreeSet<u32> = (item.tensors.iter())
+        .flat_map(|tensor| &tensor.groups)
+        .flat_map(|group| group.ranks.iter().map(|rank| rank.0))
+        .collect();
+    let (mut files, mut missing, mut encoding) = (BTreeMap::new(), BTreeMap::new(), None);
+    for (rank, layout) in &item.layouts {
+        let default = || FileLayout { path: format!("{}_{rank}.pt", item.name), encoding: Encoding::Torch };
+        let layout = layout.clone().unwrap_or_else(default);
+        let file = relative_to_folder(folder, &layout.path, path)?;
+        if lookup::exists(&file)? {
+            files.insert(*rank, file);
+        } else if with_tensors.contains(rank) {
+            missing.insert(*rank, layout.path);
+        } else {
+            continue;
+        }
+        let known = encoding.get_or_insert_with(|| layout.encoding.clone());
+        if *known != layout.encoding {
+            return Err(Error::unsupported(
+                format!("{}: the files of the item {} have different encodings", path.display(), item.name),
+                "save the item in one encoding on all ranks",
+            ));
+        }
+    }
+    let encoding = encoding.unwrap_or(Encoding::Torch);
+    if let Encoding::Other(class) = &encoding {
+        return Err(Error::unsupported(
+            format!("{}: the item {} has tensors, but its files have the encoding {class:.60}", path.display(), item.name),
+            "save the item with TorchSerialization or SafetensorsSerialization",
+        ));
+    }
+    Ok(CheckpointItem { name: item.name.clone(), metadata: Some(item), encoding, files, missing })
+}
+
+/// Returns the items that the metadata does not list, by the names of their files. Files whose names have a rank that
+/// the checkpoint does not have belong to no item.
+fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<CheckpointItem<'a>>> {
+    let mut found: BTreeMap<String, BTreeMap<u32, PathBuf>> = BTreeMap::new();
+    for file in list(folder)? {
+        if let Some((name, rank)) = item_and_rank(&file) {
+            found.entry(name.to_owned()).or_default().insert(rank, folder.join(&file));
+        }
+    }
+    let is_listed = |name: &str| metadata.items.iter().any(|item| item.name == name);
+    found.retain(|name, files| {
+        let ranks = files.keys().copied();
+        files.contains_key(&0) && ranks.max() < Some(metadata.world_size) && !is_listed(name)
+    });
+    let item = |(name, files): (String, BTreeMap<u32, PathBuf>)| {
+        let mut missing = BTreeMap::new();
+        // An item that only rank 0 saves is complete.
+        if files.len() > 1 {
+            let absent = (0..metadata.world_size).filter(|rank| !files.contains_key(rank));
+            missing.extend(absent.take(MAX_LISTED).map(|rank| (rank, format!("{name}_{rank}.pt"))));
+        }
+        CheckpointItem { name, metadata: None, encoding: Encoding::Torch, files, missing }
+    };
+    Ok(found.into_iter().map(item).collect())
+}
+
+/// Returns the item and the rank in the name of a file: `model` and 3 for `model_3.pt`.
+fn item_and_rank(file: &str) -> Option<(&str, u32)> {
+    let (name, number) = file.strip_suffix(".pt")?.rsplit_once('_')?;
+    let rank: u32 = number.parse().ok()?;
+    (rank.to_string() == number && !name.is_empty() && !name.starts_with('.')).then_some((name, rank))
+}
+
+/// If a file is one of several files of a checkpoint of this package, returns a description of the file, and the names
+/// of the other files.
+///
+/// # Errors
+/// `Io`; the errors of reading the metadata.
+pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> {
+    let folder = folder_of(path);
+    let Some(bytes) = metadata_of(folder)? else { return Ok(None) };
+    let metadata = CheckpointMetadata::parse(&folder.join(METADATA), &bytes)?;
+    let files = ItemFiles::of(folder, &metadata)?;
+    let is_own = |file: &PathBuf| file.file_name() == path.file_name() && file.parent() == Some(folder);
+    for item in &files.items {
+        let Some((rank, _)) = item.files.iter().find(|(_, file)| is_own(file)) else { continue };
+        let others = item.files.values().filter(|file| !is_own(file));
+        let names = others.filter_map(|file| Some(file.strip_prefix(folder).ok()?.to_str()?.to_owned()));
+        let names: Vec<String> = names.chain(item.missing.values().cloned()).collect();
+        if names.is_empty() {
+            return Ok(None);
+        }
+        let count = names.len() + 1;
+        let what = format!("1 of {count} files of the item {}: the file of rank {rank}, next to {METADATA}", item.name);
+        return Ok(Some((what, names)));
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_names_give_item_and_rank() {
+        for (name, expected) in [
+            ("model_0.pt", Some(("model", 0))),
+            ("my_model_12.pt", Some(("my_model", 12))),
+            ("model_01.pt", None),
+            ("model.pt", None),
+            ("_0.pt", None),
+            (".x_0.pt", None),
+            ("model_0.bin", None),
+            ("model_99999999999.pt", None),
+        ] {
+            assert_eq!(item_and_rank(name), expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Checkpoints of the package torch_checkpointing: one file for each item and rank, and `metadata.pkl`.
+//!
+//! ```text
+//! metadata.pkl                                    the sharding of every tensor, and the file of every item and rank
+//! model_0.pt  model_1.pt  ...                     an item as torch.save writes it, with DTensors
+//! model_0.safetensors  model_1.safetensors  ...   or the local tensors of an item
+//! progress_0.pt  progress_1.pt  ...               an item without tensors to reshard, which `metadata.pkl` does not list
+//! ```
+//!
+//! Only `metadata.pkl` records how the tensors in safetensors files are sharded. Everything in it is untrusted.
+//!
+//! Source: `torch_checkpointing/distributed_metadata.py`, `dtensor_metadata.py`, `default_metadata.py`,
+//! `checkpoint_layout.py`, `checkpoint_writer.py` (0.1.1).
+
+pub(super) mod entry;
+mod item_files;
+mod metadata;
+mod read;
+mod safetensors_item;
+mod torch_item;
+mod write;
+
+use std::path::Path;
+
+pub use item_files::part_of_checkpoint;
+
+use crate::error::Result;
+use crate::format::json::read_document;
+use crate::storage::lookup;
+use memchr::memmem;
+use torch_pickle::pickle;
+
+/// The name of the metadata in the folder of a checkpoint.
+pub const METADATA: &str = "metadata.pkl";
+
+/// Texts that occur in the metadata of this package. Other programs also write files with the name `metadata.pkl`.
+const MARKS: [&[u8]; 3] = [b"rank_to_layout_info", b"world_size", b"version"];
+
+/// Returns the bytes of the metadata of a folder; `None` if the folder has no metadata of this package.
+///
+/// # Errors
+/// `Io`.
+fn metadata_of(folder: &Path) -> Result<Option<Vec<u8>>> {
+    let path = folder.join(METADATA);
+    if !lookup::is_file(&path)? || std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() > pickle::MAX_BYTES) {
+        return Ok(None);
+    }
+    let bytes = read_document(&path, pickle::MAX_BYTES)?;
+    let is_own = bytes.starts_with(b"\x80") && MARKS.iter().all(|mark| memmem::find(&bytes, mark).is_some());
+    Ok(is_own.then_some(bytes))
+}

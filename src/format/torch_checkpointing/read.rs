@@ -1,0 +1,111 @@
+//! Reads a checkpoint into a catalog: each chosen item is read on its own and becomes a subtree of the state dict.
+
+use std::path::{Path, PathBuf};
+
+use super::item_files::{CheckpointItem, ItemFiles};
+use super::metadata::{CheckpointMetadata, Encoding};
+use super::{METADATA, metadata_of, safetensors_item, torch_item};
+use crate::catalog::{Catalog, Dict, Value};
+use crate::error::{Error, FormatError, Result};
+use crate::format::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
+use crate::format::reading::ReadFindings;
+use crate::format::series::{SeriesChoice, SeriesSet};
+use crate::format::shortfall::Shortfall;
+use crate::name_list::{FEW, short_list};
+
+/// Returns the missing files of a checkpoint. A file may be missing if an option allows it, and replicas on other ranks
+/// have its data.
+///
+/// # Errors
+/// `Io`; the errors of reading the metadata.
+pub fn shortfall(folder: &Path, choice: &SeriesChoice) -> Result<Option<Shortfall>> {
+    let metadata = read_metadata(folder)?;
+    let files = ItemFiles::of(folder, &metadata)?;
+    let chosen = as_series(folder, &files).choose(choice)?.names();
+    let items = files.items.iter().filter(|item| chosen.contains(&item.name));
+    let missing: Vec<String> = items.flat_map(|item| item.missing.values().cloned()).collect();
+    if missing.is_empty() {
+        return Ok(None);
+    }
+    let error = Error::Format(FormatError::Missing {
+        path: folder.join(METADATA),
+        at: String::from("items"),
+        expected: format!("the files of {} ranks", metadata.world_size),
+        missing: short_list(&missing, FEW),
+        hint: None,
+    });
+    let allowed = format!(
+        "{} is read without {}; dtshard cannot detect a value that only a missing file had",
+        folder.display(),
+        short_list(&missing, FEW)
+    );
+    Ok(Some(Shortfall { allowed: Some(allowed), ..Shortfall::new(missing, error) }))
+}
+
+/// Returns the items as series, from which the user can choose.
+fn as_series(folder: &Path, files: &ItemFiles<'_>) -> SeriesSet {
+    SeriesSet::of_items(folder, files.items.iter().map(|item| (item.name.clone(), item.files.clone())).collect())
+}
+
+fn read_metadata(folder: &Path) -> Result<CheckpointMetadata> {
+    let path = folder.join(METADATA);
+    let bytes = metadata_of(folder)?;
+    let bytes = bytes.ok_or_else(|| Error::malformed(&path, "content", "metadata of torch_checkpointing", "other content"))?;
+    CheckpointMetadata::parse(&path, &bytes)
+}
+
+/// Reads the chosen items of a checkpoint.
+///
+/// # Errors
+/// `Usage` if an item is chosen that does not exist, or if a layout is declared; the errors of reading items.
+pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolder> {
+    if reading.options.declared_layout.is_some() {
+        return Err(Error::usage(
+            format!("{}: its {METADATA} already describes the layout of its tensors", folder.display()),
+            "remove options::src_mesh, options::src_placements, options::src_split, options::src_plan, \
+             options::src_layout and options::reduce",
+        ));
+    }
+    let path = folder.join(METADATA);
+    let metadata = read_metadata(folder)?;
+    let files = ItemFiles::of(folder, &metadata)?;
+    reading.files.add(&path)?;
+    let chosen = reading.choose(as_series(folder, &files))?.names();
+    let mut read = Vec::new();
+    for item in files.items.iter().filter(|item| chosen.contains(&item.name)) {
+        let mut catalog = read_item(reading, &path, item)?;
+        if item.metadata.is_none() && item.files.len() == 1 && metadata.world_size > 1 {
+            let warning = "is read as the item of all ranks";
+            catalog.warnings.push(format!("only rank 0 has a file of the item {}, which {warning}", item.name));
+        }
+        read.push((item, catalog));
+    }
+    Ok(join(read, metadata.world_size))
+}
+
+fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &CheckpointItem<'_>) -> Result<Catalog> {
+    match item.encoding {
+        Encoding::Safetensors => safetensors_item::read(&mut reading.files, path, item),
+        Encoding::Torch | Encoding::Other(_) => {
+            torch_item::read(&mut reading.files, path, item, reading.options.unknown())
+        }
+    }
+}
+
+/// Joins the catalogs of items. Several items become subtrees of one state dict.
+fn join(mut items: Vec<(&CheckpointItem<'_>, Catalog)>, world_size: u32) -> LoadedFolder {
+    let part = |content| CheckpointPart { folder: PathBuf::new(), content, name_pattern: None, world_size };
+    if items.len() == 1 {
+        let (_, catalog) = items.remove(0);
+        return LoadedFolder { catalog, parts: vec![part(PartContent::Whole)] };
+    }
+    let mut whole = Catalog::empty();
+    let (mut entries, mut parts) = (Vec::new(), Vec::new());
+    for (item, catalog) in items {
+        let state = absorb(&mut whole, catalog, Some(&item.name));
+        entries.push((Value::Str(item.name.as_str().into()), state));
+        parts.push(part(PartContent::Subtree(item.name.clone())));
+    }
+    whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+    LoadedFolder { catalog: whole, parts }
+}

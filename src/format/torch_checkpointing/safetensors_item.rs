@@ -1,0 +1,163 @@
+//! Reads an item whose files are safetensors. A file has the local tensors of one rank, and the metadata alone records
+//! how they are sharded. The name of a tensor is its path in the item, joined with dots.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::item_files::CheckpointItem;
+use super::metadata::{LocalBox, RankGroup, TensorMetadata, TensorSharding, name_of};
+use crate::catalog::path::Unflatten;
+use crate::catalog::{
+    Catalog, Chunk, Class, FileLocation, Fqn, Sharding, TensorEntry, Value, contiguous_strides,
+};
+use crate::error::{Error, Result};
+use crate::format::safetensors::{StoredTensor, read_header};
+use crate::layout::distinct_tiles::SharedTensor;
+use crate::layout::{Placement, Rank, Region, Tile, comma_list, local_shard};
+use crate::storage::{FileId, Files};
+
+/// The tensors in the file of one rank.
+struct RankTensors<'a> {
+    path: &'a Path,
+    file: FileId,
+    tensors: HashMap<Arc<str>, StoredTensor>,
+}
+
+/// Reads an item.
+///
+/// # Errors
+/// `Malformed` if a file lacks a tensor, has a tensor that the metadata does not list, or has a tensor of another dtype
+/// or shape than the metadata says; the errors of reading headers.
+pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) -> Result<Catalog> {
+    let mut ranks: BTreeMap<Rank, RankTensors<'_>> = BTreeMap::new();
+    for (rank, path) in &item.files {
+        let file = files.add(path)?;
+        let tensors = read_header(files, file)?.tensors.into_iter().collect();
+        ranks.insert(Rank(*rank), RankTensors { path, file, tensors });
+    }
+    let mut catalog = Catalog::empty();
+    let mut state = Unflatten::default();
+    for tensor in item.metadata.iter().flat_map(|metadata| &metadata.tensors) {
+        let entry = entry(metadata_path, &item.name, tensor, &mut ranks, &mut catalog)?;
+        let id = catalog.push_tensor(entry);
+        state.insert(&tensor.path, Value::Tensor(id)).map_err(|found| {
+            let name = name_of(&item.name, &tensor.path);
+            Error::malformed(metadata_path, name.as_str(), "a path that fits the paths of other tensors", found)
+        })?;
+    }
+    for (rank, RankTensors { path, tensors, .. }) in &ranks {
+        // The error reports the smallest name, so that it is the same in every run.
+        if let Some(name) = tensors.keys().min() {
+            let expected = format!("only tensors that metadata.pkl lists for rank {rank}");
+            return Err(Error::malformed(path, &**name, expected, "a tensor of this name"));
+        }
+    }
+    catalog.state = state.finish().map_err(|found| {
+        Error::malformed(metadata_path, item.name.as_str(), "lists without large gaps", found)
+    })?;
+    Ok(catalog)
+}
+
+/// Returns the entry of a tensor, and takes its parts from the files of `ranks`.
+fn entry(
+    metadata_path: &Path,
+    item: &str,
+    tensor: &TensorMetadata,
+    ranks: &mut BTreeMap<Rank, RankTensors<'_>>,
+    catalog: &mut Catalog,
+) -> Result<TensorEntry> {
+    let fqn = tensor.path.fqn();
+    let first = &tensor.groups[0];
+    let mut entry = TensorEntry::new(fqn, first.dtype, first.shape.clone());
+    for group in &tensor.groups {
+        if let TensorSharding::Mesh { mesh, placements } = &group.sharding
+            && placements.iter().any(|placement| *placement != Placement::Replicate)
+        {
+            let known = entry.sharding.as_ref().map(|sharding| &sharding.shared.placements);
+            if let Some(known) = known.filter(|known| *known != placements) {
+                let name = name_of(item, &tensor.path);
+                let found = comma_list(placements);
+                return Err(Error::malformed(metadata_path, name.as_str(), comma_list(known), found));
+            }
+            if known.is_none() {
+                let mesh = catalog.intern_mesh((**mesh).clone());
+                entry.class = Class::DTensor;
+                entry.sharding = Some(Box::new(Sharding { mesh, shared: SharedTensor::from(placements.clone()) }));
+            }
+        }
+    }
+    let mut has_mixed_kinds = false;
+    for group in &tensor.groups {
+        let is_sharded = matches!(&group.sharding, TensorSharding::Mesh { placements, .. }
+            if placements.iter().any(|placement| *placement != Placement::Replicate));
+        has_mixed_kinds |= is_sharded != (entry.class == Class::DTensor);
+        for rank in &*group.ranks {
+            // The caller has reported missing files.
+            let Some(own) = ranks.get_mut(rank) else { continue };
+            let Some(stored) = own.tensors.remove(entry.fqn.as_str()) else {
+                let expected = format!("a tensor of this name, because metadata.pkl lists it for rank {rank}");
+                return Err(Error::malformed(own.path, entry.fqn.as_str(), expected, "none"));
+            };
+            push_chunks(&mut entry, group, *rank, (own.path, own.file), &stored)?;
+        }
+    }
+    if has_mixed_kinds {
+        let name = name_of(item, &tensor.path);
+        let expected = "a tensor that is sharded on all ranks, or replicated on all ranks";
+        return Err(Error::malformed(metadata_path, name.as_str(), expected, "both"));
+    }
+    Ok(entry)
+}
+
+/// Adds the part of one rank to a tensor.
+fn push_chunks(
+    entry: &mut TensorEntry,
+    group: &RankGroup,
+    rank: Rank,
+    (path, file): (&Path, FileId),
+    stored: &StoredTensor,
+) -> Result<()> {
+    let wrong = |fqn: &Fqn, expected: String| {
+        let found = format!("{} {:?}", stored.dtype, stored.shape.as_slice());
+        Error::malformed(path, fqn.as_str(), expected, found)
+    };
+    let location = |tile: &Tile, offset| {
+        if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } }
+    };
+    match &group.sharding {
+        TensorSharding::Mesh { mesh, placements } => {
+            let at = mesh.coordinate(rank).expect("the metadata reader has checked the ranks of a mesh");
+            let tile = local_shard(&entry.shape, mesh.shape(), placements, &at).map_err(|error| {
+                let expected = "placements that fit the tensor";
+                Error::malformed(path, entry.fqn.as_str(), expected, format!("other placements ({error})"))
+            })?;
+            let sizes = tile.sizes();
+            if (stored.dtype, &stored.shape) != (entry.dtype, &sizes) {
+                let expected = format!("{} {:?}, as metadata.pkl says for rank {rank}", entry.dtype, sizes.as_slice());
+                return Err(wrong(&entry.fqn, expected));
+            }
+            let location = location(&tile, stored.offset);
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+        }
+        TensorSharding::Boxes(boxes) => {
+            if stored.dtype != entry.dtype || stored.shape.len() != entry.shape.len() {
+                let expected = format!("{} with {} dims, as metadata.pkl says", entry.dtype, entry.shape.len());
+                return Err(wrong(&entry.fqn, expected));
+            }
+            let strides = contiguous_strides(&stored.shape);
+            for LocalBox { region, local_offsets } in boxes {
+                if !Region::new(local_offsets.clone(), region.sizes.clone()).fits(&stored.shape) {
+                    let expected = format!("a local tensor that contains {:?} from {:?} on", region.sizes, local_offsets);
+                    return Err(wrong(&entry.fqn, expected));
+                }
+                let elements: u64 = local_offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum();
+                let tile = Tile::from_region(region);
+                let location = location(&tile, stored.offset + elements * entry.dtype.itemsize());
+                let own = (strides != contiguous_strides(&region.sizes)).then(|| strides.clone());
+                entry.chunks.push(Chunk { tile, location, strides: own, rank: None });
+            }
+        }
+    }
+    Ok(())
+}
