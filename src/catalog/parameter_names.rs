@@ -63,7 +63,8 @@ pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> O
         numbers(other.find(&like.state)?.as_dict()?)?.iter().map(group).collect::<Option<Vec<_>>>()
     };
     let named = named_groups(&like.state).or_else(numbered)?;
-    let is_alike = groups.len() == named.len() && groups.iter().zip(&named).all(|(own, other)| own.len() == other.len());
+    let is_alike =
+        groups.len() == named.len() && groups.iter().zip(&named).all(|(own, other)| own.len() == other.len());
     is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?
 }
 

@@ -35,7 +35,9 @@ impl fmt::Display for UnreadableKind {
         match self {
             Self::Tensor(what) => formatter.write_str(what),
             Self::Object(symbol) => write!(formatter, "an object of `{symbol}`"),
-            Self::Misfit(CatalogError::Conflict { what, .. }) => write!(formatter, "{what} does not match the declaration"),
+            Self::Misfit(CatalogError::Conflict { what, .. }) => {
+                write!(formatter, "{what} does not match the declaration")
+            }
             Self::Misfit(error) => error.fmt(formatter),
             Self::UnknownLayout { .. } => formatter.write_str("a tensor of unknown layout"),
         }

@@ -50,7 +50,9 @@ struct PlainTensor {
 fn plain_tensors(catalog: &Catalog) -> Vec<PlainTensor> {
     let (mut owners, mut seen, mut found) = (Owners::by_local_shape(catalog), HashSet::new(), Vec::new());
     tensors(&catalog.state, &Path::default(), &mut |path, id| {
-        let is_plain = !catalog.tensor(id).is_shared() && catalog.tensor(id).unreadable.is_none() && !state_dict::is_random_state(path.fqn().as_str());
+        let is_plain = !catalog.tensor(id).is_shared()
+            && catalog.tensor(id).unreadable.is_none()
+            && !state_dict::is_random_state(path.fqn().as_str());
         if is_plain && seen.insert(id) {
             found.push(PlainTensor { id, path: path.clone(), owner: owners.owner_of(path) });
         }
@@ -88,7 +90,10 @@ fn unknown_layout(catalog: &Catalog, plain: &PlainTensor) -> Option<UnreadableKi
     let entry = catalog.tensor(*id);
     let unknown = |what: String| {
         let hint = format!("declare its layout with options::src_mesh and options::src_placements '{path}=LIST'");
-        Some(UnreadableKind::UnknownLayout { what: format!("{path}: the files do not record the layout of {what}"), hint })
+        Some(UnreadableKind::UnknownLayout {
+            what: format!("{path}: the files do not record the layout of {what}"),
+            hint,
+        })
     };
     if let (true, Some(Owner { by_number: true, name: None, .. })) = (entry.numel() > 1, owner) {
         return Some(unknown_number(&entry.fqn));

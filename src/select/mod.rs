@@ -193,7 +193,8 @@ fn reject_unsupported(source: &Catalog, selected: &Value, options: &NameOptions)
     }
     let entries = selected.tensor_ids().into_iter().map(|id| source.tensor(id));
     let is_refused = |why: &Unreadable| !(options.allow_unknown_layouts && why.is_of_unknown_layout());
-    let refused: Vec<&TensorEntry> = entries.filter(|entry| entry.unreadable.as_deref().is_some_and(is_refused)).collect();
+    let refused: Vec<&TensorEntry> =
+        entries.filter(|entry| entry.unreadable.as_deref().is_some_and(is_refused)).collect();
     let Some((entry, why)) = refused.first().and_then(|entry| Some((entry, entry.unreadable.as_ref()?))) else {
         return Ok(());
     };

@@ -10,15 +10,14 @@ use super::known;
 use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredChunk, StoredItem};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, Unreadable, TensorId, Value,
-    shift_tensors,
+    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
 };
 use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::format::files_beside;
-use crate::format::torch::{TensorNode, reader, whole_chunk};
+use crate::format::torch::{ObjectPlace, TensorNode, read_object, reader};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
-use torch_pickle::pickle::{self, DecodeError, Unknown};
+use torch_pickle::pickle::{self, Unknown};
 
 /// Returns the metadata files of a directory: `.metadata`, or one `__R.metadata` for each rank R if the ranks saved
 /// without collectives. `.metadata` belongs to rank 0, which writes it.
@@ -230,7 +229,8 @@ fn read_objects(
 ) -> Result<Option<Value>> {
     let mut holdings: Vec<RankValue> = Vec::new();
     for (rank, place) in places {
-        let Some(value) = read_object(files, *place, fqn, unknown, catalog)? else { continue };
+        let place = ObjectPlace { range: *place, fqn, rank: None };
+        let Some(value) = read_object(files, place, unknown, catalog)? else { continue };
         match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&value)) {
             Some(holding) => holding.ranks.push(*rank),
             None => holdings.push(RankValue { value, ranks: vec![*rank] }),
@@ -240,48 +240,6 @@ fn read_objects(
         return Ok(Some(Value::Other(holdings)));
     }
     Ok(holdings.pop().map(|agreed| agreed.value))
-}
-
-/// Reads one stored value. Tensors inside the value, for example in a tuple, become separate entries of the catalog.
-fn read_object(
-    files: &Files,
-    stretch: FileRange,
-    fqn: &Fqn,
-    unknown: Unknown,
-    catalog: &mut Catalog,
-) -> Result<Option<Value>> {
-    let mut contents = reader::read(files, stretch, fqn.as_str(), unknown)?;
-    catalog.archives.push(stretch);
-    for dropped in &contents.dropped {
-        let text = format!("{} ({})", DecodeError::join(fqn.as_str(), &dropped.path), dropped.symbol);
-        if !catalog.dropped.contains(&text) {
-            catalog.dropped.push(text);
-        }
-    }
-    if contents.dropped.iter().any(|dropped| dropped.path.is_empty()) {
-        return Ok(None);
-    }
-    let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
-    let path = files.path(stretch.file);
-    for found in &contents.tensors {
-        let entry = match found {
-            TensorNode::Plain(view) => {
-                let mut entry = TensorEntry::new(fqn.clone(), view.dtype, view.sizes.clone());
-                entry.chunks.push(whole_chunk(&contents, view));
-                entry
-            }
-            TensorNode::Unreadable(kind) => {
-                TensorEntry::unreadable(fqn.clone(), Unreadable { file: path.to_path_buf(), kind: kind.clone() })
-            }
-            TensorNode::Distributed { .. } | TensorNode::Sharded { .. } => {
-                let expected = "plain tensors inside an object";
-                return Err(Error::malformed(path, fqn.as_str(), expected, "a distributed one"));
-            }
-        };
-        catalog.push_tensor(entry);
-    }
-    shift_tensors(&mut contents.value, shift);
-    Ok(Some(contents.value))
 }
 
 /// Finds the offset and strides of the tensor data in an item. Reads the ZIP directory and the pickle of the item.

@@ -17,7 +17,9 @@ use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::wrappers::ModelWrappers;
-use crate::catalog::{Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, Unreadable, checked_len_bytes, state_dict};
+use crate::catalog::{
+    Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, Unreadable, checked_len_bytes, state_dict,
+};
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
 use crate::format::reading::ReadFindings;

@@ -10,6 +10,7 @@ pub(super) mod entry;
 pub mod load;
 mod mesh;
 mod model_parallel;
+mod object;
 mod rank_file;
 pub mod ranks;
 pub mod reader;
@@ -27,6 +28,7 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use context::View;
+pub use object::{ObjectPlace, read_object};
 pub use rank_file::RankFile;
 pub use recognise::{is_archive, is_no_model, look_at};
 pub use release::{DTensorStyle, Release};
@@ -82,9 +84,4 @@ pub fn dropped_objects(files: &[RankFile]) -> Vec<String> {
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
     Chunk { tile, location: contents.record_location(view), strides, rank }
-}
-
-/// Returns the chunk for a view that is a full tensor.
-pub fn whole_chunk(contents: &ArchiveContents, view: &View) -> Chunk {
-    chunk(contents, view, Tile::from_region(&crate::layout::Region::whole(&view.sizes)), None)
 }

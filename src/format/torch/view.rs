@@ -25,15 +25,13 @@ pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>
             reader.read_nested(|reader| plain_view(reader, wrapped))
         }
         ("torch._tensor", "_rebuild_from_type_v2") => read_typed(reader, args),
-        ("torch._utils", name) if name.starts_with("_rebuild_") => {
-            Err(reader.unsupported(match name {
-                "_rebuild_sparse_tensor" => String::from("a sparse tensor"),
-                "_rebuild_qtensor" => String::from("a quantized tensor"),
-                "_rebuild_nested_tensor" => String::from("a nested tensor"),
-                "_rebuild_meta_tensor_no_storage" => String::from(META),
-                other => format!("a tensor that `torch._utils.{other}` rebuilds"),
-            }))
-        }
+        ("torch._utils", name) if name.starts_with("_rebuild_") => Err(reader.unsupported(match name {
+            "_rebuild_sparse_tensor" => String::from("a sparse tensor"),
+            "_rebuild_qtensor" => String::from("a quantized tensor"),
+            "_rebuild_nested_tensor" => String::from("a nested tensor"),
+            "_rebuild_meta_tensor_no_storage" => String::from(META),
+            other => format!("a tensor that `torch._utils.{other}` rebuilds"),
+        })),
         _ => Ok(None),
     }
 }

@@ -93,7 +93,11 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Chec
     let encoding = encoding.unwrap_or(Encoding::Torch);
     if let Encoding::Other(class) = &encoding {
         return Err(Error::unsupported(
-            format!("{}: the item {} has tensors, but its files have the encoding {class:.60}", path.display(), item.name),
+            format!(
+                "{}: the item {} has tensors, but its files have the encoding {class:.60}",
+                path.display(),
+                item.name
+            ),
             "save the item with TorchSerialization or SafetensorsSerialization",
         ));
     }

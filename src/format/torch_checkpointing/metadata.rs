@@ -147,16 +147,14 @@ impl Parser<'_> {
     }
 
     fn dims(&self, at: &str, node: Ref<'_>) -> Result<Dims> {
-        node.to_dims_up_to(MAX_DEPTH).ok_or_else(|| {
-            self.wrong(at, format!("up to {MAX_DEPTH} numbers of at least 0"), node.describe())
-        })
+        node.to_dims_up_to(MAX_DEPTH)
+            .ok_or_else(|| self.wrong(at, format!("up to {MAX_DEPTH} numbers of at least 0"), node.describe()))
     }
 
     fn parse(&mut self, root: Ref<'_>) -> Result<CheckpointMetadata> {
         let world_size = self.field("world_size", root, "world_size")?;
         let size = world_size.as_u64().and_then(|size| u32::try_from(size).ok());
-        self.world_size =
-            size.ok_or_else(|| self.wrong("world_size", "a number below 2^32", world_size.describe()))?;
+        self.world_size = size.ok_or_else(|| self.wrong("world_size", "a number below 2^32", world_size.describe()))?;
         let version = match root.get("version") {
             Some(version) => self.text("version", version)?,
             None => "1.0",
@@ -272,7 +270,8 @@ impl Parser<'_> {
             Index(u64),
             Name(String),
         }
-        let wrong = || self.wrong(item, format!("a path of up to {MAX_DEPTH} texts and ints"), format!("`{text:.100}`"));
+        let wrong =
+            || self.wrong(item, format!("a path of up to {MAX_DEPTH} texts and ints"), format!("`{text:.100}`"));
         let steps: Vec<Step> = serde_json::from_str(text).map_err(|_| wrong())?;
         if steps.len() > MAX_DEPTH {
             return Err(wrong());
@@ -293,7 +292,9 @@ impl Parser<'_> {
         match found.as_slice() {
             [] => Err(self.wrong(name.as_str(), "the sharding of a tensor", "an empty list")),
             [first, rest @ ..] => {
-                if let Some(other) = rest.iter().find(|other| (other.dtype, &other.shape) != (first.dtype, &first.shape)) {
+                if let Some(other) =
+                    rest.iter().find(|other| (other.dtype, &other.shape) != (first.dtype, &first.shape))
+                {
                     let describe = |group: &RankGroup| format!("{} {:?}", group.dtype, group.shape.as_slice());
                     let found = format!("{} on rank {}", describe(other), other.ranks.first().map_or(0, |rank| rank.0));
                     return Err(self.wrong(name.as_str(), format!("{} on all ranks", describe(first)), found));

@@ -50,7 +50,8 @@ fn as_series(folder: &Path, files: &ItemFiles<'_>) -> SeriesSet {
 fn read_metadata(folder: &Path) -> Result<CheckpointMetadata> {
     let path = folder.join(METADATA);
     let bytes = metadata_of(folder)?;
-    let bytes = bytes.ok_or_else(|| Error::malformed(&path, "content", "metadata of torch_checkpointing", "other content"))?;
+    let bytes =
+        bytes.ok_or_else(|| Error::malformed(&path, "content", "metadata of torch_checkpointing", "other content"))?;
     CheckpointMetadata::parse(&path, &bytes)
 }
 

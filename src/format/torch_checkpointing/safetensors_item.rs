@@ -8,9 +8,7 @@ use std::sync::Arc;
 use super::item_files::CheckpointItem;
 use super::metadata::{LocalBox, RankGroup, TensorMetadata, TensorSharding, name_of};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{
-    Catalog, Chunk, Class, FileLocation, Fqn, Sharding, TensorEntry, Value, contiguous_strides,
-};
+use crate::catalog::{Catalog, Chunk, Class, FileLocation, Fqn, Sharding, TensorEntry, Value, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::layout::distinct_tiles::SharedTensor;
@@ -53,9 +51,9 @@ pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) 
             return Err(Error::malformed(path, &**name, expected, "a tensor of this name"));
         }
     }
-    catalog.state = state.finish().map_err(|found| {
-        Error::malformed(metadata_path, item.name.as_str(), "lists without large gaps", found)
-    })?;
+    catalog.state = state
+        .finish()
+        .map_err(|found| Error::malformed(metadata_path, item.name.as_str(), "lists without large gaps", found))?;
     Ok(catalog)
 }
 
@@ -148,7 +146,8 @@ fn push_chunks(
             let strides = contiguous_strides(&stored.shape);
             for LocalBox { region, local_offsets } in boxes {
                 if !Region::new(local_offsets.clone(), region.sizes.clone()).fits(&stored.shape) {
-                    let expected = format!("a local tensor that contains {:?} from {:?} on", region.sizes, local_offsets);
+                    let expected =
+                        format!("a local tensor that contains {:?} from {:?} on", region.sizes, local_offsets);
                     return Err(wrong(&entry.fqn, expected));
                 }
                 let elements: u64 = local_offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum();

@@ -11,7 +11,9 @@ use serde_json::{Value as Json, json};
 
 use super::METADATA;
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Dtype, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value, contiguous_strides};
+use crate::catalog::{
+    Catalog, Dict, Dtype, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value, contiguous_strides,
+};
 use crate::error::{Error, Result};
 use crate::format::torch::{DTensorStyle, RankLayout, RankTarget, Release, reserve_ranks_in_order};
 use crate::format::traits::ShardedTarget;

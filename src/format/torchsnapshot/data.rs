@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use super::manifest::{Encoding, StoredData, StoredShard};
-use crate::catalog::{Catalog, Dtype, FileLocation, Fqn, RankValue, TensorEntry, TensorId, Value, checked_len_bytes, shift_tensors};
+use crate::catalog::{Catalog, Dtype, FileLocation, Fqn, RankValue, TensorId, Value, checked_len_bytes};
 use crate::error::{Error, FormatError, Result};
-use crate::format::torch::{TensorNode, reader, whole_chunk};
+use crate::format::torch::{ObjectPlace, read_object};
 use crate::layout::Rank;
 use crate::storage::{FileId, FileRange, Files};
-use torch_pickle::pickle::{DecodeError, Unknown};
+use torch_pickle::pickle::Unknown;
 
 /// The hint for a bf16 tensor without its last element.
 const LOST_ELEMENT: &str = "torchsnapshot does not store the last element of a bf16 tensor with an odd number of elements, so the \
@@ -84,39 +84,8 @@ impl DataFiles<'_> {
         rank: Option<Rank>,
         catalog: &mut Catalog,
     ) -> Result<Option<Value>> {
-        let range = self.range(fqn, data)?;
-        let mut contents = reader::read(self.files, range, fqn.as_str(), self.unknown)?;
-        if !catalog.archives.contains(&range) {
-            catalog.archives.push(range);
-        }
-        for dropped in &contents.dropped {
-            let text = format!("{} ({})", DecodeError::join(fqn.as_str(), &dropped.path), dropped.symbol);
-            if !catalog.dropped.contains(&text) {
-                catalog.dropped.push(text);
-            }
-        }
-        if contents.dropped.iter().any(|dropped| dropped.path.is_empty()) {
-            return Ok(None);
-        }
-        let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
-        for found in &contents.tensors {
-            let TensorNode::Plain(view) = found else {
-                let path = self.files.path(range.file);
-                return Err(Error::malformed(
-                    path,
-                    fqn.as_str(),
-                    "plain tensors inside an object",
-                    "a distributed tensor",
-                ));
-            };
-            let mut entry = TensorEntry::new(fqn.clone(), view.dtype, view.sizes.clone());
-            let mut chunk = whole_chunk(&contents, view);
-            chunk.rank = rank;
-            entry.chunks.push(chunk);
-            catalog.push_tensor(entry);
-        }
-        shift_tensors(&mut contents.value, shift);
-        Ok(Some(contents.value))
+        let place = ObjectPlace { range: self.range(fqn, data)?, fqn, rank };
+        read_object(self.files, place, self.unknown, catalog)
     }
 }
 
@@ -133,7 +102,11 @@ pub fn add_value(catalog: &mut Catalog, by_rank: &mut Vec<RankValue>, value: Val
     for (into, from) in by_rank[known].value.tensor_ids().into_iter().zip(value.tensor_ids()) {
         let chunks = catalog.tensor(from).chunks.clone();
         let entry = &mut catalog.tensors[into.0 as usize];
-        for chunk in chunks.iter().filter(|chunk| entry.chunks.iter().all(|known| known.location != chunk.location)).collect::<Vec<_>>() {
+        for chunk in chunks
+            .iter()
+            .filter(|chunk| entry.chunks.iter().all(|known| known.location != chunk.location))
+            .collect::<Vec<_>>()
+        {
             entry.chunks.push(chunk);
         }
     }

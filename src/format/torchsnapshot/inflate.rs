@@ -12,10 +12,10 @@ use indexmap::IndexMap;
 use super::data::{DataFiles, add_value};
 use super::manifest::{DictKey, EntryContent, ManifestEntry, StoredData, escape, name_of};
 use super::tensor::{RankShards, push_chunks, sharded};
-use crate::catalog::{Catalog, Dict, Fqn, RankValue, TensorEntry, Value};
+use crate::catalog::unreadable::UnreadableKind;
+use crate::catalog::{Catalog, Dict, RankValue, TensorEntry, Unreadable, Value};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
-use torch_pickle::pickle::Unknown;
 
 /// The entries of one path.
 #[derive(Default)]
@@ -260,10 +260,13 @@ impl<'a> Inflater<'a> {
                     let entry = &mut self.catalog.tensors[id.0 as usize];
                     push_chunks(self.data, entry, chunks, (!is_replicated).then_some(*rank))?;
                 }
-                EntryContent::Unsupported(what) => match self.data.unknown {
-                    Unknown::Drop => self.drop(&fqn, what),
-                    Unknown::Refuse => return Err(unsupported(self.data, &fqn, what)),
-                },
+                EntryContent::Unsupported(what) => {
+                    let start = self.catalog.tensors.len();
+                    let kind = UnreadableKind::Tensor(what.clone());
+                    let why = Unreadable { file: self.data.manifest.to_path_buf(), kind };
+                    let id = self.catalog.push_tensor(TensorEntry::unreadable(fqn.clone(), why));
+                    add_value(self.catalog, &mut by_rank, Value::Tensor(id), *rank, start);
+                }
                 EntryContent::Dict { .. } | EntryContent::List | EntryContent::Sharded { .. } => {
                     unreachable!("a leaf that is not sharded")
                 }
@@ -271,20 +274,6 @@ impl<'a> Inflater<'a> {
         }
         Ok((!by_rank.is_empty()).then(|| one_or_each(by_rank)))
     }
-
-    fn drop(&mut self, fqn: &Fqn, what: &str) {
-        let text = format!("{fqn} ({what})");
-        if !self.catalog.dropped.contains(&text) {
-            self.catalog.dropped.push(text);
-        }
-    }
-}
-
-fn unsupported(data: &DataFiles<'_>, fqn: &Fqn, what: &str) -> Error {
-    Error::unsupported(
-        format!("{}: {fqn} is {what}", data.manifest.display()),
-        "convert this value to a dense tensor before saving, or leave such values out with options::drop_unknown",
-    )
 }
 
 /// Returns whether one entry stands for the values of all ranks.

@@ -41,15 +41,32 @@ pub struct ManifestEntry {
 pub enum EntryContent {
     List,
     /// A dict with its keys, in the order of the dict.
-    Dict { kind: DictKind, keys: Vec<DictKey> },
+    Dict {
+        kind: DictKind,
+        keys: Vec<DictKey>,
+    },
     /// An int, float, bool, text or bytes object, which the manifest itself contains.
-    Primitive { value: Value, is_replicated: bool },
+    Primitive {
+        value: Value,
+        is_replicated: bool,
+    },
     /// An object that is stored as a `torch.save` archive.
-    Object { data: StoredData, is_replicated: bool },
+    Object {
+        data: StoredData,
+        is_replicated: bool,
+    },
     /// A tensor that is whole on one rank, in one or more chunks.
-    Tensor { dtype: Dtype, shape: Dims, chunks: Vec<StoredShard>, is_replicated: bool },
+    Tensor {
+        dtype: Dtype,
+        shape: Dims,
+        chunks: Vec<StoredShard>,
+        is_replicated: bool,
+    },
     /// The shards of one rank of a ShardedTensor or a DTensor.
-    Sharded { shards: Vec<StoredShard>, layout: Option<DTensorLayout> },
+    Sharded {
+        shards: Vec<StoredShard>,
+        layout: Option<DTensorLayout>,
+    },
     /// A valid tensor that dtshard cannot read. The text is the reason, as a noun phrase.
     Unsupported(String),
 }
@@ -427,7 +444,9 @@ mod tests {
     #[test]
     fn names_are_paths_without_escapes() {
         assert_eq!(name_of("progress/slash%2Fand%25").as_str(), "progress.slash/and%");
-        for (escaped, plain) in [("%", "%"), ("%2", "%2"), ("%zz", "%zz"), ("%C3%BC", "\u{fc}"), ("%ff", "\u{fffd}"), ("%+1", "%+1")] {
+        for (escaped, plain) in
+            [("%", "%"), ("%2", "%2"), ("%zz", "%zz"), ("%C3%BC", "\u{fc}"), ("%ff", "\u{fffd}"), ("%+1", "%+1")]
+        {
             assert_eq!(unescape(escaped), plain);
         }
     }

@@ -59,14 +59,19 @@ impl JsonWriter {
             Event::DocumentStart(_) if self.is_done => return wrong("one document", String::from("another document")),
             Event::DocumentStart(_) => {}
             Event::Alias(_) => return wrong("a manifest without aliases", String::from("an alias")),
-            Event::Scalar(_, _, _, Some(tag)) | Event::SequenceStart(_, Some(tag)) | Event::MappingStart(_, Some(tag)) => {
+            Event::Scalar(_, _, _, Some(tag))
+            | Event::SequenceStart(_, Some(tag))
+            | Event::MappingStart(_, Some(tag)) => {
                 return wrong("a manifest without tags", format!("the tag `{:.60}`", tag.to_string()));
             }
             Event::Scalar(text, style, ..) => {
                 if self.start_value(true).is_err() {
                     return wrong("one document", String::from("more text after it"));
                 }
-                let is_key = self.containers.last().is_some_and(|last| matches!(last, Container::Mapping { expects_key: false, .. }));
+                let is_key = self
+                    .containers
+                    .last()
+                    .is_some_and(|last| matches!(last, Container::Mapping { expects_key: false, .. }));
                 let plain = (style == ScalarStyle::Plain && !is_key).then(|| resolve(&text)).flatten();
                 match plain {
                     Some(json) => self.json.extend_from_slice(json.as_bytes()),
