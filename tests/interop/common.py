@@ -135,13 +135,19 @@ def expected_by_key(case, kind):
         items = {k: v for k, v in tensors.items() if k not in info.get("not_in_dcp", ())}
         items.update({k: decode(v) for k, v in info["objects"].items()})
         return items
+    return dict(generate.dcp_items(tree_in_dcp(case)))
+
+
+def tree_in_dcp(case):
+    """Returns the state dict of all rank files as a job saves it in a DCP directory: optimizers have parameter names, as
+    get_optimizer_state_dict gives them."""
     tree = ranks_tree(case)
-    tree = tree["model"] if case in ONE_SERIES else {**tree, "optim": named(case, tree["optim"])} if "optim" in tree else tree
-    return dict(generate.dcp_items(tree))
+    if case in ONE_SERIES:
+        return tree["model"]
+    return {**tree, "optim": named(case, tree["optim"])} if "optim" in tree else tree
 
 
 def named(case, optimizer):
-    """Returns an optimizer's state dict as get_optimizer_state_dict gives it: with parameter names instead of numbers."""
     names = truth(case)[0].get("optim_params", ())
     def name(key):
         return names[key] if isinstance(key, int) else key
@@ -187,9 +193,8 @@ def expected_tree(case, kind, scratch):
         for name, tensor in generate.leaves(tree):
             assert generate.same(tensor, tensors[name]), name
         return tree
-    series = ranks_tree(case)
     folder = f"{scratch}/{case}-ranks"
-    dcp.save(series["model"] if case in ONE_SERIES else series, checkpoint_id=folder, no_dist=True)
+    dcp.save(tree_in_dcp(case), checkpoint_id=folder, no_dist=True)
     return load_nested(folder)
 
 

@@ -122,8 +122,9 @@ fn reserve(
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
-    let mut resolver =
-        PlacementResolver::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
+    let resolver =
+        PlacementResolver::new(wanted, layout, wrappers, class).like(like).left_out(&source.selection.left_out.tensors);
+    let mut resolver = resolver.plan(source.checkpoint.format.order())?;
     for detail in resolver.details() {
         progress.detail(&detail);
     }

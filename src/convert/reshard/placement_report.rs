@@ -48,6 +48,14 @@ impl PlacementReport {
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
 
+    /// Records that the rules for these tensors of SRC have no effect because the filters leave the tensors out.
+    pub fn left_out(&mut self, names: &[String], layout: &MeshLayout) {
+        for (index, _) in (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(names)) {
+            self.used.insert(index);
+            self.effective.insert(index);
+        }
+    }
+
     /// Counts a tensor of the model that stays plain.
     pub fn plain(&mut self, subject: &TensorContext<'_>) {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());

@@ -91,6 +91,12 @@ impl<'a> PlacementResolver<'a> {
         Self { like, ..self }
     }
 
+    /// Accepts rules for tensors of SRC that the filters leave out.
+    pub fn left_out(mut self, names: &[String]) -> Self {
+        self.report.left_out(names, self.layout);
+        self
+    }
+
     /// Applies the plan of the layout, if it has one, to the parameters of the model.
     ///
     /// # Errors

@@ -121,6 +121,16 @@ fn mesh_alone_that_would_replicate_everything_is_refused() {
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");
 }
 
+/// A rule for tensors that the filters leave out is no misspelled rule.
+#[test]
+fn rules_for_tensors_that_are_left_out_are_accepted() {
+    let env = TestEnv::new();
+    let rules = "--mesh a=2,b=2 --placements optim=R,R --placements S(0),R";
+    let made = env.make("reshard", "fsdp4/dcp", "made", &format!("{rules} --exclude optim"));
+    succeed("verify", &[&fixture("fsdp4/dcp"), &made.path], "--exclude optim");
+    env.refuse("reshard", "fsdp4/dcp", "x", &format!("{rules} --exclude optim --placements optimizer=R,R"));
+}
+
 #[test]
 fn rules_for_every_tensor_need_no_default() {
     let env = TestEnv::new();
