@@ -144,11 +144,12 @@ def tree_in_dcp(case):
     tree = ranks_tree(case)
     if case in ONE_SERIES:
         return tree["model"]
-    return {**tree, "optim": named(case, tree["optim"])} if "optim" in tree else tree
-
-
-def named(case, optimizer):
     names = truth(case)[0].get("optim_params", ())
+    return {**tree, "optim": named(tree["optim"], names)} if "optim" in tree else tree
+
+
+def named(optimizer, names):
+    """Returns an optimizer's state dict with parameter names instead of numbers."""
     def name(key):
         return names[key] if isinstance(key, int) else key
     groups = [{**group, "params": [name(key) for key in group["params"]]} for group in optimizer["param_groups"]]
