@@ -170,14 +170,15 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
-    /// Returns the memory in bytes of pending checksums. A checksum is pending if its range and its CRC offsets are not
-    /// in a single write block of `write_block_bytes` bytes, so that its value must be kept until all of these blocks
-    /// are written.
+    /// Returns the memory in bytes that pending checksums need. A checksum is pending if the bytes that it covers and the
+    /// places where it is stored are in more than one write block of `write_block_bytes` bytes. Its value is kept until
+    /// the last of these blocks is written.
     #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
-        /// The number of bytes of a CRC-32 value. In addition to this value, a pending checksum needs its range and its
-        /// unwritten CRC offsets, in lists that may have twice the needed capacity.
+        /// The number of bytes of a CRC-32 value.
         const VALUE_BYTES: u64 = 4;
+        /// The number of further bytes that a pending checksum needs: its range, and the offsets where it is not yet
+        /// written. Lists may have twice the needed capacity.
         const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
         let of_sum = |sum: &ChecksumSpan| {
             let last = sum.crc_offsets.iter().copied().fold(sum.range.end, u64::max);

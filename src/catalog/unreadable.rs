@@ -63,6 +63,15 @@ impl Unreadable {
         matches!(self.kind, UnreadableKind::Misfit(_))
     }
 
+    /// Replaces the error about a layout that does not match.
+    pub fn map_misfit(&mut self, map: impl Fn(Error) -> Error) {
+        if let UnreadableKind::Misfit(error) = &mut self.kind
+            && let Error::Catalog(mapped) = map(error.clone().into())
+        {
+            *error = mapped;
+        }
+    }
+
     /// Returns the error about a conversion that needs this leaf. `name` is the name of the leaf in the file.
     #[must_use]
     pub fn error(&self, name: &str) -> Error {

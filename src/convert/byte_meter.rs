@@ -49,8 +49,8 @@ pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// Time of the last check of the other processes, and the number of bytes of the other processes that was displayed
-    /// after that check. `None` if this process displays only its own bytes.
+    /// The time of the last check of the other processes, and the displayed number of bytes that they had written by
+    /// then. `None` if this process displays only its own bytes.
     others: Option<Mutex<(Instant, u64)>>,
 }
 

@@ -42,12 +42,13 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
             names.map(|names| names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect());
         notes.push(match names.filter(|names| set_parameter_names(&mut selected.state, &optimizer, names)) {
             Some(names) => format!(
-                "the optimizer{of} of SRC numbers its {}; DST has names, as get_optimizer_state_dict gives them",
+                "the state of the optimizer{of} has numbers as keys in SRC ({}), and parameter names in DST, as in \
+                 get_optimizer_state_dict",
                 count(names.len(), "parameter")
             ),
             None => format!(
-                "the optimizer{of} numbers its parameters, and their names are unknown, so DST has numbers, too: a job \
-                 that loads optimizer state by name does not find it. Convert the optimizer together with its model, or \
+                "the state of the optimizer{of} has numbers as keys, also in DST, because the names of its parameters are \
+                 unknown: a job that loads it by name does not find it. Convert the optimizer together with its model, or \
                  save it with get_optimizer_state_dict"
             ),
         });

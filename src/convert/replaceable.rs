@@ -70,7 +70,7 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
 fn no_checkpoint(destination: &Path) -> Error {
     Error::usage(
         format!("{} is not a checkpoint, so options::overwrite does not replace it", destination.display()),
-        "choose another destination, or move DST to another place",
+        format!("choose another destination, or first move {} away", destination.display()),
     )
 }
 

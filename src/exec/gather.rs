@@ -107,7 +107,7 @@ impl fmt::Debug for TileElements {
 #[derive(Debug)]
 struct LocatedPlan {
     plan: TilePlan,
-    /// The location of the source chunk of each overlap.
+    /// The location of the source chunk of each overlap in `plan`.
     located: SmallVec<[StridedLocation; 1]>,
 }
 

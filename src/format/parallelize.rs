@@ -88,7 +88,8 @@ impl PlanSide {
                 String::from("name the module that contains the linear modules in a pairwise pattern")
             }
             (PlanError::SizesOfPair { .. }, _) => String::from(
-                "give an nn.Embedding the style `none`, so that pairwise skips it, or name the pairs: pairwise(fc1,fc2)",
+                "name the modules to pair, as in pairwise(fc1,fc2); if one of the modules is an nn.Embedding, give it the \
+                 style `none`, so that pairwise skips it",
             ),
             (PlanError::NoSuchChild { child, children, .. }, _) => nearest::name_hint(child, children),
             (PlanError::Layout(error), _) => return Error::Layout(error.clone()),

@@ -26,7 +26,7 @@ pub struct ReadFindings<'a> {
     pub series: Vec<String>,
     /// Names of the series that were not read.
     pub skipped_series: Vec<String>,
-    /// Names of missing files and tensors of incomplete sets.
+    /// The names of the missing files and of the missing tensors of incomplete sets.
     pub missing: Vec<String>,
     /// The ranks that have a file, for formats with one file per rank.
     pub ranks: BTreeSet<Rank>,

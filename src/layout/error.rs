@@ -83,7 +83,7 @@ pub enum LayoutError {
 
     /// The number of explicit sizes in a split differs from the size of the mesh dim, or the sizes do not add up to the
     /// size of the tensor dim.
-    #[error("the split sizes {} must be {parts} sizes that add up to {numel}", sum_of(sizes))]
+    #[error("the split has the sizes {}, but {parts} ranks need {parts} sizes that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
     /// A strided shard needs a tensor dim that divides evenly, but the dim does not divide evenly under the split rule.

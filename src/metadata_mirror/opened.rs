@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::MetadataMirror;
-use crate::catalog::unreadable::UnreadableKind;
 use crate::error::{CatalogError, Error, FormatError, Result, StorageError, UsageError};
 use crate::format::{Checkpoint, MirrorOf, ReadOptions};
 use crate::layout::LayoutError;
@@ -44,11 +43,7 @@ impl MetadataMirror {
         texts.for_each(|text| *text = self.replace_paths(text));
         for why in catalog.tensors.iter_mut().filter_map(|entry| entry.unreadable.as_deref_mut()) {
             self.rename(&mut why.file);
-            if let UnreadableKind::Misfit(error) = &mut why.kind
-                && let Error::Catalog(renamed) = self.with_source_paths(error.clone().into())
-            {
-                *error = renamed;
-            }
+            why.map_misfit(|error| self.with_source_paths(error));
         }
         let not_taken = self.files.values().filter(|seen| !seen.differing_ranks.is_empty());
         checkpoint.catalog.notes.extend(not_taken.map(|seen| {

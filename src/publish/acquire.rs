@@ -419,14 +419,16 @@ pub(super) fn check_destination(destination: &Destination, shape: DestinationKin
 
 /// Rejects writing a single file over a folder, or to a path that ends in a slash.
 fn refuse_folder(path: &Path, shape: DestinationKind) -> Result<()> {
-    let is = match shape {
-        DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
-        DestinationKind::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "ends with /, so it names",
+    let (is, remedy) = match shape {
+        DestinationKind::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => ("is", ""),
+        DestinationKind::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => {
+            ("ends with /, so it names", "remove the / at the end, or ")
+        }
         DestinationKind::File | DestinationKind::Folder => return Ok(()),
     };
     Err(Error::usage(
         format!("{} {is} a folder, but the output is one file", path.display()),
-        format!("give a file in this folder as DST, such as {}", path.join("model.pt").display()),
+        format!("{remedy}give a file in this folder as DST, such as {}", path.join("model.pt").display()),
     ))
 }
 

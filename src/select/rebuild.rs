@@ -137,8 +137,8 @@ impl<'a> Rebuild<'a> {
         let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
         Error::usage(
             format!("`{first}` and `{second}` would both be named `{}`", split_name::join(steps)),
-            "change options::rename, options::strip_prefix or options::root, exclude one of them with options::exclude, or keep \
-             wrapper prefixes with options::keep_names",
+            "change options::rename, options::strip_prefix or options::root, leave one of the two names out with \
+             options::exclude, or keep wrapper prefixes with options::keep_names",
         )
     }
 

@@ -376,7 +376,7 @@ fn hostile_metadata_is_refused() {
     made.refuse(
         "/metadata/model/rank_to_layout_info/1/file_path",
         json!("model_0.safetensors"),
-        &["one file for each"],
+        &["a separate file for each"],
     );
     made.refuse("/metadata/model/rank_to_layout_info", json!({"0": null}), &["file layouts of the ranks 0 to 1"]);
     made.refuse("/world_size", json!(u32::MAX), &["file layouts of the ranks"]);

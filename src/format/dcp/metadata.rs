@@ -308,7 +308,12 @@ impl<'a> DcpMetadata<'a> {
         let root = self.pickle.root();
         let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
         let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
-            return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
+            let found = match (root.state(), field("state_dict_metadata")) {
+                (None, _) => format!("{} instead of an object with fields", root.describe()),
+                (Some(_), None) => String::from("no field of this name"),
+                (Some(_), Some(node)) => node.describe(),
+            };
+            return Err(malformed("state_dict_metadata", "a dict of tensors", found));
         };
         let places = ItemPositions::read(path, &self.columns, field("storage_data"))?;
         let steps = Steps::read(field("planner_data"));

@@ -29,7 +29,7 @@ pub fn decode(tree: &Tree, names: &HashMap<&str, TensorId>, world_size: u32) -> 
 /// The position of a value in the state dict. The position determines which values are allowed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Position {
-    /// A position inside dicts and lists only. A value at this position may differ between ranks.
+    /// All containers around the value are dicts or lists. The value may differ between ranks.
     Leaf,
     /// A position inside a tuple, a set, an object or the value of one rank. A value at this position must not differ
     /// between ranks.

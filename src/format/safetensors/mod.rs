@@ -29,7 +29,7 @@ use super::output_placing::Placing;
 use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
-use crate::error::{CatalogError, Error, Result};
+use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::storage::{FileId, Files};
 
 /// The key in `__metadata__` for the framework that wrote a file. Loaders expect the value `pt`.
@@ -129,8 +129,10 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
-        let found = format!("the tensor also in {}", other.display());
-        return Error::malformed(path, name, "a tensor in one file only", found);
+        let found = format!("a tensor of this name also in {}", other.display());
+        let (path, at, expected) = (path.to_path_buf(), name.to_owned(), String::from("a tensor in one file only"));
+        let hint = Some("the folder may have files of two saves: move the files of one save into another folder".into());
+        return FormatError::Malformed { path, at, expected, found, hint }.into();
     }
     Error::Catalog(CatalogError::Conflict {
         fqn: name.to_owned(),

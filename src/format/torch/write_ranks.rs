@@ -286,8 +286,8 @@ fn reserve_files(
 fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
         format!("ShardedTensors on the mesh {mesh} need every rank, but rank {rank} is not in the mesh"),
-        "use options::tensor_class dtensor, which allows ranks outside the mesh, or give the mesh all ranks from 0 \
-         on, in any order",
+        "use options::tensor_class dtensor, which allows ranks outside the mesh, or list every rank from 0 on in \
+         options::mesh_ranks, in any order",
     )
 }
 
@@ -301,7 +301,7 @@ struct PlannedTensor {
     count: usize,
 }
 
-/// Returns the tensors to write, in the order in which their data follows in each file.
+/// Returns the tensors to write, in the order of their data in each file.
 fn plan(
     source: &Catalog,
     state: &Value,

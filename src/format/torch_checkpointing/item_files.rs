@@ -46,7 +46,7 @@ impl<'a> ItemFiles<'a> {
             let mut found = listed(folder, &path, item)?;
             for (rank, file) in &found.files {
                 if let Some((other, of)) = owners.insert(file.clone(), (&item.name, *rank)) {
-                    let expected = "one file for each item and rank";
+                    let expected = "a separate file for each rank of each item";
                     let found = format!("{} for {other} of rank {of} and {} of rank {rank}", file.display(), item.name);
                     return Err(Error::malformed(&path, &item.name, expected, found));
                 }

@@ -55,7 +55,8 @@ impl FileValue {
         match self {
             Self::Text(_) => "text",
             Self::Number(_) => "a number",
-            Self::Bool(_) => "true or false",
+            Self::Bool(true) => "true",
+            Self::Bool(false) => "false",
             Self::Null => "null",
             Self::List(_) => "a list",
             Self::Table(_) => "a table",

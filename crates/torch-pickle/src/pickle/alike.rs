@@ -26,7 +26,7 @@ const KEPT: usize = 16;
 pub(super) struct Ahead {
     /// The index of the object's class among the globals of the pickle.
     pub class: u32,
-    /// The bytes of the object record after the opcode NEWOBJ.
+    /// The bytes from the end of the opcode NEWOBJ to the end of the object record.
     pub span: Span,
     /// The number of memo entries that the object record adds.
     pub entries: u32,

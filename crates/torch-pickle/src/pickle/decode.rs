@@ -368,8 +368,9 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
     /// exceeds [`Limits::max_visits`](super::Limits).
     fn charge(&mut self, bytes: usize) -> Decode<()> {
         let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
-        self.visits_left =
-            left.ok_or_else(|| DecodeError::limit("far more shared objects than a pickle of data has"))?;
+        self.visits_left = left.ok_or_else(|| {
+            DecodeError::limit("so many references to the same objects that the value would exceed the limits")
+        })?;
         Ok(())
     }
 }

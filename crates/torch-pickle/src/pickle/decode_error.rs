@@ -9,7 +9,7 @@ use super::path;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// The name of a class or function is not on any list.
+    /// The pickle has the name of a class or function that is not on a list of accepted names.
     #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
     Forbidden {
         /// The name: `os.system`.
@@ -40,14 +40,14 @@ fn place(path: &str) -> String {
 }
 
 impl DecodeError {
-    /// Returns an error about the current node. The path in the error is empty. Each caller adds the step that leads to
-    /// its child.
+    /// Returns an error about the node that is being decoded. Its path is empty. The decoder of each parent node adds the
+    /// key or index of the wrong child.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }
     }
 
-    /// Returns an error about the current node. The path in the error is empty. Each caller adds the step that leads to
-    /// its child.
+    /// Returns an error about the node that is being decoded. Its path is empty. The decoder of each parent node adds the
+    /// key or index of the wrong child.
     pub fn malformed(what: impl Into<String>) -> Self {
         Self::Malformed { what: what.into(), path: String::new() }
     }

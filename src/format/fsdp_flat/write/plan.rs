@@ -95,8 +95,8 @@ pub struct FlatPlan<'a> {
     replicated: HashMap<TensorId, usize>,
     /// The dtype of each unit's parameters; `None` until the model is planned.
     pub dtypes: Option<Vec<Dtype>>,
-    /// Pairs of source tensors that the target stores once: the tensor that is written, and a tensor whose values must
-    /// be equal.
+    /// Pairs of source tensors of which the target stores only the first. The second is not written, so its values must
+    /// equal those of the first.
     pub merged: Vec<(TensorId, TensorId)>,
     /// The names of the parameters to which the first planned optimizer refers by number, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,
