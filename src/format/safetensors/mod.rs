@@ -131,7 +131,8 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
     if ![path, other].iter().all(is_of_rank) {
         let found = format!("a tensor of this name also in {}", other.display());
         let (path, at, expected) = (path.to_path_buf(), name.to_owned(), String::from("a tensor in one file only"));
-        let hint = Some("the folder may have files of two saves: move the files of one save into another folder".into());
+        let hint =
+            Some("the folder may have files of two saves: move the files of one save into another folder".into());
         return FormatError::Malformed { path, at, expected, found, hint }.into();
     }
     Error::Catalog(CatalogError::Conflict {
