@@ -53,7 +53,7 @@ fn checkpoint_of_each_trainer_consolidates_to_the_model() {
     }
 }
 
-/// The folder that the trainer was told to save to, and the folder of the checkpoint below it.
+/// The folder in which a trainer made its files, and the folder of the checkpoint below it.
 const TRAINER_FOLDERS: [(&str, &str); 6] = [
     ("composer", "run"),
     ("composer_ddp", "run"),
@@ -77,6 +77,59 @@ fn trainer_folder_leads_to_the_checkpoint() {
         let mut expected = below(prefix, &Truth::load(&format!("trainers/{stem}.truth")).tensors);
         expected.retain(|name, _| !is_optimizer_state(name));
         assert_same(&read_safetensors(&folder.path().join(trainer)), &expected, trainer);
+    }
+}
+
+/// The folders in the table of `docs/reference/trainers.md`, in its order, and the prefix of the model's names in the
+/// truth.
+const ON_PAGE: [(&str, &str); 15] = [
+    ("trainers/accelerate_ddp", ""),
+    ("accelerate_llama", "model."),
+    ("trainers/composer", "state.model."),
+    ("trainers/composer_ddp", "state.model."),
+    ("trainers/composer_fsdp", "state.model."),
+    ("trainers/fabric", "model."),
+    ("trainers/hf_trainer", ""),
+    ("trainers/lightning_file", "state_dict."),
+    ("trainers/lightning_fsdp1", "model."),
+    ("lightning_fsdp", "state_dict."),
+    ("trainers/makani", "model_state."),
+    ("trainers/makani_uneven", "model_state."),
+    ("trainers/st_info_ddp/ranks", "model."),
+    ("titan", ""),
+    ("verl", "model."),
+];
+
+/// The table of trainers is true: the model, the optimizer state and the copied files of each row.
+#[test]
+fn page_of_trainers_is_true() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/trainers.md");
+    let page = fs::read_to_string(page).unwrap();
+    let rows: Vec<Vec<&str>> = page
+        .lines()
+        .filter(|line| line.starts_with("| ") && line.contains("`tests/fixtures/"))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let folders: Vec<&str> = rows.iter().map(|row| row[1].trim_matches('`')).collect();
+    let expected = ON_PAGE.map(|(source, _)| format!("tests/fixtures/{source}"));
+    assert_eq!(folders, expected);
+    let folder = tempfile::tempdir().unwrap();
+    for ((source, prefix), row) in ON_PAGE.iter().zip(rows) {
+        let made = folder.path().join(source.replace('/', "-"));
+        succeed("consolidate", &[&fixture(source), &made], "");
+        let truth = Truth::load(&format!("{}.truth", source.trim_end_matches("/ranks"))).tensors;
+        let mut expected = below(prefix, &truth);
+        expected.retain(|name, _| !is_optimizer_state(name) && !name.starts_with("train_state."));
+        assert_same(&read_safetensors(&made), &expected, source);
+
+        let resharded = made.with_extension("resharded");
+        let mesh = if source.contains("makani") { "h=2" } else { "dp=2" };
+        succeed("reshard", &[&fixture(source), &resharded], &format!("--mesh {mesh}"));
+        let has_moments = read(&resharded).keys().any(|name| name.ends_with("exp_avg"));
+        assert_eq!(row[3], if has_moments { "resharded" } else { "copied unchanged" }, "{source}");
+        for name in row[4].split(',').map(|name| name.trim().trim_matches('`')).filter(|name| !name.is_empty()) {
+            assert!(resharded.join(name).is_file(), "{source}: {name}");
+        }
     }
 }
 
