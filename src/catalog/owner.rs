@@ -5,12 +5,15 @@
 //! gradient and the moments of this parameter. An optimizer refers to parameters by name or by number; see
 //! [`optimizer`]. Invariant: a number is resolved to a parameter only if exactly one assignment of numbers to
 //! parameters is possible.
+//!
+//! The names in an optimizer may lack a prefix that the names of the model have, or the reverse: Fabric saves the model
+//! under a key that the user chooses, and `DistributedDataParallel` adds `module`. See [`OptimizerNames`].
 
 use std::collections::{HashMap, HashSet};
 
 use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE, listed_names};
 use super::wrappers::clean_name;
-use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, state_dict};
+use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, path, state_dict};
 
 /// The parameter that an optimizer state tensor or a gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +36,9 @@ pub struct Owners<'a> {
     /// A cache: for each optimizer that was looked up, the parameters in the order of their numbers, or `None` if the
     /// numbers could not be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
+    /// A cache: the names of parameters in optimizers whose names differ from those of the model. `None` if no such
+    /// name was looked up.
+    named: Option<OptimizerNames>,
     /// True if a plain state tensor matches a sharded parameter of the same local shape.
     by_local_shape: bool,
 }
@@ -43,7 +49,8 @@ impl<'a> Owners<'a> {
     pub fn new(catalog: &'a Catalog) -> Self {
         let found = state_dict::model(&catalog.state);
         let parameters = found.tensors.into_iter().collect();
-        Self { catalog, model_root: found.root, parameters, numbered: HashMap::new(), by_local_shape: false }
+        let numbered = HashMap::new();
+        Self { catalog, model_root: found.root, parameters, numbered, named: None, by_local_shape: false }
     }
 
     /// Prepares the lookup for a catalog whose optimizer state may be plain tensors with the local parts of the state.
@@ -61,8 +68,15 @@ impl<'a> Owners<'a> {
         }
         let OptimizerState { optimizer, parameter } = optimizer::optimizer_state(path)?;
         let Ok(number) = parameter.as_str().parse::<usize>() else {
-            let id = self.parameters.get(&parameter).copied();
-            return Some(Owner { by_number: false, id, name: Some(parameter) });
+            if let Some(id) = self.parameters.get(&parameter).copied() {
+                return Some(Owner { by_number: false, id: Some(id), name: Some(parameter) });
+            }
+            let (catalog, parameters) = (self.catalog, &self.parameters);
+            let named = self.named.get_or_insert_with(|| OptimizerNames::new(catalog, parameters));
+            return Some(match named.parameter(&optimizer, &parameter) {
+                Some((name, id)) => Owner { by_number: false, id: Some(id), name: Some(name) },
+                None => Owner { by_number: false, id: None, name: Some(parameter) },
+            });
         };
         let (catalog, by_local_shape) = (self.catalog, self.by_local_shape);
         let alike = |state: &TensorEntry, parameter: &TensorEntry| {
@@ -90,12 +104,77 @@ impl<'a> Owners<'a> {
         if other_shape && !self.parameters.is_empty() || owner.is_some_and(|owner| owner.by_number) {
             names.truncate(1);
         }
-        if let Some(Owner { by_number: true, name: Some(name), .. }) = owner.filter(|_| !other_shape) {
-            names.push(format!("{}.{name}", self.model_root));
-            names.push(name.to_string());
+        if let Some(Owner { name: Some(name), .. }) = owner.filter(|_| !other_shape) {
+            let root = Some(&self.model_root).filter(|root| !root.0.is_empty());
+            for name in root.map(|root| format!("{root}.{name}")).into_iter().chain([name.to_string()]) {
+                if !names.contains(&name) {
+                    names.push(name);
+                }
+            }
         }
         names
     }
+}
+
+/// The parameters of optimizers whose names of parameters differ from those of the model by wrapper components
+/// ([`clean_name`]) and by one prefix.
+///
+/// Invariant: a name is resolved only if exactly one prefix, added to the names of an optimizer or removed from them,
+/// gives a parameter for every name of this optimizer.
+#[derive(Debug)]
+struct OptimizerNames(HashMap<Path, HashMap<Fqn, (Fqn, TensorId)>>);
+
+impl OptimizerNames {
+    fn new(catalog: &Catalog, parameters: &HashMap<Fqn, TensorId>) -> Self {
+        let mut of_optimizers: HashMap<Path, HashSet<Fqn>> = HashMap::new();
+        path::tensors(&catalog.state, &Path::default(), &mut |path, _| {
+            if let Some(OptimizerState { optimizer, parameter }) = optimizer::optimizer_state(path) {
+                of_optimizers.entry(optimizer).or_default().insert(parameter);
+            }
+        });
+        let mut clean: HashMap<String, (&Fqn, TensorId)> = HashMap::new();
+        for (name, id) in parameters {
+            if clean.insert(clean_name(name.as_str()), (name, *id)).is_some() {
+                // Two parameters differ only by wrapper components, so clean names do not distinguish them.
+                return Self(HashMap::new());
+            }
+        }
+        let resolve = |(optimizer, names): (Path, HashSet<Fqn>)| Some((optimizer, with_one_prefix(&names, &clean)?));
+        Self(of_optimizers.into_iter().filter_map(resolve).collect())
+    }
+
+    fn parameter(&self, optimizer: &Path, name: &Fqn) -> Option<(Fqn, TensorId)> {
+        self.0.get(optimizer)?.get(name).cloned()
+    }
+}
+
+/// Returns the parameter of each name of an optimizer, if exactly one change of the prefix gives a parameter for every
+/// name. `parameters` has the parameters of the model by clean name.
+fn with_one_prefix(
+    names: &HashSet<Fqn>,
+    parameters: &HashMap<String, (&Fqn, TensorId)>,
+) -> Option<HashMap<Fqn, (Fqn, TensorId)>> {
+    let own: Vec<(&Fqn, String)> = names.iter().map(|name| (name, clean_name(name.as_str()))).collect();
+    // Few prefixes fit the longest name.
+    let (_, longest) = own.iter().max_by_key(|(_, name)| (name.len(), name))?;
+    let to_add =
+        |name: &String| name.strip_suffix(longest.as_str()).filter(|prefix| is_prefix(prefix)).map(str::to_owned);
+    let added = parameters.keys().filter_map(to_add).map(|prefix| (prefix, String::new()));
+    let removed = longest.match_indices('.').map(|(at, _)| (String::new(), longest[..=at].to_owned()));
+    let mut fitting = added.chain(removed).filter_map(|(add, remove)| {
+        let renamed = |(name, own): &(&Fqn, String)| {
+            let (parameter, id) = parameters.get(&format!("{add}{}", own.strip_prefix(&remove)?))?;
+            Some(((*name).clone(), ((*parameter).clone(), *id)))
+        };
+        own.iter().map(renamed).collect::<Option<HashMap<_, _>>>()
+    });
+    let only = fitting.next()?;
+    fitting.next().is_none().then_some(only)
+}
+
+/// Returns whether a text is empty or consists of complete components of a name, as in `model.`.
+fn is_prefix(text: &str) -> bool {
+    text.is_empty() || text.ends_with('.')
 }
 
 /// Resolves the numbered parameters of a plain `optimizer.state_dict()`: item `i` of the result is parameter `i`.
@@ -182,6 +261,50 @@ mod tests {
     use crate::catalog::state_dict::tests::{dict, tensor};
     use crate::catalog::{Dict, Dtype};
     use crate::storage::FileId;
+
+    /// Returns the owner of the state of each parameter of an optimizer.
+    fn owners_by_name(model: &[&str], optimizer: &[&str]) -> Vec<Option<String>> {
+        let names = || model.iter().chain(optimizer);
+        let mut catalog = Catalog::empty();
+        let entry = |name: &&str| TensorEntry::whole((*name).into(), Dtype::F32, [2].as_slice().into(), FileId(0), 0);
+        catalog.tensors = names().map(entry).collect();
+        let state = (0..).skip(model.len()).zip(optimizer);
+        let state = dict(state.map(|(id, name)| (*name, dict(vec![("exp_avg", tensor(id))]))).collect());
+        let model = (0..).zip(model).map(|(id, name)| (*name, tensor(id)));
+        catalog.state = dict(model.chain([("optimizer", dict(vec![("state", state)]))]).collect());
+        let mut owners = Owners::new(&catalog);
+        let mut found = Vec::new();
+        path::tensors(&catalog.state, &Path::default(), &mut |path, _| {
+            if let Some(owner) = owners.owner_of(path) {
+                let names = owners.rule_names(path, Some(&owner), false);
+                assert!(names.contains(&owner.name.as_ref().unwrap().to_string()), "{names:?}");
+                found.push(owner.id.map(|id| catalog.tensor(id).fqn.to_string()));
+            }
+        });
+        found
+    }
+
+    #[test]
+    fn state_belongs_to_the_parameter_whose_name_differs_by_a_prefix() {
+        for (model, optimizer, expected) in [
+            ("net.0.w net.1.w", "0.w 1.w", Some("net.0.w net.1.w")),
+            ("module.a.w module.b", "b", Some("module.b")),
+            ("a.w b", "module.b module.a.w", Some("b a.w")),
+            ("_orig_mod.a.w b", "a.w b", Some("_orig_mod.a.w b")),
+            ("m._orig_mod.a.w", "_fsdp_wrapped_module.a.w", Some("m._orig_mod.a.w")),
+            // A prefix must be one for all names, must be unique, and must consist of complete components.
+            ("net.a other.b", "a b", None),
+            ("gen.0.w disc.0.w", "0.w", None),
+            ("xa.w", "a.w", None),
+        ] {
+            let [model, optimizer] = [model, optimizer].map(|names| names.split(' ').collect::<Vec<_>>());
+            let expected: Vec<Option<String>> = match expected {
+                Some(names) => names.split(' ').map(|name| Some(name.to_owned())).collect(),
+                None => vec![None; optimizer.len()],
+            };
+            assert_eq!(owners_by_name(&model, &optimizer), expected, "{model:?} {optimizer:?}");
+        }
+    }
 
     #[test]
     fn numbers_are_resolved_only_if_one_assignment_exists() {

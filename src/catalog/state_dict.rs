@@ -81,6 +81,21 @@ pub fn model_root(state: &Value) -> Path {
     descend(state).0
 }
 
+/// Returns the path of the innermost dict that contains all tensors. The names of all tensors begin with this path; it is
+/// empty if the top level has tensors, or several values with tensors.
+#[must_use]
+pub fn common_path(state: &Value) -> Path {
+    let mut common = Path::default();
+    let mut at = state;
+    while let Value::Dict(dict) = at {
+        let mut with_tensors = dict.entries.iter().filter(|(_, value)| value.contains_tensor());
+        let (Some((key, inner @ Value::Dict(_))), None) = (with_tensors.next(), with_tensors.next()) else { break };
+        common.0.push(Key::Name(key_text(key)));
+        at = inner;
+    }
+    common
+}
+
 fn descend(state: &Value) -> (Path, &Value) {
     let mut root = Path::default();
     let mut at = state;
@@ -269,6 +284,19 @@ pub(super) mod tests {
         ];
         for (state, root) in cases {
             assert_eq!(model_root(&state).to_string(), root, "{state}");
+        }
+    }
+
+    #[test]
+    fn common_path_ends_at_the_dict_of_all_tensors() {
+        let weights = || dict(vec![("a.w", tensor(0)), ("b", dict(vec![("w", tensor(1))]))]);
+        for (state, common) in [
+            (dict(vec![("x", dict(vec![("y", weights()), ("step", Value::Int(3))]))]), "x.y"),
+            (dict(vec![("x", weights()), ("y", weights())]), ""),
+            (dict(vec![("x.w", tensor(0))]), ""),
+            (dict(vec![("x", dict(vec![]))]), ""),
+        ] {
+            assert_eq!(common_path(&state).to_string(), common, "{state}");
         }
     }
 

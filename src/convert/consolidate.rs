@@ -46,6 +46,7 @@ pub fn prepare(
     let (tensors, left_out) = rayon::join(|| state_dict::all_tensors(state), || path::object_names(state));
     check_model(args, convert, &source, &tensors)?;
     let mut notes = source.conflicts.notes(None);
+    notes.extend(prefix_note(args, convert, &source));
     let writer = whole_writer("consolidate", to)?;
     check_tied(convert.tied, to)?;
     let (written, tied) = names_to_write(&source, tensors, convert.tied);
@@ -125,6 +126,21 @@ fn check_model(
         )),
         _ => Ok(()),
     }
+}
+
+/// Returns a note if all names of the result begin with keys that are not the known keys of a model. Loaders do not expect
+/// such a prefix.
+fn prefix_note(args: &ConsolidateOptions, convert: &ConvertOptions, source: &ConversionSource) -> Option<String> {
+    let select = &convert.select;
+    let asked = args.everything || select.root.is_some() || select.nest.is_some() || select.add_prefix.is_some();
+    if asked || !state_dict::model_root(&source.checkpoint.catalog.state).0.is_empty() {
+        return None;
+    }
+    let common = state_dict::common_path(&source.selection.catalog.state);
+    let prefix = (!common.0.is_empty()).then(|| common.fqn())?;
+    Some(format!(
+        "all names begin with `{prefix}.`, which is not a known key of a model: options::root {prefix} removes it"
+    ))
 }
 
 /// Returns a note if the configuration names another dtype than the weights have. Loaders use the dtype that the

@@ -2,11 +2,14 @@
 //!
 //! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
 //! exactly one subfolder matches, this subfolder is used; if several subfolders match, the error lists these
-//! subfolders. The content of `latest` is untrusted: it may only name a folder that is in the same folder as `latest`.
+//! subfolders. If no name matches, the search continues in a folder's only subfolder, at most [`MAX_UNNAMED`] times:
+//! users choose names such as `out` or `run` themselves. The content of `latest` is untrusted: it may only name a folder
+//! that is in the same folder as `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer
-//! (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`, `utils/fsdp_utils.py`).
+//! (`checkpoint-N`), accelerate (`checkpoints/checkpoint_N`; `pytorch_model_fsdp_N` beside `optimizer_N`,
+//! `utils/fsdp_utils.py`), OLMo-core (`stepN/model_and_optim`), Composer (`epE-baB`, and links `latest-rankR.pt`).
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,6 +17,7 @@ use std::path::{Path, PathBuf};
 use super::detect::{detect, has_lone_files, lone_file, look};
 use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
+use super::rank_names::is_composer_step;
 use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
@@ -43,6 +47,10 @@ pub struct CheckpointLocation {
 /// The maximum depth of nested folders. Real checkpoints are three folders deep.
 const MAX_DEPTH: usize = 8;
 
+/// The maximum number of folders in which the search continues only because they are the only subfolder of their
+/// folder.
+const MAX_UNNAMED: usize = 2;
+
 /// Finds the checkpoint at or below `path`.
 ///
 /// # Errors
@@ -51,6 +59,7 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     foreign::refuse_address(path)?;
     let from = options.from;
     let mut at = path.to_path_buf();
+    let mut with_only_subfolder: Vec<PathBuf> = Vec::new();
     for _ in 0..MAX_DEPTH {
         if let Some(found) = look(&at, from)? {
             return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
@@ -61,9 +70,20 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
         }
         match next(&at, &names)? {
             Some(next) => at.push(next),
-            None => {
+            None if has_lone_files(&at)? => {
                 let found = lone_file(&at, from)?;
                 return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
+            }
+            None => {
+                let next = if with_only_subfolder.len() < MAX_UNNAMED { only_subfolder(&at)? } else { None };
+                let Some(next) = next else {
+                    // The error names the folder that the user knows, because the search below it found nothing.
+                    let known = with_only_subfolder.first().unwrap_or(&at);
+                    let found = lone_file(known, from)?;
+                    return Ok(CheckpointLocation { root: known.clone(), folders: vec![(PathBuf::new(), found)] });
+                };
+                let below = at.join(next);
+                with_only_subfolder.push(std::mem::replace(&mut at, below));
             }
         }
     }
@@ -92,15 +112,27 @@ fn subfolders(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Returns the name of the only subfolder, if the folder has exactly one. Links and hidden folders do not count.
+fn only_subfolder(folder: &Path) -> Result<Option<String>> {
+    let mut only = None;
+    for entry in lookup::list(folder)? {
+        let Some(name) = entry.name.to_str().filter(|name| !name.starts_with('.')) else { continue };
+        if !entry.is_link()? && entry.is_folder()? && only.replace(name.to_owned()).is_some() {
+            return Ok(None);
+        }
+    }
+    Ok(only)
+}
+
 fn is_candidate(name: &str) -> bool {
     let is_step = STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false));
-    is_step || ROLES.contains(&name) || name == MAKANI_FOLDER
+    is_step || is_composer_step(name) || ROLES.contains(&name) || [MAKANI_FOLDER, OLMO_FOLDER].contains(&name)
 }
 
 /// Returns whether a folder of this name may contain a checkpoint, or a subfolder with a checkpoint.
 #[must_use]
 pub fn may_lead_on(name: &str) -> bool {
-    name == "latest"
+    LATEST.contains(&name)
         || is_candidate(name)
         || is_model(name)
         || is_numbered(name, "optimizer", "_", true)
@@ -164,11 +196,25 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
 
 /// The names of folders for one training step. Each pair has the text at the start of the name, and the separator
 /// before the number.
-const STEPS: [(&str, &str); 6] =
-    [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
+const STEPS: [(&str, &str); 8] = [
+    ("global_step", "_"),
+    ("global_step", ""),
+    ("iter", "_"),
+    ("step", "-"),
+    ("step", "_"),
+    ("step", ""),
+    ("checkpoint", "-"),
+    ("checkpoint", "_"),
+];
+
+/// The names of folders, or links to folders, that are the newest checkpoint. Composer makes a link for each rank.
+const LATEST: [&str; 2] = ["latest", "latest-rank0.pt"];
 
 /// The folder in which makani saves the checkpoints of a run.
 const MAKANI_FOLDER: &str = "training_checkpoints";
+
+/// The folder in which OLMo-core saves the model and the optimizer of one step.
+const OLMO_FOLDER: &str = "model_and_optim";
 
 /// The names of the folders that verl makes for its models.
 const ROLES: [&str; 2] = ["actor", "critic"];
@@ -176,8 +222,8 @@ const ROLES: [&str; 2] = ["actor", "critic"];
 /// Returns the only subfolder in which to continue the search, if there is one.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     // In `names`, `latest` is a link to a folder: a text file of this name is not a subfolder.
-    if names.iter().any(|name| name == "latest") {
-        return Ok(Some(String::from("latest")));
+    if let Some(latest) = LATEST.iter().find(|latest| names.iter().any(|name| name == **latest)) {
+        return Ok(Some(String::from(*latest)));
     }
     let pointer = pointer(folder)?;
     if let Some(pointer) = &pointer

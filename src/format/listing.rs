@@ -35,8 +35,10 @@ impl<'a> FolderListing<'a> {
     pub fn files_of(&self, format: Format) -> Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         for path in self.names.iter().filter(|name| has_suffix(name, format)).map(|name| self.folder.join(name)) {
-            // Lightning's sharded checkpoints are folders called `epoch=0-step=3.ckpt`.
-            let may_be_folder = path.extension().is_some_and(|suffix| suffix == "ckpt");
+            // Lightning's sharded checkpoints are folders called `epoch=0-step=3.ckpt`. Composer makes links to folders,
+            // called `latest-rank0.pt`.
+            let is_latest = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"latest"));
+            let may_be_folder = is_latest || path.extension().is_some_and(|suffix| suffix == "ckpt");
             if !may_be_folder || lookup::kind_of(&path)? != Some(FileKind::Folder) {
                 found.push(path);
             }

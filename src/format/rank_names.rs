@@ -142,6 +142,16 @@ impl RankNamePattern {
     }
 }
 
+/// Returns whether Composer gives this name to the folder of a sharded checkpoint, or to the series of its rank files:
+/// `ep1-ba500`, for epoch 1 and batch 500.
+///
+/// Source: `CheckpointSaver` in `composer/callbacks/checkpoint_saver.py` (0.32).
+pub fn is_composer_step(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers = name.strip_prefix("ep").and_then(|rest| rest.split_once("-ba"));
+    numbers.is_some_and(|(epoch, batch)| is_number(epoch) && is_number(batch))
+}
+
 /// Returns the last number that directly follows `word`. A longer word that only ends in `word` is not accepted.
 fn number_after_word(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
@@ -193,6 +203,14 @@ mod tests {
 
     fn parse(name: &str) -> Option<(String, u32, Option<u32>)> {
         RankName::parse(Path::new(name)).map(|name| (name.series, name.rank, name.world_size))
+    }
+
+    #[test]
+    fn step_of_composer_needs_epoch_and_batch() {
+        for (name, expected) in [("ep0-ba2", true), ("ep12-ba500", true), ("ep-ba2", false), ("ep1-ba", false)] {
+            assert_eq!(is_composer_step(name), expected, "{name}");
+        }
+        assert!(!is_composer_step("ep1-ba2-hf") && !is_composer_step("latest"));
     }
 
     #[test]

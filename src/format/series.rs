@@ -11,7 +11,7 @@ use std::time::SystemTime;
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
-use super::rank_names::{Numbering, RankName, RankNamePattern};
+use super::rank_names::{Numbering, RankName, RankNamePattern, is_composer_step};
 use super::shortfall::list_missing_names;
 use super::torch;
 use super::torch::RankFile;
@@ -163,6 +163,7 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
             None => grouped.plain.push(path.clone()),
         }
     }
+    remove_second_names(&mut found)?;
     let mut series = Vec::new();
     for (name, files) in found {
         let own = Series { name, files };
@@ -179,6 +180,22 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
         grouped.rank_files = Some(SeriesSet { folder: folder.to_path_buf(), series, skipped: Vec::new() });
     }
     Ok(grouped)
+}
+
+/// Removes the series `latest` if all its files are links to files of other series. Composer makes such links.
+fn remove_second_names(found: &mut BTreeMap<String, Vec<(RankName, PathBuf)>>) -> Result<()> {
+    const LATEST: &str = "latest";
+    let Some(latest) = found.get(LATEST) else { return Ok(()) };
+    let others = found.iter().filter(|(name, _)| *name != LATEST).flat_map(|(_, files)| files);
+    let others = others.map(|(_, path)| lookup::resolve(path)).collect::<Result<HashSet<_>>>()?;
+    for (_, path) in latest {
+        let target = lookup::resolve(path)?;
+        if target.is_none() || !others.contains(&target) {
+            return Ok(());
+        }
+    }
+    found.remove(LATEST);
+    Ok(())
 }
 
 impl SeriesSet {
@@ -272,10 +289,14 @@ impl SeriesSet {
 
     /// Checks that at most one series is a complete checkpoint. makani keeps several versions of a checkpoint in one
     /// folder (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`) and overwrites them in turn, so the numbers
-    /// do not show which version is the newest.
+    /// do not show which version is the newest. Composer keeps several steps: `ep1-ba500-rank0.pt`, `ep1-ba600-rank0.pt`.
     fn refuse_several_versions(&self) -> Result<()> {
-        let is_version = |series: &&Series| series.files[0].0.numbering == Numbering::ModelParallel;
-        let versions: Vec<&Series> = self.series.iter().filter(is_version).collect();
+        let is_version = |series: &&Series| {
+            series.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&series.name)
+        };
+        let mut versions: Vec<&Series> = self.series.iter().filter(is_version).collect();
+        versions.sort_by(|left, right| natural_order(&left.name, &right.name));
+        let last_step = versions.last().filter(|series| is_composer_step(&series.name));
         if versions.len() < 2 {
             return Ok(());
         }
@@ -285,8 +306,11 @@ impl SeriesSet {
             changed.push((series.changed()?, &*series.name));
         }
         changed.sort_unstable();
-        let newest = match changed.as_slice() {
-            [.., (before, _), (last, name)] if last > before => format!("options::series {name}, the last one written"),
+        let newest = match (changed.as_slice(), last_step) {
+            (_, Some(step)) => format!("options::series {}, the newest step", step.name),
+            ([.., (before, _), (last, name)], _) if last > before => {
+                format!("options::series {name}, the last one written")
+            }
             _ => format!("options::series {}", names[0]),
         };
         Err(Error::usage(

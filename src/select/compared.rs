@@ -11,11 +11,11 @@ use crate::catalog::path;
 use crate::catalog::{Catalog, Value};
 use crate::error::Result;
 
-/// Selects the names of SRC as [`select`](super::select) does, and the names of OTHER without those that the filters
+/// Selects the names of SRC as [`select`] does, and the names of OTHER without those that the filters
 /// leave out.
 ///
 /// # Errors
-/// The errors of [`select`](super::select). A pattern must match a name of SRC or of OTHER.
+/// The errors of [`select`]. A pattern must match a name of SRC or of OTHER.
 pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> Result<(Selected, Selected)> {
     let survey = Survey::new(source, options.wrappers);
     let kept = filter::keep(&survey, options);

@@ -2,6 +2,7 @@
 //! values and names of the model.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -50,6 +51,149 @@ fn checkpoint_of_each_trainer_consolidates_to_the_model() {
         expected.retain(|name, _| !is_optimizer_state(name) && (has_buffers || !name.ends_with("seen")));
         assert_same(&read_safetensors(&made), &expected, checkpoint);
     }
+}
+
+/// The folder in which a trainer made its files, and the folder of the checkpoint below it.
+const TRAINER_FOLDERS: [(&str, &str); 6] = [
+    ("composer", "run"),
+    ("composer_ddp", "run"),
+    ("composer_fsdp", "run/ep0-ba2"),
+    ("fabric", "out/step-30"),
+    ("accelerate_ddp", "checkpoint_0"),
+    ("hf_trainer", "checkpoint-2"),
+];
+
+#[test]
+fn trainer_folder_leads_to_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for (trainer, checkpoint) in TRAINER_FOLDERS {
+        let source = fixture(&format!("trainers/{trainer}"));
+        let note = format!("note: reading {}, found in {}", source.join(checkpoint).display(), source.display());
+        for (verb, made) in [("inspect", None), ("verify", None), ("consolidate", Some(folder.path().join(trainer)))] {
+            let paths: Vec<&Path> = [Some(source.as_path()), made.as_deref()].into_iter().flatten().collect();
+            assert_contains(&succeed(verb, &paths, "").stderr, &[&note]);
+        }
+        let (_, stem, prefix) = CHECKPOINTS.iter().find(|(_, stem, _)| *stem == trainer).unwrap();
+        let mut expected = below(prefix, &Truth::load(&format!("trainers/{stem}.truth")).tensors);
+        expected.retain(|name, _| !is_optimizer_state(name));
+        assert_same(&read_safetensors(&folder.path().join(trainer)), &expected, trainer);
+    }
+}
+
+/// The folders in the table of `docs/reference/trainers.md`, in its order, and the prefix of the model's names in the
+/// truth.
+const ON_PAGE: [(&str, &str); 15] = [
+    ("trainers/accelerate_ddp", ""),
+    ("accelerate_llama", "model."),
+    ("trainers/composer", "state.model."),
+    ("trainers/composer_ddp", "state.model."),
+    ("trainers/composer_fsdp", "state.model."),
+    ("trainers/fabric", "model."),
+    ("trainers/hf_trainer", ""),
+    ("trainers/lightning_file", "state_dict."),
+    ("trainers/lightning_fsdp1", "model."),
+    ("lightning_fsdp", "state_dict."),
+    ("trainers/makani", "model_state."),
+    ("trainers/makani_uneven", "model_state."),
+    ("trainers/st_info_ddp/ranks", "model."),
+    ("titan", ""),
+    ("verl", "model."),
+];
+
+/// The table of trainers is true: the model, the optimizer state and the copied files of each row.
+#[test]
+fn page_of_trainers_is_true() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/trainers.md");
+    let page = fs::read_to_string(page).unwrap();
+    let rows: Vec<Vec<&str>> = page
+        .lines()
+        .filter(|line| line.starts_with("| ") && line.contains("`tests/fixtures/"))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let folders: Vec<&str> = rows.iter().map(|row| row[1].trim_matches('`')).collect();
+    let expected = ON_PAGE.map(|(source, _)| format!("tests/fixtures/{source}"));
+    assert_eq!(folders, expected);
+    let folder = tempfile::tempdir().unwrap();
+    for ((source, prefix), row) in ON_PAGE.iter().zip(rows) {
+        let made = folder.path().join(source.replace('/', "-"));
+        succeed("consolidate", &[&fixture(source), &made], "");
+        let truth = Truth::load(&format!("{}.truth", source.trim_end_matches("/ranks"))).tensors;
+        let mut expected = below(prefix, &truth);
+        expected.retain(|name, _| !is_optimizer_state(name) && !name.starts_with("train_state."));
+        assert_same(&read_safetensors(&made), &expected, source);
+
+        let resharded = made.with_extension("resharded");
+        let mesh = if source.contains("makani") { "h=2" } else { "dp=2" };
+        succeed("reshard", &[&fixture(source), &resharded], &format!("--mesh {mesh}"));
+        let has_moments = read(&resharded).keys().any(|name| name.ends_with("exp_avg"));
+        assert_eq!(row[3], if has_moments { "resharded" } else { "copied unchanged" }, "{source}");
+        for name in row[4].split(',').map(|name| name.trim().trim_matches('`')).filter(|name| !name.is_empty()) {
+            assert!(resharded.join(name).is_file(), "{source}: {name}");
+        }
+    }
+}
+
+/// Composer keeps several steps in one folder: files, or folders of sharded checkpoints. Links name the newest step.
+#[test]
+fn several_steps_of_composer_need_a_choice() {
+    let folder = tempfile::tempdir().unwrap();
+    let (files, folders) = (folder.path().join("files"), folder.path().join("folders"));
+    fs::create_dir(&files).unwrap();
+    for step in ["ep0-ba2", "ep0-ba10"] {
+        let file = fixture("trainers/composer/run/ep0-ba2-rank0.pt");
+        fs::copy(file, files.join(format!("{step}-rank0.pt"))).unwrap();
+        copy_folder(&fixture("trainers/composer_fsdp/run/ep0-ba2"), &folders.join(step));
+    }
+    symlink("ep0-ba10-rank0.pt", files.join("latest-rank0.pt")).unwrap();
+    for verb in ["inspect", "verify"] {
+        let run = expect(2, verb, &[&files], "");
+        assert_contains(
+            &run.stderr,
+            &["several checkpoints: series ep0-ba2, ep0-ba10", "--series ep0-ba10, the newest"],
+        );
+        let run = expect(2, verb, &[&folders], "");
+        assert_contains(&run.stderr, &["several checkpoints: ep0-ba2, ep0-ba10", "folders/ep0-ba10"]);
+    }
+    succeed("consolidate", &[&files, &folder.path().join("a")], "--series ep0-ba2");
+    fs::remove_file(files.join("ep0-ba2-rank0.pt")).unwrap();
+    succeed("consolidate", &[&files, &folder.path().join("b")], "");
+    for rank in 0..2 {
+        symlink("ep0-ba10", folders.join(format!("latest-rank{rank}.pt"))).unwrap();
+    }
+    let run = succeed("consolidate", &[&folders, &folder.path().join("c")], "");
+    assert_contains(&run.stderr, &["reading", "folders/latest-rank0.pt, found in"]);
+    let expected = below("state.model.", &Truth::load("trainers/composer.truth").tensors);
+    for made in ["a", "b"] {
+        assert_same(&read_safetensors(&folder.path().join(made)), &expected, made);
+    }
+}
+
+/// The search continues in a folder of any name only if it is the only subfolder, and only twice.
+#[test]
+fn only_subfolder_is_searched() {
+    let folder = tempfile::tempdir().unwrap();
+    let from = |path: &str| {
+        let source = folder.path().join(path.split('/').next().unwrap());
+        copy_folder(&fixture("trainers/fabric/out/step-30"), &folder.path().join(path));
+        (folder.path().join(path), source)
+    };
+    for path in ["a/my run/out/step_7", "b/step7/model_and_optim", "c/checkpoints/checkpoint_3", "d/x/y"] {
+        let (checkpoint, source) = from(path);
+        fs::create_dir(source.join(".git")).unwrap();
+        symlink(".", source.join("link")).unwrap();
+        fs::write(source.join("train.py"), "").unwrap();
+        let run = succeed("inspect", &[&source], "");
+        assert_contains(&run.stderr, &[&format!("note: reading {}, found in ", checkpoint.display())]);
+        // With a second subfolder, the folder of the checkpoint may be either of the two.
+        if !["b", "c"].iter().any(|with_known_names| path.starts_with(with_known_names)) {
+            fs::create_dir(source.join("logs")).unwrap();
+            let run = expect(2, "inspect", &[&source], "");
+            assert_contains(&run.stderr, &[&format!("{} contains no checkpoint", source.display())]);
+        }
+    }
+    let (_, source) = from("e/x/y/z");
+    let run = expect(2, "inspect", &[&source], "");
+    assert_contains(&run.stderr, &[&format!("{} contains no checkpoint", source.display())]);
 }
 
 /// Composer's optimizer state keeps its names and `TorchVersion` objects, so that the trainer can load them again.

@@ -139,6 +139,23 @@ fn root_selects_a_subtree_and_everything_selects_all_tensors() {
 }
 
 #[test]
+fn unknown_keys_above_the_model_give_a_note_that_names_root() {
+    let env = TestEnv::new();
+    let expected = below("model.", &Truth::load("trainers/fabric.truth").tensors);
+    let nested = env.make("unshard", "trainers/fabric", "nested.pt", "--root model --nest my_state.net");
+    let note = "note: all names begin with `my_state.net.`";
+    let made = env.make("consolidate", &nested.path, "plain", "");
+    assert_contains(&made.run.stderr, &[note, "--root my_state.net removes it"]);
+    assert_same(&below("my_state.net.", &made.tensors()), &expected, "with prefix");
+    for (at, options) in [("root", "--root my_state.net"), ("all", "--everything"), ("nest", "--add-prefix x.")] {
+        let made = env.make("consolidate", &nested.path, at, options);
+        assert!(!made.run.stderr.contains(note), "{}", made.run.stderr);
+    }
+    let made = env.make("consolidate", "trainers/fabric", "known", "");
+    assert!(!made.run.stderr.contains("all names begin"), "{}", made.run.stderr);
+}
+
+#[test]
 fn consolidated_model_has_no_optimizer_state_unless_selected() {
     for source in
         ["verl", "accelerate_llama", "titan", "dcp_trainer", "fsdp4/dcp", "fsdp4/ranks", "torch_file/trainer.pt"]

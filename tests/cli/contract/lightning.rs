@@ -2,6 +2,7 @@
 //! `meta.pt`.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::json;
 
@@ -67,12 +68,54 @@ fn numbered_optimizer_is_optimizer_state() {
     succeed("verify", &[&source, &made.path], "");
 }
 
+/// A rule for a weight sets the placements of its moments, also if the names in the optimizer lack a prefix.
+#[test]
+fn placement_rule_reaches_the_optimizer_state() {
+    let folder = tempfile::tempdir().unwrap();
+    // Fabric's users choose the key of the model.
+    let renamed = folder.path().join("renamed.pt");
+    succeed("unshard", &[&fixture("trainers/fabric"), &renamed], "--rename ^model=net");
+    let cases = [
+        (fixture("trainers/lightning_fsdp1"), "model.", "net.0.weight", "optimizer_0.state.net.0.weight"),
+        (fixture("lightning_fsdp"), "state_dict.", "net.0.weight", "optimizer_0.state.net.0.weight"),
+        (fixture("trainers/fabric"), "model.", "0.weight", "optimizer.state.0.weight"),
+        (renamed, "", "net.0.weight", "optimizer.state.0.weight"),
+    ];
+    for (case, (source, prefix, name, state)) in cases.iter().enumerate() {
+        let full = format!("{prefix}{name}");
+        for (to, placements) in [("dcp", json!(null)), ("torch-ranks", json!("S(1),R"))] {
+            for (number, pattern) in [name, full.as_str(), "**.0.weight"].into_iter().enumerate() {
+                let options = format!("--mesh a=2,b=2 --to {to} --placements {pattern}=S(1),R --placements R,R");
+                let out = folder.path().join(format!("{case}-{number}-{to}"));
+                succeed("reshard", &[source, &out], &options);
+                let found = inspect(&out, "");
+                let offsets = |name: &str| {
+                    let chunks = found["tensors"][name]["chunks"].as_array().unwrap();
+                    chunks.iter().map(|chunk| chunk["offsets"].clone()).collect::<Vec<_>>()
+                };
+                assert!(offsets(&full).contains(&json!([0, 2])), "{found}");
+                for moment in ["exp_avg", "exp_avg_sq"] {
+                    let moment = format!("{state}.{moment}");
+                    assert_eq!(offsets(&moment), offsets(&full), "{moment} {to} {pattern}");
+                    if to == "torch-ranks" {
+                        assert_eq!(found["tensors"][&moment]["placements"], placements);
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn meta_file_is_copied() {
     let env = TestEnv::new();
     let made = env.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
     let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();
     assert!(same);
+    let run = succeed("reshard", &[&fixture("trainers/fabric"), &made.path], "--mesh a=2 --to torch-ranks --overwrite");
+    let meta = |folder: &Path| fs::read(folder.join("meta.pt")).unwrap();
+    assert!(meta(&made.path) == meta(&fixture("trainers/fabric/out/step-30")), "{}", run.stderr);
+    succeed("reshard", &[&fixture("lightning_fsdp"), &made.path], "--mesh data_parallel=3 --to dcp --overwrite");
     // The output has the same names as the source, and is found below the same parent folder.
     assert_eq!(inspect(&env.path(""), "--brief"), inspect(&made.path, "--brief"));
 }
