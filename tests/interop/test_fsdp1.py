@@ -1,6 +1,7 @@
 """Flat parameters of FSDP1: PyTorch loads the files that dtshard wrote, rank by rank, and continues training."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -106,6 +107,28 @@ def test_hybrid_sharding_and_back_resumes(tmp_path, folder):
     full = flatten(hybrid, tmp_path / "full", 3, views, flat_layout("flat_hybrid", folder), "--strategy", "full-shard")
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     resume(tmp_path, full, "flat2", 3, views, order=False)
+
+
+@pytest.mark.parametrize("folder", ["views", "flat"])
+@pytest.mark.parametrize("way", ["like", "flat_layout", "fill", "itself", "flatten"])
+def test_files_of_no_shard_are_written_back(tmp_path, folder, way):
+    """Whole tensors, or the files themselves, are written as files that a job with NO_SHARD loads and resumes from."""
+    bare, layout = common.source("flat_none", folder), flat_layout("flat_none", folder)
+    own = tmp_path / "own"
+    shutil.copytree(bare, own)
+    shutil.copy(layout, own / "flat_layout.json")
+    whole, out = tmp_path / "whole.pt", tmp_path / "out"
+    common.dtshard("unshard", own, whole, "--series", "all")
+    common.dtshard(*{
+        "like": ["reshard", whole, out, "--like", own],
+        "flat_layout": ["reshard", whole, out, "--like", bare, "--flat-layout", layout],
+        "fill": ["reshard", whole, out, "--fill-from", own],
+        "itself": ["reshard", own, out],
+        "flatten": ["flatten", whole, out, "--layout", layout, "--strategy", "no-shard"],
+    }[way])
+    resume(tmp_path, out, "flat_none", 2, folder == "views", order=False)
+    for found, own in zip(fsdp1.load_all(out, 2), fsdp1.load_all(bare, 2)):
+        fsdp1.assert_same_files(found, own, order=False)
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])

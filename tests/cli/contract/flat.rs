@@ -91,6 +91,26 @@ fn no_shard_checkpoint_is_flattened() {
     }
 }
 
+/// `reshard` without a mesh writes the files of a job with `NO_SHARD` back: SRC or `--like` consists of such files.
+#[test]
+fn no_shard_checkpoint_is_written_back() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let job = folder(&env, "flat_none", name);
+        let whole = env.make("unshard", &job, &format!("{name}.pt"), "--series all");
+        let like = format!("--like {}", job.display());
+        for (source, to, options) in
+            [(&whole.path, "like", &*like), (&job, "itself", ""), (&job, "ranks", "--to torch-ranks")]
+        {
+            let made = env.make("reshard", source, &format!("{name}-{to}"), options);
+            check_files(&made.path, "flat_none", name, &BOTH);
+        }
+        // A mesh asks for tensors that are sharded one by one.
+        let sharded = env.make("reshard", &job, &format!("{name}-sharded"), "--mesh fsdp=2 --placements S(0)");
+        assert!(!sharded.path.join("flat_layout.json").exists());
+    }
+}
+
 /// Several parameter groups stay separate; a single series stays single.
 #[test]
 fn parameter_groups_and_single_series_are_kept() {
