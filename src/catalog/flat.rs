@@ -8,7 +8,7 @@
 
 use std::collections::HashSet;
 
-use super::modules::is_within;
+use super::modules::{is_within, module_of};
 use super::{Dtype, Fqn, checked_len_bytes};
 use crate::error::Wrong;
 use crate::layout::Dims;
@@ -28,7 +28,8 @@ pub struct FlatLayout {
     /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
     /// The names of the parameters that the optimizer updates: one list for each parameter group, in the optimizer's
-    /// order. If `use_orig_params` is true, the lists have names of parameters, otherwise names of flat parameters.
+    /// order. If `use_orig_params` is true, the lists have names of parameters, otherwise names of flat parameters. A
+    /// list may also have names of parameters outside all units, which FSDP1 neither flattens nor shards.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -110,14 +111,41 @@ impl FlatLayout {
         if !self.use_orig_params {
             return Some(groups.clone());
         }
-        let keys = |group: &Vec<Fqn>| {
-            let members: HashSet<&Fqn> = group.iter().collect();
-            let has = |unit: &&FlatUnit| unit.params.iter().any(|param| members.contains(&param.fqn));
-            self.units.iter().filter(has).map(FlatUnit::key).collect()
-        };
-        let keys: Vec<Vec<Fqn>> = groups.iter().map(keys).collect();
+        let keys: Vec<Vec<Fqn>> = groups.iter().map(|group| self.group_of_units(group)).collect();
         let mut seen = HashSet::new();
         keys.iter().flatten().all(|key| seen.insert(key)).then_some(keys)
+    }
+
+    /// Returns a parameter group of an optimizer without `use_orig_params`: the flat parameters of the units that have
+    /// parameters in `group`, and the names in `group` that are outside all units. `group` is in the order of the model.
+    /// A module registers its flat parameter after its own parameters outside the unit, and before the parameters of the
+    /// modules inside it.
+    #[must_use]
+    pub fn group_of_units(&self, group: &[Fqn]) -> Vec<Fqn> {
+        let members: HashSet<&Fqn> = group.iter().collect();
+        let flattened: HashSet<&Fqn> = self.params().map(|(_, param)| &param.fqn).collect();
+        let outside: Vec<(usize, &Fqn)> =
+            group.iter().enumerate().filter(|(_, fqn)| !flattened.contains(fqn)).collect();
+        let mut keys = Vec::new();
+        let mut written = 0;
+        for unit in &self.units {
+            if !unit.params.iter().any(|param| members.contains(&param.fqn)) {
+                continue;
+            }
+            if !outside.is_empty() {
+                let start = group.iter().position(|fqn| is_within(fqn.as_str(), &unit.module));
+                let is_before = |(index, fqn): &&(usize, &Fqn)| {
+                    module_of(fqn.as_str()) == &*unit.module
+                        || !is_within(fqn.as_str(), &unit.module) && start.is_some_and(|start| *index < start)
+                };
+                let before = outside.iter().filter(is_before).count();
+                keys.extend(outside[written..before.max(written)].iter().map(|(_, fqn)| (*fqn).clone()));
+                written = before.max(written);
+            }
+            keys.push(unit.key());
+        }
+        keys.extend(outside[written..].iter().map(|(_, fqn)| (*fqn).clone()));
+        keys
     }
 
     /// Checks that the layout is consistent.
@@ -332,5 +360,9 @@ mod tests {
         let keys = Some(vec![names(&["_flat_param", "blk._flat_param"])]);
         assert_eq!(of_units(&[&["blk.w", "emb.weight", "l1.weight"]]), keys);
         assert_eq!(of_units(&[&["blk.w", "emb.weight"], &["l1.weight"]]), None);
+        // Parameters outside all units: a module has its own parameters first, then its flat parameter, then its modules.
+        let outside = ["vec", "emb.weight", "blk.vec", "blk.w", "blk.skip.w", "l1.weight", "out.w"];
+        let keys = ["vec", "_flat_param", "blk.vec", "blk._flat_param", "blk.skip.w", "out.w"];
+        assert_eq!(of_units(&[&outside]), Some(vec![names(&keys)]));
     }
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 
 import torch
@@ -85,6 +86,7 @@ def options(job):
         found.update(flat.hybrid())
     elif job.get("strategy") == "none":
         found["sharding_strategy"] = ShardingStrategy.NO_SHARD
+    found.update({key: job[key] for key in ("ignored", "root") if key in job})
     if job.get("mixed"):
         found["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return found
@@ -130,9 +132,16 @@ def parts(module, optimizer):
                     yield fqn, key, flat.in_memory_order(t, None if sharded else stride), part
 
 
+def outside_parts(module, optimizer):
+    """As `parts`, of parameters outside all units."""
+    for fqn, p in flat.outside(module):
+        yield fqn, None, p.detach(), lambda whole: whole
+        yield from ((fqn, key, t, lambda whole: whole) for key, t in optimizer.state[p].items())
+
+
 def check_loaded(module, optimizer, tensors):
     """Asserts that every element and buffer equals the ground truth bit by bit."""
-    for fqn, key, t, part in parts(module, optimizer):
+    for fqn, key, t, part in itertools.chain(parts(module, optimizer), outside_parts(module, optimizer)):
         name = f"optim.state.{fqn}.{key}" if key else f"model.{fqn}"
         assert generate.same(t, part(tensors[name])), f"{name}: other values on rank {dist.get_rank()}"
     for name, t in module.named_buffers():
@@ -216,6 +225,22 @@ def resume(job):
         torch.testing.assert_close(t, part(wanted), **close, msg=lambda m: f"{fqn} {key} after a step: {m}")
         moved += not key and not torch.equal(t, part(tensors[f"model.{fqn}"]))
     assert moved, "a step changes parameters"
+
+
+def load_outside(job):
+    """Loads `folder` into a model with parameters outside all units, compares values, saves again, and takes a step."""
+    _, tensors = common.truth(job["truth"])
+    module, optimizer = blank(job)
+    files = load_rank(job["folder"], dist.get_world_size(), dist.get_rank())
+    untouched = copy.copy(files["model"])
+    with FSDP.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+        left = module.load_state_dict(copy.copy(files["model"]), strict=False)
+        assert not left.missing_keys, left
+    optimizer.load_state_dict(files["optim"])
+    check_loaded(module, optimizer, tensors)
+    assert_same_files({**files, "model": untouched}, {"model": flat.local(module), "optim": optimizer.state_dict()},
+                      order=False)
+    one_step(module, optimizer)
 
 
 def resume_sharded(job):

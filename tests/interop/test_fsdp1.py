@@ -1,6 +1,7 @@
 """Flat parameters of FSDP1: PyTorch loads the files that dtshard wrote, rank by rank, and continues training."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -106,6 +107,63 @@ def test_hybrid_sharding_and_back_resumes(tmp_path, folder):
     full = flatten(hybrid, tmp_path / "full", 3, views, flat_layout("flat_hybrid", folder), "--strategy", "full-shard")
     (tmp_path / "rendezvous").unlink(missing_ok=True)
     resume(tmp_path, full, "flat2", 3, views, order=False)
+
+
+OUTSIDE = {"flat_ignored": {"ignored": ["proj", "layers.1.norm"]}, "flat_roots": {"root": False}}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+@pytest.mark.parametrize("views_from,views_to", itertools.product((True, False), repeat=2))
+def test_parameters_outside_units_keep_their_state(tmp_path, case, views_from, views_to):
+    """`ignored_modules`, or several FSDP roots: by way of 3 ranks, by unshard and flatten, and directly."""
+    source, target = ("views" if views else "flat" for views in (views_from, views_to))
+    own = common.source(case, source)
+    if views_from == views_to:
+        three = flatten(own, tmp_path / "three", 3, views_to, flat_layout(case, source))
+        whole = tmp_path / "whole.pt"
+        common.dtshard("unshard", own, whole, "--series", "all", "--flat-layout", flat_layout(case, source))
+        common.dtshard("flatten", whole, tmp_path / "back", "--layout", flat_layout(case, target), "--world-size", 2)
+        folders = [flatten(three, tmp_path / "two", 2, views_to, tmp_path / "three/flat_layout.json"), tmp_path / "back"]
+    else:
+        folders = [flatten(own, tmp_path / "out", 2, views_to, flat_layout(case, source))]
+    for out in folders:
+        for found, expected in zip(fsdp1.load_all(out, 2), fsdp1.load_all(common.source(case, target), 2)):
+            fsdp1.assert_same_files(found, expected, order=False)
+        common.run_ranks(fsdp1.load_outside, 2, tmp_path, {
+            "folder": str(out), "truth": case, "views": views_to, **OUTSIDE[case]})
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+@pytest.mark.parametrize("mesh", [["--mesh", "fsdp=2"], []])
+def test_plain_parameters_beside_sharded_tensors_stay_plain(tmp_path, case, mesh):
+    """SHARDED_STATE_DICT of parameters outside all units: FSDP1 loads model and optimizer."""
+    common.dtshard("reshard", common.source(case, "sharded"), tmp_path / "three", "--mesh", "fsdp=3")
+    common.dtshard("reshard", tmp_path / "three" if mesh else common.source(case, "sharded"), tmp_path / "out", *mesh)
+    common.run_ranks(fsdp1.resume_sharded, 2, tmp_path, {
+        "folder": str(tmp_path / "out"), "truth": case, "views": True, "by_rows": True, **OUTSIDE[case]})
+
+
+@pytest.mark.parametrize("folder", ["views", "flat"])
+@pytest.mark.parametrize("way", ["like", "flat_layout", "fill", "itself", "flatten"])
+def test_files_of_no_shard_are_written_back(tmp_path, folder, way):
+    """Whole tensors, or the files themselves, are written as files that a job with NO_SHARD loads and resumes from."""
+    bare, layout = common.source("flat_none", folder), flat_layout("flat_none", folder)
+    own = tmp_path / "own"
+    shutil.copytree(bare, own)
+    shutil.copy(layout, own / "flat_layout.json")
+    whole, out = tmp_path / "whole.pt", tmp_path / "out"
+    common.dtshard("unshard", own, whole, "--series", "all")
+    common.dtshard(*{
+        "like": ["reshard", whole, out, "--like", own],
+        "flat_layout": ["reshard", whole, out, "--like", bare, "--flat-layout", layout],
+        "fill": ["reshard", whole, out, "--fill-from", own],
+        "itself": ["reshard", own, out],
+        "flatten": ["flatten", whole, out, "--layout", layout, "--strategy", "no-shard"],
+    }[way])
+    resume(tmp_path, out, "flat_none", 2, folder == "views", order=False)
+    for found, own in zip(fsdp1.load_all(out, 2), fsdp1.load_all(bare, 2)):
+        fsdp1.assert_same_files(found, own, order=False)
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])

@@ -23,18 +23,21 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     }
     let Some(mut groups) = named_groups(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
+    let in_units: HashSet<&Fqn> = flattened.iter().copied().collect();
     // If there is only one group, its names may be sorted by chance.
     let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
     for group in &mut groups {
         let members: HashSet<&Fqn> = group.iter().collect();
-        let as_flattened = flattened.iter().filter(|fqn| members.contains(**fqn)).copied().eq(&*group);
+        let own = group.iter().filter(|fqn| in_units.contains(fqn));
+        let as_flattened = flattened.iter().filter(|fqn| members.contains(**fqn)).copied().eq(own);
+        let has_outside = group.iter().any(|fqn| !in_units.contains(fqn));
         let registered: Option<Vec<Fqn>> =
             order.map(|order| order.iter().filter(|fqn| members.contains(fqn)).cloned().collect());
         match registered {
             Some(registered) if registered == *group => {}
             Some(registered) if as_flattened && registered.len() == group.len() => *group = registered,
-            // With one unit, both orders are the same.
-            None if as_flattened && layout.units.len() == 1 => {}
+            // With one unit, both orders are the same, unless the group has parameters outside the unit.
+            None if as_flattened && layout.units.len() == 1 && !has_outside => {}
             None if !as_flattened && !are_sorted => {}
             _ => {
                 return Err(Error::unsupported(

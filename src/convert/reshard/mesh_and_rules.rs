@@ -114,9 +114,16 @@ fn without_mesh(like: &Checkpoint) -> Error {
             "give options::like rank files of the same job; or give options::mesh and options::placements",
         );
     }
+    let of_fsdp1 = match like.format {
+        Format::TorchRanks => "; or, if these are files of FSDP1 with NO_SHARD, give options::flat_layout FILE",
+        _ => "",
+    };
     Error::usage(
         format!("options::like {root}: none of its tensors is on a mesh"),
-        "give options::like a checkpoint with DTensors or ShardedTensors; or give options::mesh and options::placements",
+        format!(
+            "give options::like a checkpoint with DTensors or ShardedTensors; or give options::mesh and \
+             options::placements{of_fsdp1}"
+        ),
     )
 }
 

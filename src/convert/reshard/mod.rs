@@ -59,6 +59,7 @@ pub fn prepare(
     }
     let destination = convert.dst.as_deref();
     let to = target_format(&convert.destination, destination, default_format(example_of(&source).format))?;
+    let to = if to == Format::TorchRanks && keeps_no_shard(args, &source) { Format::FsdpFlat } else { to };
     let ranks = match to.tensors() {
         TensorStorage::Boxes => TargetFiles::Together,
         TensorStorage::Ranks => TargetFiles::Apart,
@@ -107,6 +108,18 @@ fn gives_shapes_only(source: &ConversionSource) -> bool {
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
+}
+
+/// Returns true if the rank files are for a job with `NO_SHARD`: the checkpoint of `--like`, otherwise SRC, consists of
+/// files of such a job, and no option gives a mesh. Such files have the format `torch-ranks`, but their optimizer state
+/// depends on the flat layout, as in files with flat parameters.
+fn keeps_no_shard(args: &ReshardOptions, source: &ConversionSource) -> bool {
+    let names = [&args.plan, &args.tp, &args.fsdp, &args.replicate, &args.ddp];
+    let has_mesh = !args.mesh.is_empty() || !args.mesh_ranks.is_empty() || !args.placements.is_empty();
+    let has_plan = args.layout.is_some() || names.iter().any(|name| name.is_some());
+    let has_form = args.split.is_some() || args.tensor_class.is_some();
+    let flat = example_of(source).catalog.flat.as_ref();
+    flat.is_some_and(|flat| flat.shard_group_size == 1) && !has_mesh && !has_plan && !has_form
 }
 
 /// Lays out each part of the source separately (a part is a series of rank files or a folder). Returns the reservation

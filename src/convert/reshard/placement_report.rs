@@ -30,6 +30,8 @@ pub struct PlacementReport {
     /// Number of model tensors of one or more dimensions that stay plain. These tensors are plain in SRC, while other
     /// tensors of SRC are sharded.
     plain: usize,
+    /// Number of parameters that stay plain, because they are outside all units of FSDP1.
+    outside_units: usize,
     /// Number of optimizer state tensors whose parameter has a number but no known name.
     nameless: usize,
     /// Number of tensors for which the reduced value is written, because the target cannot store partial values.
@@ -59,6 +61,11 @@ impl PlacementReport {
     /// Counts a tensor of the model that stays plain.
     pub fn plain(&mut self, subject: &TensorContext<'_>) {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());
+    }
+
+    /// Counts a parameter that stays plain because it is outside all units of FSDP1.
+    pub fn outside_units(&mut self, subject: &TensorContext<'_>) {
+        self.outside_units += usize::from(subject.in_model.is_some() && subject.owner.is_none());
     }
 
     /// Counts a tensor that gets the fallback placements.
@@ -130,6 +137,11 @@ impl PlacementReport {
                 "have no optimizer state, so they are treated as buffers and replicated on every rank",
             ),
         }
+        note(
+            self.outside_units,
+            "with optimizer state is plain in SRC, so it is outside all units of FSDP1 and stays plain",
+            "with optimizer state are plain in SRC, so they are outside all units of FSDP1 and stay plain",
+        );
         note(
             self.reduced,
             "has Partial placements in SRC or options::like; its reduced value is written, with R instead of Partial",

@@ -322,6 +322,10 @@ impl<'a> PlacementResolver<'a> {
             self.report.plain(subject);
             return Ok(Choice::Plain);
         }
+        if is_plain && self.is_outside_units() {
+            self.report.outside_units(subject);
+            return Ok(Choice::Plain);
+        }
         let shape = &subject.entry.shape;
         if matches!(self.layout.fallback, Fallback::Missing) && !shape.is_empty() {
             return Err(without_placements(&self.layout.mesh, subject.names.first()));
@@ -337,6 +341,13 @@ impl<'a> PlacementResolver<'a> {
             (PlacementOrigin::CommandLine, SplitChoice::AllTensors)
         };
         Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
+    }
+
+    /// Returns true if a trained tensor that is plain in SRC is outside all units of FSDP1: other tensors of SRC are
+    /// sharded, and the sharded tensors of DST are ShardedTensors. FSDP1 loads such a parameter from a plain tensor only.
+    fn is_outside_units(&self) -> bool {
+        let class = self.class.unwrap_or(self.usual_class);
+        self.subjects.evidence == ParameterEvidence::Class && class == Class::ShardedTensor
     }
 
     /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.

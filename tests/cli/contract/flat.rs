@@ -10,7 +10,7 @@ use serde_json::{Value as Json, json};
 
 use crate::common::env::TestEnv;
 use crate::common::flat::{self, copy_with_layout, layout_file};
-use crate::common::{assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
+use crate::common::{Truth, assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
 use crate::contract::{assert_contains, contents};
 use crate::rank_file::{self, Comparison};
 
@@ -31,7 +31,8 @@ pub fn folder(env: &TestEnv, case: &str, name: &str) -> PathBuf {
 pub fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
     let layout = flat::layout(case, name);
     let ranks = layout["world_size"].as_u64().unwrap();
-    let is_sharded = layout["shard_group_size"].as_u64() != Some(1);
+    // PyTorch keeps the strides of whole parameters, which `flat_roots` has outside all units.
+    let is_sharded = layout["shard_group_size"].as_u64() != Some(1) && case != "flat_roots";
     for (series, rank) in series.iter().flat_map(|series| (0..ranks).map(move |rank| (series, rank))) {
         let file = format!("{series}_world_size_{ranks}_rank_{rank}.pt");
         Comparison::run(&made.join(&file), &fixture(case).join(name).join(&file), is_sharded);
@@ -88,6 +89,87 @@ fn no_shard_checkpoint_is_flattened() {
         let kept = env.make("flatten", &source, &format!("{name}-kept"), "--world-size 3");
         let layout = flat::read_layout(&kept.path.join("flat_layout.json"));
         assert_eq!((&layout["world_size"], &layout["shard_group_size"]), (&json!(3), &json!(1)));
+    }
+}
+
+/// `reshard` without a mesh writes the files of a job with `NO_SHARD` back: SRC or `--like` consists of such files.
+#[test]
+fn no_shard_checkpoint_is_written_back() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let job = folder(&env, "flat_none", name);
+        let whole = env.make("unshard", &job, &format!("{name}.pt"), "--series all");
+        let like = format!("--like {}", job.display());
+        for (source, to, options) in
+            [(&whole.path, "like", &*like), (&job, "itself", ""), (&job, "ranks", "--to torch-ranks")]
+        {
+            let made = env.make("reshard", source, &format!("{name}-{to}"), options);
+            check_files(&made.path, "flat_none", name, &BOTH);
+        }
+        // A mesh asks for tensors that are sharded one by one.
+        let sharded = env.make("reshard", &job, &format!("{name}-sharded"), "--mesh fsdp=2 --placements S(0)");
+        assert!(!sharded.path.join("flat_layout.json").exists());
+    }
+}
+
+/// Parameters outside all units (`ignored_modules`, or several roots of FSDP1) and their optimizer state stay whole.
+#[test]
+fn parameters_outside_units_keep_their_state() {
+    for case in ["flat_ignored", "flat_roots"] {
+        let env = TestEnv::new();
+        let tensors = Truth::load(&format!("{case}/truth")).tensors;
+        for (name, other, views) in [("views", "flat", "true"), ("flat", "views", "false")] {
+            let source = folder(&env, case, name);
+            let whole = env.make("unshard", &source, &format!("{name}.pt"), "--series all");
+            assert_same(&below("model.", &read(&whole.path)), &below("model.", &tensors), case);
+            assert_same(&below("optim.state.", &read(&whole.path)), &below("optim.state.", &tensors), case);
+            let three = env.make("flatten", &source, &format!("{name}-3"), "--world-size 3");
+            let two = env.make("flatten", &three.path, &format!("{name}-2"), "--world-size 2");
+            check_files(&two.path, case, name, &BOTH);
+            let to_other = format!("--use-orig-params={}", if views == "true" { "false" } else { "true" });
+            check_files(&env.make("flatten", &source, &format!("{name}-{other}"), &to_other).path, case, other, &BOTH);
+            let like = format!("--like {}", source.display());
+            check_files(&env.make("flatten", &whole.path, &format!("{name}-like"), &like).path, case, name, &BOTH);
+            for to in ["dcp", "torch-ranks"] {
+                let made = env.make("reshard", &source, &format!("{name}-{to}"), &format!("--mesh fsdp=3 --to {to}"));
+                succeed("verify", &[&made.path, &source], "");
+            }
+        }
+    }
+}
+
+/// Trained parameters that are plain beside ShardedTensors are outside all units: FSDP1 loads them from plain tensors.
+#[test]
+fn plain_parameters_beside_sharded_tensors_stay_plain() {
+    let env = TestEnv::new();
+    for case in ["flat_ignored", "flat_roots"] {
+        let source = fixture(case).join("sharded");
+        let three = env.make("reshard", &source, &format!("{case}-3"), "--mesh fsdp=3");
+        let two = env.make("reshard", &three.path, &format!("{case}-2"), "--mesh fsdp=2");
+        let same = env.make("reshard", &source, &format!("{case}-same"), "");
+        for made in [&two.path, &same.path] {
+            for (series, rank) in BOTH.iter().flat_map(|series| (0..2).map(move |rank| (series, rank))) {
+                let file = format!("{series}_world_size_2_rank_{rank}.pt");
+                Comparison::run(&made.join(&file), &source.join(&file), false);
+            }
+        }
+        // A rule shards such a parameter on demand.
+        env.make("reshard", &source, &format!("{case}-rule"), "--mesh fsdp=2 --placements proj.weight=S(0)");
+    }
+}
+
+#[test]
+fn name_in_the_optimizer_that_no_tensor_has_is_an_error() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let source = folder(&env, "flat_ignored", name);
+        let path = source.join("flat_layout.json");
+        let mut layout = flat::read_layout(&path);
+        let names = layout["optimizer"][0].as_array_mut().unwrap();
+        let own = names.iter_mut().find(|name| **name == json!("proj.weight")).unwrap();
+        *own = json!("prj.weight");
+        fs::write(&path, layout.to_string()).unwrap();
+        env.refuse("unshard", &source, "x.pt", "--series all");
     }
 }
 

@@ -29,6 +29,7 @@ use crate::format::FlatKnowledge;
 use crate::format::torch::RankFile;
 use known::ModelKnowledge;
 use like::LikeModel;
+use optimizer::OptimizerOrder;
 use survey::{FlatState, survey};
 
 /// The files of all ranks of one series.
@@ -97,7 +98,9 @@ pub fn read(
         check::check(state, &layout, &source)?;
     }
     let default = default_optimizer_order(all.first().copied(), &layout);
-    found.warnings.extend(candidates.unflatten(series, &mut layout, default.as_deref(), knowledge)?);
+    let plain = plain_names(&all);
+    let order = OptimizerOrder { default: default.as_deref(), plain: plain.as_ref() };
+    found.warnings.extend(candidates.unflatten(series, &mut layout, order, knowledge)?);
     match known {
         ModelKnowledge::Unknown => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
         ModelKnowledge::Like(like) => {
@@ -148,7 +151,7 @@ impl Candidates {
         &self,
         series: &mut [SeriesFiles],
         layout: &mut FlatLayout,
-        default: Option<&[Fqn]>,
+        order: OptimizerOrder<'_>,
         knowledge: &FlatKnowledge,
     ) -> Result<Vec<String>> {
         let mut warnings = Vec::new();
@@ -157,7 +160,7 @@ impl Candidates {
         }
         for (index, at) in &self.optimizers {
             let files = &mut series[*index].files;
-            match optimizer::unflatten(files, at, layout, default) {
+            match optimizer::unflatten(files, at, layout, order) {
                 Ok(names) => layout.optimizer = Some(names),
                 Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw => {
                     optimizer::drop_state(files, at);
@@ -214,6 +217,12 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
             ))
         }
     }
+}
+
+/// Returns the names of all tensors of the model that are not flat parameters; `None` if no file has flat parameters.
+fn plain_names(states: &[&FlatState]) -> Option<HashSet<Fqn>> {
+    let ranks = states.iter().flat_map(|state| &state.ranks);
+    (!states.is_empty()).then(|| ranks.flat_map(|rank| rank.other_tensors.keys()).cloned().collect())
 }
 
 /// Returns the names that an optimizer with one parameter group updates: all parameters, in the order of the state

@@ -10,12 +10,12 @@
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path as FilePath;
 
 use super::survey::visit_dicts;
 use super::unflatten::{UnitShard, boxes, flat_parameters};
-use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::flat::{FLAT_PARAM, FlatLayout, FlatUnit};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
@@ -78,6 +78,17 @@ fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
+/// The information, apart from the flat layout, with which numbers of parameters get names.
+#[derive(Clone, Copy)]
+pub struct OptimizerOrder<'a> {
+    /// The names of the parameters in the order of their numbers, for an optimizer with one parameter group. Used if the
+    /// layout has no parameter groups.
+    pub default: Option<&'a [Fqn]>,
+    /// The names of all tensors of the model that are not flat parameters; `None` if these names are not known. An
+    /// optimizer may also update parameters outside all units, which are such tensors.
+    pub plain: Option<&'a HashSet<Fqn>>,
+}
+
 /// The parameter names of an optimizer that numbers its parameters. There is one list per parameter group, in the order
 /// of the numbers.
 pub struct NumberedParameters {
@@ -85,8 +96,8 @@ pub struct NumberedParameters {
 }
 
 /// Replaces the parameter numbers of an optimizer by names, and the state of flat parameters by state of their
-/// parameters, in the files of all ranks. If the layout has no parameter groups and the optimizer has a single group,
-/// `default` has the names of the group's parameters in the order of their numbers. Returns the names of each group.
+/// parameters, in the files of all ranks. State of parameters outside all units stays as it is. Returns the names of each
+/// group.
 ///
 /// # Errors
 /// `Unsupported` if the names for the parameter numbers are unknown, `Malformed` for state of an unexpected size.
@@ -94,9 +105,9 @@ pub fn unflatten(
     files: &mut [RankFile],
     at: &Path,
     layout: &FlatLayout,
-    default: Option<&[Fqn]>,
+    order: OptimizerOrder<'_>,
 ) -> Result<Vec<Vec<Fqn>>> {
-    let numbered = NumberedParameters::new(files, at, layout, default)?;
+    let numbered = NumberedParameters::new(files, at, layout, order.default)?;
     let flat_params = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
@@ -113,7 +124,7 @@ pub fn unflatten(
         else {
             continue;
         };
-        state.entries = unflattener.named_states(&mut file.contents, &state.entries, &used, &numbered)?;
+        state.entries = unflattener.named_states(&mut file.contents, &state.entries, &used, (&numbered, order.plain))?;
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {
@@ -238,14 +249,21 @@ impl RankUnflattener<'_> {
         }
     }
 
-    fn find_slot(&self, name: &Fqn) -> Result<ParameterSlot> {
+    /// Returns the flat parameter or the parameter with this name; `None` for a parameter outside all units.
+    fn find_slot(&self, name: &Fqn, plain: Option<&HashSet<Fqn>>) -> Result<Option<ParameterSlot>> {
+        if let Some(slot) = self.slots.get(name) {
+            return Ok(Some(*slot));
+        }
+        let is_flat = name.as_str().rsplit('.').next() == Some(FLAT_PARAM);
+        let is_in_unit = self.layout.params().any(|(_, param)| param.fqn == *name);
+        if !is_flat && !is_in_unit && plain.is_none_or(|plain| plain.contains(name)) {
+            return Ok(None);
+        }
         let kind = if self.layout.use_orig_params { "parameter" } else { "flat parameter" };
-        let slot = self.slots.get(name).copied();
-        slot.ok_or_else(|| {
-            unknown_layout_error(format!(
-                "{name}: the optimizer lists this name, but the flat layout has no such {kind}"
-            ))
-        })
+        let tensor = if is_flat || is_in_unit { "" } else { ", and the files have no tensor with this name" };
+        Err(unknown_layout_error(format!(
+            "{name}: the optimizer lists this name, but the flat layout has no such {kind}{tensor}"
+        )))
     }
 
     /// Returns the optimizer state by parameter name. If this rank has no state for a parameter for which another rank
@@ -255,7 +273,7 @@ impl RankUnflattener<'_> {
         contents: &mut ArchiveContents,
         states: &[(Value, Value)],
         used: &BTreeSet<i64>,
-        numbered: &NumberedParameters,
+        (numbered, plain): (&NumberedParameters, Option<&HashSet<Fqn>>),
     ) -> Result<Vec<(Value, Value)>> {
         let by_number: HashMap<i64, &Value> =
             states.iter().filter_map(|(key, value)| Some((key.as_i64()?, value))).collect();
@@ -268,11 +286,13 @@ impl RankUnflattener<'_> {
             };
             let empty = Value::Dict(Dict::default());
             let state = by_number.get(number).copied().unwrap_or(&empty);
-            match self.find_slot(name)? {
-                ParameterSlot::Unit(unit) => entries.extend(self.unflatten_unit_state(contents, unit, state)?),
-                ParameterSlot::Param(unit, param) => {
+            match self.find_slot(name, plain)? {
+                Some(ParameterSlot::Unit(unit)) => entries.extend(self.unflatten_unit_state(contents, unit, state)?),
+                Some(ParameterSlot::Param(unit, param)) => {
                     entries.push(self.unflatten_param_state(contents, unit, param, state)?);
                 }
+                // Every rank has the whole state of a parameter outside all units.
+                None => entries.push((Value::Str(name.into()), state.clone())),
             }
         }
         Ok(entries)

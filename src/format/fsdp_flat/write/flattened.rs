@@ -39,7 +39,7 @@ pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatL
         };
         let (fqn, last) = rest
             .rsplit_once('.')
-            .filter(|(fqn, _)| names.find(fqn).is_some())
+            .filter(|(fqn, _)| names.find_trained(fqn).is_some())
             .ok_or_else(|| unknown_parameter_error(path, rest))?;
         found.entry(fqn).or_default().entries.push((Value::Str(last.into()), value.clone()));
     }

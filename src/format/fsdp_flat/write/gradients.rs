@@ -9,7 +9,7 @@
 
 use indexmap::IndexMap;
 
-use super::groups::{GroupMember, member_parameters};
+use super::groups::unit_parameters;
 use super::metadata::wrapped_name;
 use super::params::ParameterNames;
 use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
@@ -75,7 +75,7 @@ fn unit_gradients(
 ) -> Result<Vec<(Value, Value)>> {
     let mut entries = Vec::new();
     for (unit, known) in plan.layout.units.iter().enumerate() {
-        let params = member_parameters(GroupMember::Unit(unit), plan);
+        let params = unit_parameters(unit, plan);
         let tensors: Vec<TensorId> = params.iter().filter_map(|at| gradients.get(at).copied()).collect();
         let Some(first) = tensors.first() else { continue };
         let dtype = plan.source.tensor(*first).dtype;

@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::params::ParameterNames;
-use super::plan::{FlatPlan, ParameterIndex};
+use super::plan::{FlatPlan, ParameterIndex, TrainedParameter};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::owner::numbered_parameters;
 use crate::catalog::path::key_text;
@@ -20,6 +20,8 @@ pub enum GroupMember {
     Parameter(ParameterIndex),
     /// The flat parameter of a unit.
     Unit(usize),
+    /// A parameter outside all units, as an index of [`FlatPlan::outside`].
+    Outside(usize),
 }
 
 impl GroupMember {
@@ -28,6 +30,16 @@ impl GroupMember {
         match self {
             Self::Parameter(at) => plan.param(at).fqn.clone(),
             Self::Unit(unit) => plan.layout.units[unit].key(),
+            Self::Outside(index) => plan.outside[index].clone(),
+        }
+    }
+}
+
+impl From<TrainedParameter> for GroupMember {
+    fn from(at: TrainedParameter) -> Self {
+        match at {
+            TrainedParameter::InUnit(at) => Self::Parameter(at),
+            TrainedParameter::Outside(index) => Self::Outside(index),
         }
     }
 }
@@ -36,9 +48,9 @@ impl GroupMember {
 pub struct SourceOptimizer<'v> {
     /// Path of the optimizer, for messages.
     path: &'v Path,
-    groups: Vec<(&'v Dict, Vec<ParameterIndex>)>,
-    group_of: HashMap<ParameterIndex, usize>,
-    pub states: HashMap<ParameterIndex, &'v Dict>,
+    groups: Vec<(&'v Dict, Vec<TrainedParameter>)>,
+    group_of: HashMap<TrainedParameter, usize>,
+    pub states: HashMap<TrainedParameter, &'v Dict>,
 }
 
 impl<'v> SourceOptimizer<'v> {
@@ -56,7 +68,7 @@ impl<'v> SourceOptimizer<'v> {
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
             key => {
-                names.find(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key))))
+                names.find_trained(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key))))
             }
         };
         let mut groups = Vec::with_capacity(listed.len());
@@ -66,12 +78,12 @@ impl<'v> SourceOptimizer<'v> {
             let Some((options, Value::List(members))) = members else {
                 return Err(unreadable_error(path, "a parameter group that has no list of params"));
             };
-            let members = members.iter().map(parameter).collect::<Result<Vec<ParameterIndex>>>()?;
+            let members = members.iter().map(parameter).collect::<Result<Vec<TrainedParameter>>>()?;
             for at in &members {
                 if group_of.insert(*at, index).is_some() {
                     return Err(unreadable_error(
                         path,
-                        &format!("`{}` listed twice in its parameter groups", plan.param(*at).fqn),
+                        &format!("`{}` listed twice in its parameter groups", plan.trained_name(*at)),
                     ));
                 }
             }
@@ -80,7 +92,7 @@ impl<'v> SourceOptimizer<'v> {
         let mut states = HashMap::new();
         for (key, value) in stored {
             let at = parameter(key)?;
-            let fqn = &plan.param(at).fqn;
+            let fqn = plan.trained_name(at);
             let Value::Dict(state) = value else {
                 return Err(unreadable_error(path, &format!("state of `{fqn}` that is not a dict")));
             };
@@ -105,10 +117,10 @@ impl<'v> SourceOptimizer<'v> {
         let Some(listed) = &layout.optimizer else {
             return if layout.use_orig_params {
                 let members =
-                    |params: &Vec<ParameterIndex>| params.iter().copied().map(GroupMember::Parameter).collect();
+                    |params: &Vec<TrainedParameter>| params.iter().copied().map(GroupMember::from).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
-                self.unit_groups(plan)
+                self.unit_groups(names, plan)
             };
         };
         let mut seen = HashSet::new();
@@ -122,6 +134,7 @@ impl<'v> SourceOptimizer<'v> {
                 } else {
                     names.find_unit(fqn.as_str()).map(GroupMember::Unit)
                 };
+                let member = member.or_else(|| names.find_outside(fqn.as_str()).map(GroupMember::Outside));
                 let Some(member) = member.filter(|member| seen.insert(*member)) else {
                     let kind = if layout.use_orig_params { "a parameter" } else { "a flat parameter" };
                     return Err(Error::unsupported(
@@ -137,26 +150,28 @@ impl<'v> SourceOptimizer<'v> {
             }
             groups.push((self.common_options(index, &params, plan)?, members));
         }
-        let listed: HashSet<ParameterIndex> =
+        let listed: HashSet<TrainedParameter> =
             seen.into_iter().flat_map(|member| member_parameters(member, plan)).collect();
         let all = self.groups.iter().flat_map(|(_, params)| params);
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
             Some(at) => Err(self.unsupported_error(
-                format!("`{}` is not in the optimizer of the flat layout", plan.param(at).fqn),
+                format!("`{}` is not in the optimizer of the flat layout", plan.trained_name(at)),
                 "list everything that the optimizer updates, or remove `optimizer` from the layout",
             )),
         }
     }
 
     /// Returns, for each parameter group of the source, a group for the target. This group contains the units whose
-    /// parameters are in the source's group, in the order of the layout.
-    fn unit_groups(&self, plan: &FlatPlan<'_>) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
-        let mut groups: Vec<(&Dict, Vec<GroupMember>)> =
-            self.groups.iter().map(|(options, _)| (*options, Vec::new())).collect();
+    /// parameters are in the source's group, in the order of the layout, and the parameters outside all units.
+    fn unit_groups(
+        &self,
+        names: &ParameterNames<'_>,
+        plan: &FlatPlan<'_>,
+    ) -> Result<Vec<(&'v Dict, Vec<GroupMember>)>> {
         for (unit, known) in plan.layout.units.iter().enumerate() {
-            let params: Vec<ParameterIndex> = member_parameters(GroupMember::Unit(unit), plan);
-            let group = |at: &ParameterIndex| self.group_of.get(at).copied();
+            let params: Vec<ParameterIndex> = unit_parameters(unit, plan);
+            let group = |at: &ParameterIndex| self.group_of.get(&TrainedParameter::InUnit(*at)).copied();
             let Some(first) = params.first() else { continue };
             if let Some(other) = params.iter().find(|at| group(at) != group(first)) {
                 let place = |at: &ParameterIndex| {
@@ -174,16 +189,21 @@ impl<'v> SourceOptimizer<'v> {
                     "use options::use_orig_params, or leave the optimizer out",
                 ));
             }
-            if let Some(group) = group(first) {
-                groups[group].1.push(GroupMember::Unit(unit));
-            }
         }
-        Ok(groups)
+        let member = |name: &Fqn| {
+            let unit = names.find_unit(name.as_str()).map(GroupMember::Unit);
+            unit.or_else(|| names.find_outside(name.as_str()).map(GroupMember::Outside))
+        };
+        let members = |params: &Vec<TrainedParameter>| {
+            let own: Vec<Fqn> = params.iter().map(|at| plan.trained_name(*at).clone()).collect();
+            plan.layout.group_of_units(&own).iter().filter_map(member).collect()
+        };
+        Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
     }
 
     /// Returns the options for a parameter group of the layout. All parameters of the group must have equal options in
     /// the source.
-    fn common_options(&self, index: usize, params: &[ParameterIndex], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
+    fn common_options(&self, index: usize, params: &[TrainedParameter], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
         let Some(first) = params.first() else {
             let options = self.groups.get(index).map(|(options, _)| *options);
             return options.ok_or_else(|| {
@@ -193,10 +213,10 @@ impl<'v> SourceOptimizer<'v> {
                 )
             });
         };
-        let group = |at: &ParameterIndex| {
+        let group = |at: &TrainedParameter| {
             self.group_of.get(at).copied().ok_or_else(|| {
                 self.unsupported_error(
-                    format!("`{}` is in no parameter group", plan.param(*at).fqn),
+                    format!("`{}` is in no parameter group", plan.trained_name(*at)),
                     "list everything that the optimizer of SRC updates, or remove `optimizer` from the layout",
                 )
             })
@@ -208,8 +228,8 @@ impl<'v> SourceOptimizer<'v> {
                 return Err(self.unsupported_error(
                     format!(
                         "`{}` and `{}` are in one parameter group of the flat layout, but have different options in SRC",
-                        plan.param(*first).fqn,
-                        plan.param(*at).fqn
+                        plan.trained_name(*first),
+                        plan.trained_name(*at)
                     ),
                     "list the groups of the job in `optimizer` of the flat layout",
                 ));
@@ -225,7 +245,7 @@ impl<'v> SourceOptimizer<'v> {
 }
 
 /// The parameter for each parameter number in a plain `optimizer.state_dict()`; empty if the state dict has names.
-struct OptimizerNumbers(HashMap<i64, ParameterIndex>);
+struct OptimizerNumbers(HashMap<i64, TrainedParameter>);
 
 impl OptimizerNumbers {
     fn new(
@@ -247,12 +267,18 @@ impl OptimizerNumbers {
         if !numbered {
             return Self(HashMap::new());
         }
-        // Only names that the layout lists as parameters count; all other tensors are buffers.
-        let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
+        // Only names that the layout lists as parameters, or in its list of the optimizer, count; all other tensors are
+        // buffers.
+        let outside: HashSet<&Fqn> = plan.layout.optimizer.iter().flatten().flatten().collect();
+        let is_parameter = |fqn: &Fqn| match names.find_trained(fqn.as_str()) {
+            Some(TrainedParameter::InUnit(at)) => plan.param(at).fqn == *fqn,
+            Some(TrainedParameter::Outside(_)) => outside.contains(fqn),
+            None => false,
+        };
         let in_order = || {
             let known = numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
             let known = (0..).zip(known);
-            Some(known.filter_map(|(number, (fqn, _))| Some((number, names.find(fqn.as_str())?))).collect())
+            Some(known.filter_map(|(number, (fqn, _))| Some((number, names.find_trained(fqn.as_str())?))).collect())
         };
         Self(
             from_param_names(&groups, names)
@@ -262,14 +288,14 @@ impl OptimizerNumbers {
         )
     }
 
-    fn get(&self, path: &Path, number: i64) -> Result<ParameterIndex> {
+    fn get(&self, path: &Path, number: i64) -> Result<TrainedParameter> {
         self.0.get(&number).copied().ok_or_else(|| unknown_parameter_error(path, &format!("number {number}")))
     }
 }
 
 /// Resolves parameter numbers by `param_names`. An optimizer stores this list of names if it was created with named
 /// parameters.
-fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, ParameterIndex>> {
+fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, TrainedParameter>> {
     let mut known = HashMap::new();
     for (options, params) in groups {
         let Some(Value::List(own)) = options.get(PARAM_NAMES) else { return None };
@@ -277,7 +303,7 @@ fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) ->
             return None;
         }
         for (number, name) in params.iter().zip(own) {
-            known.insert(number.as_i64()?, names.find(name.as_str()?)?);
+            known.insert(number.as_i64()?, names.find_trained(name.as_str()?)?);
         }
     }
     Some(known)
@@ -290,24 +316,28 @@ fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
     plan: &FlatPlan<'_>,
-) -> Option<HashMap<i64, ParameterIndex>> {
+) -> Option<HashMap<i64, TrainedParameter>> {
     let listed = plan.layout.optimizer.as_ref().filter(|_| plan.layout.use_orig_params && groups.len() > 1)?;
     let sizes = groups.iter().map(|(_, params)| params.len());
     if !sizes.eq(listed.iter().map(Vec::len)) {
         return None;
     }
     let pairs = groups.iter().flat_map(|(_, params)| *params).zip(listed.iter().flatten());
-    pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
+    pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find_trained(fqn.as_str())?))).collect()
 }
 
 /// Returns the parameter that a group member is, or the parameters in the flat parameter that the member is.
-pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
+pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<TrainedParameter> {
     match member {
-        GroupMember::Parameter(at) => vec![at],
-        GroupMember::Unit(unit) => {
-            (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect()
-        }
+        GroupMember::Parameter(at) => vec![TrainedParameter::InUnit(at)],
+        GroupMember::Unit(unit) => unit_parameters(unit, plan).into_iter().map(TrainedParameter::InUnit).collect(),
+        GroupMember::Outside(index) => vec![TrainedParameter::Outside(index)],
     }
+}
+
+/// Returns the parameters in the flat parameter of a unit.
+pub fn unit_parameters(unit: usize, plan: &FlatPlan<'_>) -> Vec<ParameterIndex> {
+    (0..plan.layout.units[unit].params.len()).map(|param| ParameterIndex { unit, param }).collect()
 }
 
 /// Returns whether two parameter groups have equal options, such as the learning rate. The lists of parameters are

@@ -11,10 +11,10 @@ use std::collections::HashSet;
 
 use indexmap::IndexMap;
 
-use crate::catalog::flat::FlatLayout;
+use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::modules::METADATA;
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
-use crate::catalog::{Dict, Value};
+use crate::catalog::{Dict, Fqn, Value};
 
 /// Returns the name of a parameter or flat parameter in the wrapped model's `named_parameters()`.
 pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
@@ -78,9 +78,20 @@ fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
     path
 }
 
-/// Returns whether FSDP1 wraps a module. FSDP1 always wraps the root module, even if all parameters are in inner units.
+/// Returns whether FSDP1 wraps a module. FSDP1 wraps the root module, even if all parameters are in inner units. The
+/// exception is a model with several roots of FSDP1: it has no root unit, and trains parameters outside all units.
 fn is_unit(module: &str, layout: &FlatLayout) -> bool {
-    module.is_empty() || layout.units.iter().any(|unit| *unit.module == *module)
+    let is_listed = layout.units.iter().any(|unit| *unit.module == *module);
+    is_listed || module.is_empty() && !trains_outside_units(layout)
+}
+
+/// Returns whether the optimizer of the layout has parameters outside all units.
+fn trains_outside_units(layout: &FlatLayout) -> bool {
+    let known: HashSet<Fqn> = match layout.use_orig_params {
+        true => layout.params().map(|(_, param)| param.fqn.clone()).collect(),
+        false => layout.units.iter().map(FlatUnit::key).collect(),
+    };
+    layout.optimizer.iter().flatten().flatten().any(|fqn| !known.contains(fqn))
 }
 
 fn join(path: &str, part: &str) -> String {

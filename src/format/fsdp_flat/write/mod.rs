@@ -122,7 +122,7 @@ impl<'a> PlannedTree<'a> {
         let FlatTarget { layout, model, gradients, .. } = target;
         let (model, gradients) = (model.as_ref(), gradients.as_ref());
         let plan = FlatPlan::new(source, layout)?;
-        let names = ParameterNames::new(layout);
+        let names = ParameterNames::new(layout, &plan.outside);
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names, model, gradients };
         planned.tree = planned.convert(state, &Path::default())?;
         match model {

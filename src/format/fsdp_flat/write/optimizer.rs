@@ -9,9 +9,9 @@
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
 
-use super::groups::{GroupMember, SourceOptimizer, member_parameters};
+use super::groups::{GroupMember, SourceOptimizer, unit_parameters};
 use super::params::ParameterNames;
-use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole};
+use super::plan::{FlatPlan, Padding, ParameterIndex, StorageContent, TensorRole, TrainedParameter};
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
@@ -41,6 +41,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut Fla
             let state = match member {
                 GroupMember::Parameter(at) => source.parameter_state(*at, plan)?,
                 GroupMember::Unit(unit) => source.unit_state(*unit, plan)?,
+                GroupMember::Outside(index) => source.outside_state(*index, plan),
             };
             let state = state.map(|entries| Value::Dict(Dict { entries, ..Dict::default() }));
             states.extend(state.map(|state| (Value::Int(next), state)));
@@ -76,7 +77,7 @@ fn write_group(
 
 impl SourceOptimizer<'_> {
     fn parameter_state(&self, at: ParameterIndex, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
-        let Some(state) = self.states.get(&at) else { return Ok(None) };
+        let Some(state) = self.states.get(&TrainedParameter::InUnit(at)) else { return Ok(None) };
         let entries = state.entries.iter().map(|(key, value)| {
             let value = match self.classify(at, key, value, plan)? {
                 StateKind::Object => value.clone(),
@@ -96,10 +97,16 @@ impl SourceOptimizer<'_> {
         Ok(Some(entries.collect::<Result<_>>()?))
     }
 
+    /// Returns the state of a parameter outside all units. Every rank stores this state whole.
+    fn outside_state(&self, index: usize, plan: &mut FlatPlan<'_>) -> Option<Vec<(Value, Value)>> {
+        let state = self.states.get(&TrainedParameter::Outside(index))?;
+        Some(state.entries.iter().map(|(key, value)| (key.clone(), plan.replicated_value(value))).collect())
+    }
+
     fn unit_state(&self, unit: usize, plan: &mut FlatPlan<'_>) -> Result<Option<Vec<(Value, Value)>>> {
-        let params = member_parameters(GroupMember::Unit(unit), plan);
+        let params = unit_parameters(unit, plan);
         let stored: Vec<(ParameterIndex, &Dict)> =
-            params.iter().filter_map(|at| Some((*at, *self.states.get(at)?))).collect();
+            params.iter().filter_map(|at| Some((*at, *self.states.get(&TrainedParameter::InUnit(*at))?))).collect();
         let Some((first, state)) = stored.first().copied() else { return Ok(None) };
         let differ = |plan: &FlatPlan<'_>, other: ParameterIndex, what: &str| {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
@@ -108,7 +115,7 @@ impl SourceOptimizer<'_> {
                 "use options::use_orig_params, or leave the optimizer out",
             )
         };
-        if let Some(other) = params.iter().find(|at| !self.states.contains_key(at)) {
+        if let Some(other) = params.iter().find(|at| !self.states.contains_key(&TrainedParameter::InUnit(**at))) {
             return Err(differ(plan, *other, "only one of them has state"));
         }
         if let Some((other, _)) = stored.iter().find(|(_, other)| !same_keys(state, other)) {

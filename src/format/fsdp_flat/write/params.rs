@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::plan::{Padding, ParameterIndex};
+use super::plan::{Padding, ParameterIndex, TrainedParameter};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
-use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
+use crate::catalog::{Catalog, Dtype, Fqn, TensorEntry, TensorId};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list_of_counted};
 
@@ -15,11 +15,13 @@ pub struct ParameterNames<'a> {
     /// The further names of each tied parameter.
     aliases: HashMap<ParameterIndex, Vec<&'a str>>,
     units: HashMap<Box<str>, usize>,
+    /// The index of each name in [`FlatPlan::outside`](super::plan::FlatPlan::outside).
+    outside: HashMap<Fqn, usize>,
 }
 
 impl<'a> ParameterNames<'a> {
-    /// Returns the table of all parameter names of a layout.
-    pub fn new(layout: &'a FlatLayout) -> Self {
+    /// Returns the table of all parameter names of a layout, and of the names `outside` all units.
+    pub fn new(layout: &'a FlatLayout, outside: &[Fqn]) -> Self {
         let mut params = HashMap::new();
         for (unit, flat) in layout.units.iter().enumerate() {
             for (param, known) in flat.params.iter().enumerate() {
@@ -34,12 +36,24 @@ impl<'a> ParameterNames<'a> {
             }
         }
         let units = layout.units.iter().enumerate().map(|(unit, flat)| (flat.key().as_str().into(), unit)).collect();
-        Self { params, aliases, units }
+        let outside = outside.iter().cloned().zip(0..).collect();
+        Self { params, aliases, units, outside }
     }
 
     /// Returns the parameter with this name. A tied parameter is returned for each of its names.
     pub fn find(&self, fqn: &str) -> Option<ParameterIndex> {
         self.params.get(fqn).copied()
+    }
+
+    /// Returns the parameter with this name, in a unit or outside all units.
+    pub fn find_trained(&self, fqn: &str) -> Option<TrainedParameter> {
+        let in_unit = self.find(fqn).map(TrainedParameter::InUnit);
+        in_unit.or_else(|| self.find_outside(fqn).map(TrainedParameter::Outside))
+    }
+
+    /// Returns the index of a parameter outside all units.
+    pub fn find_outside(&self, fqn: &str) -> Option<usize> {
+        self.outside.get(&Fqn::from(fqn)).copied()
     }
 
     /// Returns the unit whose flat parameter has this key.

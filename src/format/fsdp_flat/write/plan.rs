@@ -6,11 +6,11 @@
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
-use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value};
+use crate::catalog::flat::{FLAT_PARAM, FlatLayout, FlatParam, FlatUnit};
+use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
 
@@ -19,6 +19,15 @@ use crate::layout::flat::FlatParameter;
 pub struct ParameterIndex {
     pub unit: usize,
     pub param: usize,
+}
+
+/// A parameter that an optimizer updates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TrainedParameter {
+    InUnit(ParameterIndex),
+    /// A parameter outside all units, as an index of [`FlatPlan::outside`]. Every rank has the whole parameter and its
+    /// whole state.
+    Outside(usize),
 }
 
 /// A tensor in the planned state dict, which is a view of a storage.
@@ -89,6 +98,8 @@ pub struct FlatPlan<'a> {
     pub source: &'a Catalog,
     pub layout: &'a FlatLayout,
     pub flat_params: Vec<FlatParameter>,
+    /// The names of tensors of the model that are not parameters of the layout. The optimizer may update some of them.
+    pub outside: Vec<Fqn>,
     pub tensors: Vec<TreeTensor>,
     pub storages: Vec<PlannedStorage>,
     /// The storage of each source tensor that all ranks have in full.
@@ -129,6 +140,7 @@ impl<'a> FlatPlan<'a> {
             source,
             layout,
             flat_params,
+            outside: outside_names(source, layout),
             tensors: Vec::new(),
             storages: Vec::new(),
             replicated: HashMap::new(),
@@ -156,6 +168,14 @@ impl<'a> FlatPlan<'a> {
     /// Returns a parameter of the layout.
     pub fn param(&self, at: ParameterIndex) -> &'a FlatParam {
         &self.unit(at).params[at.param]
+    }
+
+    /// Returns the name of a parameter that an optimizer updates.
+    pub fn trained_name(&self, at: TrainedParameter) -> &Fqn {
+        match at {
+            TrainedParameter::InUnit(at) => &self.param(at).fqn,
+            TrainedParameter::Outside(index) => &self.outside[index],
+        }
     }
 
     /// Returns whether parameters are sharded; otherwise each rank has all parameters.
@@ -232,6 +252,20 @@ impl<'a> FlatPlan<'a> {
         });
         value
     }
+}
+
+/// Returns the names of the model's tensors that are not parameters of the layout. If the source has no model, returns
+/// the names outside all units in the layout's list of the optimizer.
+fn outside_names(source: &Catalog, layout: &FlatLayout) -> Vec<Fqn> {
+    let mut known: HashSet<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
+    known.extend(layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn));
+    let model = state_dict::model(&source.state).tensors;
+    if model.iter().any(|(fqn, _)| known.contains(fqn)) {
+        return model.into_iter().map(|(fqn, _)| fqn).filter(|fqn| !known.contains(fqn)).collect();
+    }
+    let is_flat = |fqn: &Fqn| fqn.as_str().rsplit('.').next() == Some(FLAT_PARAM);
+    let listed = layout.optimizer.iter().flatten().flatten();
+    listed.filter(|fqn| !known.contains(fqn) && !is_flat(fqn)).cloned().collect()
 }
 
 impl PlannedStorage {
