@@ -343,11 +343,11 @@ impl<'a> PlacementResolver<'a> {
         Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
     }
 
-    /// Returns true if a trained tensor that is plain in SRC is outside all units of FSDP1: other tensors of SRC are
+    /// Returns true if a trained tensor that is plain in SRC is outside all units of FSDP1: other parameters of SRC are
     /// sharded, and the sharded tensors of DST are ShardedTensors. FSDP1 loads such a parameter from a plain tensor only.
     fn is_outside_units(&self) -> bool {
         let class = self.class.unwrap_or(self.usual_class);
-        self.subjects.evidence == ParameterEvidence::Class && class == Class::ShardedTensor
+        self.subjects.has_sharded_parameters && class == Class::ShardedTensor
     }
 
     /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.

@@ -27,6 +27,8 @@ pub struct TensorContexts<'a> {
     owners: Owners<'a>,
     /// Names of tensors that have optimizer state. Such a tensor is a parameter, even if it is not a DTensor.
     trained: HashSet<Fqn>,
+    /// True if some tensor of the model is sharded in the source. Under `NO_SHARD`, only optimizer state is sharded.
+    pub has_sharded_parameters: bool,
 }
 
 /// The information with which parameters, which are sharded, are distinguished from buffers, which are replicated.
@@ -80,7 +82,8 @@ impl<'a> TensorContexts<'a> {
         };
         let names = owners.parameters.keys().map(Fqn::as_str);
         let model_wrappers = ModelWrappers::new(&owners.model_root, names);
-        Self { catalog, wrappers, model_wrappers, evidence, owners, trained }
+        let has_sharded_parameters = owners.parameters.values().any(|id| catalog.tensor(*id).is_shared());
+        Self { catalog, wrappers, model_wrappers, evidence, owners, trained, has_sharded_parameters }
     }
 
     /// Returns the facts about one tensor that decide its layout.

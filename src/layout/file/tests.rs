@@ -272,7 +272,7 @@ fn error_names_file_line_and_rule() {
         ("{\"mesh\":\n\n}", "l.json line 3: expected JSON, found text that is not a JSON value"),
         ("{\"mesh\": \"dp=2\"\n\n", "l.json line 3: expected JSON, found the end of the text inside an object"),
         ("{\"split\": null}", "l.json line 1: split: expected `split` to be text, found null"),
-        ("{\"tp\": true}", "l.json line 1: tp: expected `tp` to be text, found true or false"),
+        ("{\"tp\": true}", "l.json line 1: tp: expected `tp` to be text, found true"),
         ("{\"tp\": \"\\ud800\"}", "l.json line 1: expected JSON, found an incomplete `\\u` escape"),
     ];
     for (text, expected) in cases {

@@ -124,7 +124,8 @@ pub fn unflatten(
         else {
             continue;
         };
-        state.entries = unflattener.named_states(&mut file.contents, &state.entries, &used, (&numbered, order.plain))?;
+        state.entries =
+            unflattener.named_states(&mut file.contents, &state.entries, &used, (&numbered, order.plain))?;
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {

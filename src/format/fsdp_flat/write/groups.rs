@@ -67,9 +67,9 @@ impl<'v> SourceOptimizer<'v> {
         let by_number = OptimizerNumbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
             Value::Int(number) => by_number.get(path, *number),
-            key => {
-                names.find_trained(&key_text(key)).ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key))))
-            }
+            key => names
+                .find_trained(&key_text(key))
+                .ok_or_else(|| unknown_parameter_error(path, &format!("`{}`", key_text(key)))),
         };
         let mut groups = Vec::with_capacity(listed.len());
         let mut group_of = HashMap::new();
@@ -116,8 +116,7 @@ impl<'v> SourceOptimizer<'v> {
         let layout = plan.layout;
         let Some(listed) = &layout.optimizer else {
             return if layout.use_orig_params {
-                let members =
-                    |params: &Vec<TrainedParameter>| params.iter().copied().map(GroupMember::from).collect();
+                let members = |params: &Vec<TrainedParameter>| params.iter().copied().map(GroupMember::from).collect();
                 Ok(self.groups.iter().map(|(options, params)| (*options, members(params))).collect())
             } else {
                 self.unit_groups(names, plan)
@@ -295,7 +294,10 @@ impl OptimizerNumbers {
 
 /// Resolves parameter numbers by `param_names`. An optimizer stores this list of names if it was created with named
 /// parameters.
-fn from_param_names(groups: &[(&Dict, &[Value])], names: &ParameterNames<'_>) -> Option<HashMap<i64, TrainedParameter>> {
+fn from_param_names(
+    groups: &[(&Dict, &[Value])],
+    names: &ParameterNames<'_>,
+) -> Option<HashMap<i64, TrainedParameter>> {
     let mut known = HashMap::new();
     for (options, params) in groups {
         let Some(Value::List(own)) = options.get(PARAM_NAMES) else { return None };

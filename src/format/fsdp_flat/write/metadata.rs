@@ -87,9 +87,10 @@ fn is_unit(module: &str, layout: &FlatLayout) -> bool {
 
 /// Returns whether the optimizer of the layout has parameters outside all units.
 fn trains_outside_units(layout: &FlatLayout) -> bool {
-    let known: HashSet<Fqn> = match layout.use_orig_params {
-        true => layout.params().map(|(_, param)| param.fqn.clone()).collect(),
-        false => layout.units.iter().map(FlatUnit::key).collect(),
+    let known: HashSet<Fqn> = if layout.use_orig_params {
+        layout.params().map(|(_, param)| param.fqn.clone()).collect()
+    } else {
+        layout.units.iter().map(FlatUnit::key).collect()
     };
     layout.optimizer.iter().flatten().flatten().any(|fqn| !known.contains(fqn))
 }
