@@ -344,10 +344,10 @@ impl<'a> PlacementResolver<'a> {
     }
 
     /// Returns true if a trained tensor that is plain in SRC is outside all units of FSDP1: other parameters of SRC are
-    /// sharded, and the sharded tensors of DST are ShardedTensors. FSDP1 loads such a parameter from a plain tensor only.
+    /// ShardedTensors, as in DST. FSDP1 loads such a parameter from a plain tensor only.
     fn is_outside_units(&self) -> bool {
         let class = self.class.unwrap_or(self.usual_class);
-        self.subjects.has_sharded_parameters && class == Class::ShardedTensor
+        self.subjects.has_sharded_tensors && class == Class::ShardedTensor
     }
 
     /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.

@@ -27,8 +27,9 @@ pub struct TensorContexts<'a> {
     owners: Owners<'a>,
     /// Names of tensors that have optimizer state. Such a tensor is a parameter, even if it is not a DTensor.
     trained: HashSet<Fqn>,
-    /// True if some tensor of the model is sharded in the source. Under `NO_SHARD`, only optimizer state is sharded.
-    pub has_sharded_parameters: bool,
+    /// True if some tensor of the model is a ShardedTensor in the source. Under `NO_SHARD`, only optimizer state is
+    /// sharded.
+    pub has_sharded_tensors: bool,
 }
 
 /// The information with which parameters, which are sharded, are distinguished from buffers, which are replicated.
@@ -82,8 +83,9 @@ impl<'a> TensorContexts<'a> {
         };
         let names = owners.parameters.keys().map(Fqn::as_str);
         let model_wrappers = ModelWrappers::new(&owners.model_root, names);
-        let has_sharded_parameters = owners.parameters.values().any(|id| catalog.tensor(*id).is_shared());
-        Self { catalog, wrappers, model_wrappers, evidence, owners, trained, has_sharded_parameters }
+        let is_sharded_tensor = |id: &TensorId| catalog.tensor(*id).class == Class::ShardedTensor;
+        let has_sharded_tensors = owners.parameters.values().any(is_sharded_tensor);
+        Self { catalog, wrappers, model_wrappers, evidence, owners, trained, has_sharded_tensors }
     }
 
     /// Returns the facts about one tensor that decide its layout.
