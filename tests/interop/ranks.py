@@ -101,10 +101,9 @@ def resume(case, kind, folder):
     optimizer.step()
     optimizer.zero_grad()
 
-    by_index = kind == "ranks" and case != "fsdp1_sharded"  # the files of the ranks number their parameters
     state = {"model": get_model_state_dict(module)}
     if kind == "dcp" or case != "llama_tiny":
-        state["optim"] = optimizer.state_dict() if by_index else get_optimizer_state_dict(module, optimizer)
+        state["optim"] = get_optimizer_state_dict(module, optimizer)
     if kind == "ranks":
         state["extra_state"] = {"lr_scheduler": {"base_lrs": None, "last_epoch": None, "_step_count": None}, "step": None}
     elif case != "llama_tiny":
@@ -120,10 +119,7 @@ def resume(case, kind, folder):
         check(found, tensors[f"model.{name}"], name)
     if "optim" not in state:
         return
-    if by_index:
-        optimizer.load_state_dict(state["optim"])
-    else:
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optim"])
+    set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optim"])
     count = 0
     for name, p in module.named_parameters():
         for key, found in optimizer.state[p].items():
