@@ -76,7 +76,12 @@ impl Observer {
     /// # Errors
     /// `Io` if the folder cannot be listed.
     pub fn generations(&self) -> Result<BTreeMap<u32, u32>> {
-        let names = latest_leases(&self.folder).map_err(Error::io("list", &self.folder))?;
+        let names = match latest_leases(&self.folder) {
+            Ok(names) => names,
+            // The last process of an earlier run may delete the folder before this process has its lease in it.
+            Err(error) if is_gone(&error) => return Ok(BTreeMap::new()),
+            Err(error) => return Err(Error::io("list", &self.folder)(error)),
+        };
         let generation = |name: LeaseName| match name.role {
             LeaseRole::Part(part) if part.of == self.of => Some((part.index, name.generation)),
             _ => None,
