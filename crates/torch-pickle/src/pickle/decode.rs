@@ -156,8 +156,9 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
             }
             (Err(DecodeError::Forbidden { symbol, .. }), Policy::Replace(unknowns)) => {
                 self.located = false;
+                let copied = symbol.len();
                 let replaced = unknowns(symbol);
-                self.charge(0)?;
+                self.charge(copied)?;
                 Ok(Some(Value::Tensor(replaced)))
             }
             (result, _) => result.map(Some),

@@ -222,6 +222,25 @@ fn known_calls_with_unusual_arguments_are_errors() {
     }
 }
 
+/// A reference to an unlisted object takes two bytes of a pickle, but each replacement has a copy of the name.
+#[test]
+fn copies_of_a_long_unlisted_name_count_as_work() {
+    let name_bytes = 1 << 20;
+    let mut bytes = b"](cos\n".to_vec();
+    bytes.extend(b"x".repeat(name_bytes));
+    bytes.extend(b"\nq\x00");
+    bytes.extend(b"h\x00".repeat(10_000));
+    bytes.extend(b"e.");
+    let mut copied = 0;
+    let mut unknowns = |symbol: String| {
+        copied += symbol.len();
+        0
+    };
+    let value = decode_replacing::<u32, Infallible>(read(&bytes).root(), &mut |_| Ok(None), &mut unknowns);
+    assert!(matches!(value, Err(DecodeError::Limit { .. })), "{value:?}");
+    assert!(copied < 1 << 26, "{copied}");
+}
+
 /// A `torch.Size` made of a long shared tuple takes only five bytes of a pickle, so each `torch.Size` must not copy the
 /// tuple.
 #[test]
