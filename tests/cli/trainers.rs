@@ -263,6 +263,10 @@ fn unreadable_optimizer_state_does_not_hinder_the_model() {
     assert_same(&read_safetensors(&made), &expected, "torchao_adamw8bit");
     let refused = expect(2, "reshard", &[&source, &folder.path().join("ranks")], "--mesh dp=2").stderr;
     assert_contains(&refused, &["exp_avg", "is a tensor of class `torchao.", "with --exclude"]);
+    // The metadata of a DCP directory describes such a tensor as a plain one. The class is in the data file.
+    let source = fixture("trainers/torchao_adamw8bit/dcp");
+    let refused = expect(2, "reshard", &[&source, &folder.path().join("dcp")], "--mesh dp=2").stderr;
+    assert_contains(&refused, &["exp_avg", "is a tensor of class `torchao.", "with --exclude"]);
 }
 
 /// An object of an unknown class is refused if it is selected; the model beside it is read.

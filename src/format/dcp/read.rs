@@ -10,7 +10,8 @@ use super::known;
 use super::metadata::{DcpMetadata, EntryKind, MetadataEntry, StoredChunk, StoredItem};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{
-    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId, Value,
+    Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId,
+    Unreadable, Value,
 };
 use crate::error::{CatalogError, CoverageKind, Error, Result};
 use crate::format::files_beside;
@@ -254,9 +255,13 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRang
     let contents = reader::read(files, stretch, entry.fqn.as_str(), Unknown::Refuse)?;
     let path = files.path(stretch.file);
     let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
-    let (Value::Tensor(_), [TensorNode::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {
-        let found = contents.value.type_name().into_owned();
-        return Err(Error::malformed(path, at, "one tensor", found));
+    let view = match (&contents.value, contents.tensors.as_slice()) {
+        (Value::Tensor(_), [TensorNode::Plain(view)]) => view,
+        (Value::Tensor(_), [TensorNode::Unreadable(kind)]) => {
+            let why = Unreadable { file: path.to_path_buf(), kind: kind.clone() };
+            return Err(why.error(entry.fqn.as_str()));
+        }
+        (value, _) => return Err(Error::malformed(path, at, "one tensor", value.type_name().into_owned())),
     };
     if view.dtype != entry.dtype || view.sizes != sizes {
         let expected = format!("{} {:?}", entry.dtype, sizes.as_slice());
