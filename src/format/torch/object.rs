@@ -32,9 +32,7 @@ pub fn read_object(
 ) -> Result<Option<Value>> {
     let ObjectPlace { range, fqn, .. } = place;
     let mut contents = reader::read(files, range, fqn.as_str(), unknown)?;
-    if !catalog.archives.contains(&range) {
-        catalog.archives.push(range);
-    }
+    catalog.archives.push(range);
     for dropped in &contents.dropped {
         let text = format!("{} ({})", DecodeError::join(fqn.as_str(), &dropped.path), dropped.symbol);
         if !catalog.dropped.contains(&text) {

@@ -102,12 +102,10 @@ pub fn add_value(catalog: &mut Catalog, by_rank: &mut Vec<RankValue>, value: Val
     for (into, from) in by_rank[known].value.tensor_ids().into_iter().zip(value.tensor_ids()) {
         let chunks = catalog.tensor(from).chunks.clone();
         let entry = &mut catalog.tensors[into.0 as usize];
-        for chunk in chunks
-            .iter()
-            .filter(|chunk| entry.chunks.iter().all(|known| known.location != chunk.location))
-            .collect::<Vec<_>>()
-        {
-            entry.chunks.push(chunk);
+        for chunk in chunks.iter() {
+            if entry.chunks.iter().all(|known| known.location != chunk.location) {
+                entry.chunks.push(chunk);
+            }
         }
     }
     catalog.tensors.truncate(start);
