@@ -1,7 +1,8 @@
 //! Selects the names of two checkpoints that are compared.
 //!
 //! Names and casts apply to SRC alone. The filters (`--include`, `--exclude`) leave out tensors and objects of both
-//! checkpoints: what is left out of SRC is also left out of OTHER, under the name that it would have.
+//! checkpoints. If the filters leave out a tensor of SRC, they also leave out the tensor of OTHER that has the same name
+//! after the names of SRC are changed.
 
 use std::collections::HashSet;
 
@@ -11,12 +12,14 @@ use crate::catalog::path;
 use crate::catalog::{Catalog, Value};
 use crate::error::Result;
 
-/// Selects the names of SRC as [`select`] does, and the names of OTHER without those that the filters
-/// leave out.
+/// Selects the names of SRC as [`select`] does, and the names of OTHER without those that the filters leave out.
 ///
 /// # Errors
 /// The errors of [`select`]. A pattern must match a name of SRC or of OTHER.
 pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> Result<(Selected, Selected)> {
+    if !has_filters(options) {
+        return Ok((select(source, options)?, select(other, &unfiltered(options))?));
+    }
     let survey = Survey::new(source, options.wrappers);
     let kept = filter::keep(&survey, options);
     // The own filters of OTHER: if SRC is renamed, `--include` is a pattern of names that OTHER does not have.
@@ -45,13 +48,16 @@ pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> 
     Ok((ours, theirs))
 }
 
-/// Selects the names of a checkpoint that is compared with a list of names. Also returns the names that the filters leave
-/// out.
+/// Selects the names of a checkpoint that is compared with a list of names. Also returns the names that the filters
+/// leave out.
 ///
 /// # Errors
 /// The errors of [`select`].
 pub fn select_and_list_left_out(source: &Catalog, options: &NameOptions) -> Result<(Selected, HashSet<String>)> {
     let selected = select(source, options)?;
+    if !has_filters(options) {
+        return Ok((selected, HashSet::new()));
+    }
     let left_out = left_out_names(source, &Survey::new(source, options.wrappers), options, &selected)?;
     Ok((selected, left_out))
 }
@@ -63,9 +69,6 @@ fn left_out_names(
     options: &NameOptions,
     selected: &Selected,
 ) -> Result<HashSet<String>> {
-    if options.include.is_empty() && options.exclude.is_empty() {
-        return Ok(HashSet::new());
-    }
     let without_filters = NameOptions { include: Vec::new(), exclude: Vec::new(), ..options.clone() };
     let every = filter::keep(survey, &without_filters).leaves;
     let mut all = names(&select_kept(source, &without_filters, survey, every)?.catalog.state);
@@ -73,6 +76,10 @@ fn left_out_names(
         all.remove(&name);
     }
     Ok(all)
+}
+
+fn has_filters(options: &NameOptions) -> bool {
+    !options.include.is_empty() || !options.exclude.is_empty()
 }
 
 /// Returns whether the options give tensors of SRC other names.
