@@ -3,6 +3,8 @@
 //! `get_optimizer_state_dict` of `torch/distributed/checkpoint/state_dict.py` makes the same replacement before a job saves
 //! a DCP directory: names become the keys of `state` and the items of `params`. All other values stay as they are.
 
+use std::collections::HashMap;
+
 use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, named_groups, numbers};
 use super::owner::numbered_parameters;
 use super::path::key_text;
@@ -78,10 +80,9 @@ pub fn set_parameter_names(state: &mut Value, optimizer: &Path, names: &[Fqn]) -
 /// Replaces the names of an optimizer's parameters by their positions in `names`. Returns false, and changes nothing, if
 /// the state has another name.
 pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
-    let number = |key: &Value| {
-        let name = clean(key.as_str()?);
-        names.iter().position(|known| *known == name).and_then(|number| Some(Value::Int(number.try_into().ok()?)))
-    };
+    // If a name occurs twice, the first number is the one in the map.
+    let numbers: HashMap<&Fqn, usize> = names.iter().enumerate().rev().map(|(number, name)| (name, number)).collect();
+    let number = |key: &Value| Some(Value::Int((*numbers.get(&clean(key.as_str()?))?).try_into().ok()?));
     replace_parameters(state, optimizer, &number)
 }
 

@@ -31,10 +31,14 @@ pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
 /// Replaces the parameter numbers of the selected optimizers. `stored` is the source, and `like` is another checkpoint
 /// that may have the names.
 fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog>) -> Vec<String> {
+    let numbered = numbered_optimizers(&selected.state);
+    if numbered.is_empty() {
+        return Vec::new();
+    }
     let optimizers = numbered_optimizers(&stored.state);
     let new_names = new_names(stored, selected);
     let mut notes = Vec::new();
-    for optimizer in numbered_optimizers(&selected.state) {
+    for optimizer in numbered {
         let of = if optimizer.0.is_empty() { String::new() } else { format!(" `{optimizer}`") };
         let names = stored_path(stored, &optimizers, selected, &optimizer)
             .and_then(|path| parameter_names(stored, path).or_else(|| parameter_names_like(stored, path, like?)));
@@ -105,7 +109,11 @@ pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
 }
 
 fn name_like(catalog: &mut Catalog, named: &Catalog) {
-    for optimizer in numbered_optimizers(&catalog.state) {
+    let numbered = numbered_optimizers(&catalog.state);
+    if numbered.is_empty() {
+        return;
+    }
+    for optimizer in numbered {
         let names = parameter_names(catalog, &optimizer).or_else(|| parameter_names_like(catalog, &optimizer, named));
         if let Some(names) = names {
             set_parameter_names(&mut catalog.state, &optimizer, &names);
