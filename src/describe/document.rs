@@ -3,7 +3,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::{Inspection, parts};
-use crate::catalog::{Sharding, TensorEntry, Value, path, state_dict};
+use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::layout::DeviceMesh;
 
 /// Returns the JSON document of `inspect`. The fields `tensors` and `bytes` describe the tensors that `--tensor`
@@ -26,9 +26,8 @@ pub fn document(view: &Inspection<'_>) -> Json {
         .into_iter()
         .map(|(path, value)| (path.to_string(), object_document(value)))
         .collect();
-    objects.extend(state_dict::all_tensors(&catalog.state).into_iter().filter_map(|(name, id)| {
-        let entry = catalog.tensor(id);
-        let why = entry.unreadable.as_ref().filter(|_| entry.is_unreadable_object())?;
+    objects.extend(view.unreadable_objects.iter().filter_map(|(name, id)| {
+        let why = catalog.tensor(*id).unreadable.as_ref()?;
         Some((name.to_string(), json!({ "type": null, "value": null, "unreadable": why.kind.to_string() })))
     }));
     let mut document = json!({

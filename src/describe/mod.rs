@@ -30,6 +30,8 @@ pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,
     names: Vec<(Fqn, TensorId)>,
+    /// The objects that cannot be read, because their classes are unknown.
+    unreadable_objects: Vec<(Fqn, TensorId)>,
     digests: BTreeMap<TensorId, String>,
 }
 
@@ -47,11 +49,12 @@ impl<'a> Inspection<'a> {
         if let Some((entry, why)) = { unreadable }.find(|(_, why)| is_misfit(why)) {
             return Err(why.error(entry.fqn.as_str()));
         }
-        let mut names = state_dict::all_tensors(&checkpoint.catalog.state);
-        names.retain(|(_, id)| !checkpoint.catalog.tensor(*id).is_unreadable_object());
+        let is_object = |(_, id): &(Fqn, TensorId)| checkpoint.catalog.tensor(*id).is_unreadable_object();
+        let (unreadable_objects, names) =
+            state_dict::all_tensors(&checkpoint.catalog.state).into_iter().partition(is_object);
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
         let digests = if args.digest { digests(checkpoint, &names, run)? } else { BTreeMap::new() };
-        Ok(Self { checkpoint, args, names, digests })
+        Ok(Self { checkpoint, args, names, unreadable_objects, digests })
     }
 
     /// Returns the summary of the checkpoint. It has one line for each fact: format, parameters, step, meshes, dtypes,

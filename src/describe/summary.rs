@@ -63,8 +63,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     }
     let sizes: Vec<u64> = checkpoint.files.ids().map(|file| checkpoint.files.len_bytes(file)).collect();
     lines.push(("files", format!("{} ({} on disk)", sizes.len(), human_bytes(sizes.iter().sum()))));
-    let unreadable_objects = catalog.tensors.iter().filter(|entry| entry.is_unreadable_object()).count();
-    lines.push(("objects", (path::objects(&catalog.state).len() + unreadable_objects).to_string()));
+    lines.push(("objects", (path::objects(&catalog.state).len() + view.unreadable_objects.len()).to_string()));
     lines.extend(view.digest().map(|digest| ("digest", digest)));
     if !catalog.dropped.is_empty() {
         lines.push(("dropped", short_list(&catalog.dropped, FEW)));
