@@ -9,6 +9,7 @@
 use std::collections::HashSet;
 
 use super::modules::{is_within, module_of};
+use super::wrappers::clean_name;
 use super::{Dtype, Fqn, checked_len_bytes};
 use crate::error::Wrong;
 use crate::layout::Dims;
@@ -213,6 +214,16 @@ pub fn default_align(dtype: Dtype) -> u64 {
     16 / dtype.itemsize()
 }
 
+/// Returns the module path, without wrappers, in the name of a flat parameter; `None` for other names.
+#[must_use]
+pub fn flat_module(name: &str) -> Option<Box<str>> {
+    let module = match name.strip_suffix(FLAT_PARAM)? {
+        "" => "",
+        module => module.strip_suffix('.')?,
+    };
+    Some(clean_name(module).into())
+}
+
 impl FlatUnit {
     /// Makes a unit without parameters.
     #[must_use]
@@ -294,6 +305,20 @@ mod tests {
             use_orig_params: true,
             units: vec![root, unit("blk", vec![param("blk.w", smallvec![7])])],
             optimizer: None,
+        }
+    }
+
+    #[test]
+    fn flat_parameter_key_gives_its_module() {
+        for (key, module) in [
+            ("_flat_param", Some("")),
+            ("layers.0._flat_param", Some("layers.0")),
+            ("_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._flat_param", Some("layers.0")),
+            ("my_flat_param", None),
+            ("_flat_param.x", None),
+            ("", None),
+        ] {
+            assert_eq!(flat_module(key).as_deref(), module, "{key}");
         }
     }
 

@@ -15,9 +15,9 @@ use indexmap::IndexMap;
 
 use super::SeriesFiles;
 use super::optimizer::{ParameterSlot, RankUnflattener, parameter_slots};
-use super::survey::{flat_module, visit_dicts};
+use super::survey::visit_dicts;
 use super::unflatten::{UnitShard, flat_parameters};
-use crate::catalog::flat::FlatLayout;
+use crate::catalog::flat::{FlatLayout, flat_module};
 use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};

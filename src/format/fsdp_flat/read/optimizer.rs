@@ -15,7 +15,7 @@ use std::path::Path as FilePath;
 
 use super::survey::visit_dicts;
 use super::unflatten::{UnitShard, boxes, flat_parameters};
-use crate::catalog::flat::{FLAT_PARAM, FlatLayout, FlatUnit};
+use crate::catalog::flat::{FlatLayout, FlatUnit, flat_module};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
@@ -255,7 +255,7 @@ impl RankUnflattener<'_> {
         if let Some(slot) = self.slots.get(name) {
             return Ok(Some(*slot));
         }
-        let is_flat = name.as_str().rsplit('.').next() == Some(FLAT_PARAM);
+        let is_flat = flat_module(name.as_str()).is_some();
         let is_in_unit = self.layout.params().any(|(_, param)| param.fqn == *name);
         if !is_flat && !is_in_unit && plain.is_none_or(|plain| plain.contains(name)) {
             return Ok(None);

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use indexmap::IndexMap;
 
-use crate::catalog::flat::FLAT_PARAM;
+use crate::catalog::flat::flat_module;
 use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::key_text;
 use crate::catalog::wrappers::clean_name;
@@ -144,15 +144,6 @@ pub fn innermost_unit<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a 
         }
         at = module_of(at);
     }
-}
-
-/// Returns the module path, without wrappers, in the key of a flat parameter; `None` for other keys.
-pub fn flat_module(key: &str) -> Option<Box<str>> {
-    let module = match key.strip_suffix(FLAT_PARAM)? {
-        "" => "",
-        module => module.strip_suffix('.')?,
-    };
-    Some(clean_name(module).into())
 }
 
 /// Returns every state dict with flat parameters in the files of one series.
@@ -302,6 +293,7 @@ fn flat_part(file: &RankFile, name: &str, found: &TensorNode) -> Result<FlatPart
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::catalog::flat::FLAT_PARAM;
 
     /// A rank number, and the views in the file of this rank: for each view the path of the unit's module, the name of
     /// the parameter, and the range in the flat parameter.
@@ -334,20 +326,6 @@ pub mod tests {
             }
         };
         FlatState { path: Path::default(), ranks: ranks.iter().map(rank_state).collect(), module_positions: None }
-    }
-
-    #[test]
-    fn flat_parameter_key_gives_its_module() {
-        for (key, module) in [
-            ("_flat_param", Some("")),
-            ("layers.0._flat_param", Some("layers.0")),
-            ("_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._flat_param", Some("layers.0")),
-            ("my_flat_param", None),
-            ("_flat_param.x", None),
-            ("", None),
-        ] {
-            assert_eq!(flat_module(key).as_deref(), module, "{key}");
-        }
     }
 
     #[test]

@@ -8,8 +8,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::survey::{FlatState, flat_module};
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
+use super::survey::FlatState;
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, flat_module};
 use crate::catalog::modules::module_of;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};

@@ -9,7 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use crate::catalog::flat::{FLAT_PARAM, FlatLayout, FlatParam, FlatUnit};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, flat_module};
 use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
@@ -263,7 +263,7 @@ fn outside_names(source: &Catalog, layout: &FlatLayout) -> Vec<Fqn> {
     if model.iter().any(|(fqn, _)| known.contains(fqn)) {
         return model.into_iter().map(|(fqn, _)| fqn).filter(|fqn| !known.contains(fqn)).collect();
     }
-    let is_flat = |fqn: &Fqn| fqn.as_str().rsplit('.').next() == Some(FLAT_PARAM);
+    let is_flat = |fqn: &Fqn| flat_module(fqn.as_str()).is_some();
     let listed = layout.optimizer.iter().flatten().flatten();
     listed.filter(|fqn| !known.contains(fqn) && !is_flat(fqn)).cloned().collect()
 }
