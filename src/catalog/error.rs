@@ -1,6 +1,11 @@
 //! Errors about tensors whose chunks do not fit together.
 
+use std::path::Path;
+
 use serde_json::{Value as Json, json};
+
+use super::TensorEntry;
+use crate::layout::Region;
 
 /// A tensor or value that is not stored exactly once, or that ranks store differently.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,6 +53,20 @@ impl CoverageKind {
 }
 
 impl CatalogError {
+    /// Returns the error about a chunk outside its tensor. `what` is the saved checkpoint in words, such as `checkpoint`,
+    /// and `metadata` is the file that lists the chunk.
+    #[must_use]
+    pub fn chunk_out_of_bounds(entry: &TensorEntry, region: &Region, what: &str, metadata: &Path) -> Self {
+        let metadata = metadata.display();
+        Self::Coverage {
+            fqn: entry.fqn.to_string(),
+            kind: CoverageKind::OutOfBounds,
+            region: region.to_string(),
+            detail: format!("a chunk reaches beyond shape {:?}", entry.shape.as_slice()),
+            hint: Some(format!("save the {what} again: {metadata} lists a chunk that is not inside its tensor")),
+        }
+    }
+
     /// Returns the hint for the user.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {

@@ -13,7 +13,7 @@ use crate::catalog::{
     Catalog, Chunk, FileLocation, Fqn, Path as StatePath, RankValue, StridedLocation, TensorEntry, TensorId,
     Unreadable, Value,
 };
-use crate::error::{CatalogError, CoverageKind, Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::format::files_beside;
 use crate::format::torch::{ObjectPlace, TensorNode, read_object, reader};
 use crate::layout::{Rank, Region, Tile};
@@ -160,16 +160,7 @@ impl MetadataFile<'_> {
     fn push_chunk(&self, files: &Files, entry: &mut TensorEntry, chunk: StoredChunk) -> Result<()> {
         let region = Region::new(chunk.offsets, chunk.sizes);
         if !region.fits(&entry.shape) {
-            return Err(Error::Catalog(CatalogError::Coverage {
-                fqn: entry.fqn.to_string(),
-                kind: CoverageKind::OutOfBounds,
-                region: region.to_string(),
-                detail: format!("a chunk reaches beyond shape {:?}", entry.shape.as_slice()),
-                hint: Some(format!(
-                    "save the checkpoint again: {} lists a chunk that is not inside its tensor",
-                    self.path.display()
-                )),
-            }));
+            return Err(CatalogError::chunk_out_of_bounds(entry, &region, "checkpoint", self.path).into());
         }
         let place = match chunk.stored {
             Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::data::DataFiles;
 use super::manifest::{DTensorLayout, StoredShard};
 use crate::catalog::{Chunk, Fqn, TensorEntry, checked_len_bytes, list_ranks};
-use crate::error::{CatalogError, CoverageKind, Error, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 
 /// Adds chunks to a tensor. `rank` is the rank that stores the chunks, if other ranks store further copies of the
@@ -26,16 +26,7 @@ pub fn push_chunks(
             return Err(Error::malformed(data.manifest, entry.fqn.as_str(), expected, format!("{}", region.ndim())));
         }
         if !region.fits(&entry.shape) {
-            return Err(Error::Catalog(CatalogError::Coverage {
-                fqn: entry.fqn.to_string(),
-                kind: CoverageKind::OutOfBounds,
-                region: region.to_string(),
-                detail: format!("a chunk reaches beyond shape {:?}", entry.shape.as_slice()),
-                hint: Some(format!(
-                    "save the snapshot again: {} lists a chunk that is not inside its tensor",
-                    data.manifest.display()
-                )),
-            }));
+            return Err(CatalogError::chunk_out_of_bounds(entry, region, "snapshot", data.manifest).into());
         }
         let location = data.location(&entry.fqn, shard)?;
         entry.chunks.push(Chunk { tile: Tile::from_region(region), location, strides: None, rank });
