@@ -3,8 +3,8 @@
 //! In some jobs, parameters are plain tensors that carry their layout as an attribute, and `optimizer.state_dict()` has
 //! plain tensors without attributes. On each rank, the moments of a parameter have the local shape of the parameter,
 //! and are the moments of its local part. Invariant: optimizer state gets a layout only if its local shape is that of
-//! the parameter on every rank. Optimizer state that may be a part, and gets no layout, is
-//! marked as [`Unreadable`]. Unit of shapes: elements.
+//! the parameter on every rank. Optimizer state that may be a part, and gets no layout, is marked as [`Unreadable`].
+//! Unit of shapes: elements.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path as FilePath;
