@@ -36,6 +36,13 @@ pub enum PartContent {
     Keys(Vec<String>),
 }
 
+impl CheckpointPart {
+    /// Returns the part for the only checkpoint in a folder.
+    pub fn whole(name_pattern: Option<RankNamePattern>, world_size: u32) -> Self {
+        Self { folder: PathBuf::new(), content: PartContent::Whole, name_pattern, world_size }
+    }
+}
+
 /// The catalog of a folder that was read, and the checkpoints that were joined to this catalog.
 #[derive(Debug)]
 pub struct LoadedFolder {
@@ -46,9 +53,7 @@ pub struct LoadedFolder {
 impl LoadedFolder {
     /// Returns a folder with a single checkpoint, whose catalog is `catalog`.
     pub fn whole(catalog: Catalog) -> Self {
-        let part =
-            CheckpointPart { folder: PathBuf::new(), content: PartContent::Whole, name_pattern: None, world_size: 0 };
-        Self { catalog, parts: vec![part] }
+        Self { catalog, parts: vec![CheckpointPart::whole(None, 0)] }
     }
 }
 
@@ -56,6 +61,26 @@ impl LoadedFolder {
 pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
     // Joining an empty name would add a trailing slash, which makes the path of a file invalid.
     if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
+}
+
+/// A series that was read: its name, its part as if it were the only series of the folder, and its catalog.
+pub type LoadedSeries = (String, CheckpointPart, Catalog);
+
+/// Joins the catalogs of the series of one folder. Several series become subtrees of one state dict, under their names.
+pub fn join_series(mut series: Vec<LoadedSeries>) -> LoadedFolder {
+    if series.len() == 1 {
+        let (_, part, catalog) = series.remove(0);
+        return LoadedFolder { catalog, parts: vec![part] };
+    }
+    let mut whole = Catalog::empty();
+    let (mut entries, mut parts) = (Vec::new(), Vec::new());
+    for (name, part, catalog) in series {
+        let state = absorb(&mut whole, catalog, Some(&name));
+        entries.push((Value::Str(name.as_str().into()), state));
+        parts.push(CheckpointPart { content: PartContent::Subtree(name), ..part });
+    }
+    whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+    LoadedFolder { catalog: whole, parts }
 }
 
 /// Joins the catalogs of several folders. If all top-level keys of the state dicts are distinct, the state dicts are
@@ -99,7 +124,7 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
 /// Moves the tensors, meshes and notes of the catalog `part` into the catalog `whole`. Returns the state dict of
 /// `part`, with the ids that its tensors have in `whole`. If the state dict will be a subtree of `whole`, `under` is
 /// the name of the subtree.
-pub fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
+fn absorb(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
     shift_tensors(&mut part.state, shift);
     let meshes: Vec<_> = part.meshes.drain(..).map(|mesh| whole.intern_mesh(mesh)).collect();

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
-use super::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
+use super::parts::{CheckpointPart, LoadedFolder, join_series};
 use super::rank_names::{Numbering, RankName, RankNamePattern, is_composer_step};
 use super::shortfall::list_missing_names;
 use super::torch;
@@ -19,7 +19,7 @@ use super::torch::load::load;
 use super::torch::ranks::{PlainKind, has_layout_attributes, merge};
 use super::{ReadOptions, folder_of};
 use crate::catalog::state_dict::GRADIENTS;
-use crate::catalog::{Catalog, Dict, Value, path};
+use crate::catalog::{Catalog, path};
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::Rank;
 use crate::name_list::{FEW, Numbers, natural_order, short_list};
@@ -373,25 +373,12 @@ impl SeriesSet {
         Ok(self.join(catalogs))
     }
 
-    /// Joins the catalogs of the chosen series. Several series become subtrees of one state dict.
-    fn join(&self, mut catalogs: Vec<Catalog>) -> LoadedFolder {
-        let part = |series: &Series, content| {
-            let (names, world_size) = (Some(series.names()), series.world_size());
-            CheckpointPart { folder: PathBuf::new(), content, name_pattern: names, world_size }
+    /// Joins the catalogs of the chosen series.
+    fn join(&self, catalogs: Vec<Catalog>) -> LoadedFolder {
+        let loaded = |(series, catalog): (&Series, Catalog)| {
+            (series.name.clone(), CheckpointPart::whole(Some(series.names()), series.world_size()), catalog)
         };
-        if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
-            return LoadedFolder { catalog: catalogs.remove(0), parts: vec![part(only, PartContent::Whole)] };
-        }
-        let mut whole = Catalog::empty();
-        let mut entries = Vec::new();
-        let mut parts = Vec::new();
-        for (series, catalog) in self.series.iter().zip(catalogs) {
-            let state = absorb(&mut whole, catalog, Some(&series.name));
-            entries.push((Value::Str(series.name.as_str().into()), state));
-            parts.push(part(series, PartContent::Subtree(series.name.clone())));
-        }
-        whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-        LoadedFolder { catalog: whole, parts }
+        join_series(self.series.iter().zip(catalogs).map(loaded).collect())
     }
 
     /// Reads the model series if it is among the skipped series. Returns `None` if no skipped series is the model

@@ -1,13 +1,13 @@
 //! Reads a checkpoint into a catalog: each chosen item is read on its own and becomes a subtree of the state dict.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::item_files::{CheckpointItem, ItemFiles};
 use super::metadata::{CheckpointMetadata, Encoding};
 use super::{METADATA, metadata_of, safetensors_item, torch_item};
-use crate::catalog::{Catalog, Dict, Value};
+use crate::catalog::Catalog;
 use crate::error::{Error, FormatError, Result};
-use crate::format::parts::{CheckpointPart, LoadedFolder, PartContent, absorb};
+use crate::format::parts::{CheckpointPart, LoadedFolder, join_series};
 use crate::format::reading::ReadFindings;
 use crate::format::series::{SeriesChoice, SeriesSet};
 use crate::format::shortfall::Shortfall;
@@ -79,9 +79,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
             let warning = "is read as the item of all ranks";
             catalog.warnings.push(format!("only rank 0 has a file of the item {}, which {warning}", item.name));
         }
-        read.push((item, catalog));
+        read.push((item.name.clone(), CheckpointPart::whole(None, metadata.world_size), catalog));
     }
-    Ok(join(read, metadata.world_size))
+    Ok(join_series(read))
 }
 
 fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &CheckpointItem<'_>) -> Result<Catalog> {
@@ -91,22 +91,4 @@ fn read_item(reading: &mut ReadFindings<'_>, path: &Path, item: &CheckpointItem<
             torch_item::read(&mut reading.files, path, item, reading.options.unknown())
         }
     }
-}
-
-/// Joins the catalogs of items. Several items become subtrees of one state dict.
-fn join(mut items: Vec<(&CheckpointItem<'_>, Catalog)>, world_size: u32) -> LoadedFolder {
-    let part = |content| CheckpointPart { folder: PathBuf::new(), content, name_pattern: None, world_size };
-    if items.len() == 1 {
-        let (_, catalog) = items.remove(0);
-        return LoadedFolder { catalog, parts: vec![part(PartContent::Whole)] };
-    }
-    let mut whole = Catalog::empty();
-    let (mut entries, mut parts) = (Vec::new(), Vec::new());
-    for (item, catalog) in items {
-        let state = absorb(&mut whole, catalog, Some(&item.name));
-        entries.push((Value::Str(item.name.as_str().into()), state));
-        parts.push(part(PartContent::Subtree(item.name.clone())));
-    }
-    whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-    LoadedFolder { catalog: whole, parts }
 }
