@@ -12,7 +12,7 @@ use crate::catalog::{Catalog, Chunk, Class, FileLocation, Fqn, Sharding, TensorE
 use crate::error::{Error, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::layout::distinct_tiles::SharedTensor;
-use crate::layout::{Placement, Rank, Region, Tile, comma_list, local_shard};
+use crate::layout::{DeviceMesh, Placement, Rank, Region, Tile, comma_list, local_shard};
 use crate::storage::{FileId, Files};
 
 /// The tensors in the file of one rank.
@@ -69,9 +69,7 @@ fn entry(
     let first = &tensor.groups[0];
     let mut entry = TensorEntry::new(fqn, first.dtype, first.shape.clone());
     for group in &tensor.groups {
-        if let TensorSharding::Mesh { mesh, placements } = &group.sharding
-            && placements.iter().any(|placement| *placement != Placement::Replicate)
-        {
+        if let Some((mesh, placements)) = sharded_layout(group) {
             let known = entry.sharding.as_ref().map(|sharding| &sharding.shared.placements);
             if let Some(known) = known.filter(|known| *known != placements) {
                 let name = name_of(item, &tensor.path);
@@ -79,17 +77,15 @@ fn entry(
                 return Err(Error::malformed(metadata_path, name.as_str(), comma_list(known), found));
             }
             if known.is_none() {
-                let mesh = catalog.intern_mesh((**mesh).clone());
+                let mesh = catalog.intern_mesh(mesh.clone());
                 entry.class = Class::DTensor;
-                entry.sharding = Some(Box::new(Sharding { mesh, shared: SharedTensor::from(placements.clone()) }));
+                entry.sharding = Some(Box::new(Sharding { mesh, shared: SharedTensor::from(placements.to_vec()) }));
             }
         }
     }
     let mut has_mixed_kinds = false;
     for group in &tensor.groups {
-        let is_sharded = matches!(&group.sharding, TensorSharding::Mesh { placements, .. }
-            if placements.iter().any(|placement| *placement != Placement::Replicate));
-        has_mixed_kinds |= is_sharded != (entry.class == Class::DTensor);
+        has_mixed_kinds |= sharded_layout(group).is_some() != (entry.class == Class::DTensor);
         for rank in &*group.ranks {
             // The caller has reported missing files.
             let Some(own) = ranks.get_mut(rank) else { continue };
@@ -106,6 +102,18 @@ fn entry(
         return Err(Error::malformed(metadata_path, name.as_str(), expected, "both"));
     }
     Ok(entry)
+}
+
+/// Returns the mesh and the placements of a DTensor that is sharded. A DTensor with only replicas is read as a plain tensor.
+fn sharded_layout(group: &RankGroup) -> Option<(&DeviceMesh, &[Placement])> {
+    match &group.sharding {
+        TensorSharding::Mesh { mesh, placements }
+            if placements.iter().any(|placement| *placement != Placement::Replicate) =>
+        {
+            Some((mesh, placements))
+        }
+        _ => None,
+    }
 }
 
 /// Adds the part of one rank to a tensor.
