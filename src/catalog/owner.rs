@@ -83,10 +83,8 @@ impl<'a> Owners<'a> {
             is_alike(state, parameter)
                 || by_local_shape && !state.is_shared() && state.local_shapes() == parameter.local_shapes()
         };
-        let resolve = |optimizer: &Path| {
-            let optimizer = optimizer.find(&catalog.state)?;
-            listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, &|_| true, &alike))
-        };
+        let resolve =
+            |optimizer: &Path| resolve_numbers(catalog, optimizer.find(&catalog.state)?, &|_| true, &alike);
         let numbered = self.numbered.entry(optimizer).or_insert_with_key(resolve);
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {
@@ -132,13 +130,7 @@ impl OptimizerNames {
                 of_optimizers.entry(optimizer).or_default().insert(parameter);
             }
         });
-        let mut clean: HashMap<String, (&Fqn, TensorId)> = HashMap::new();
-        for (name, id) in parameters {
-            if clean.insert(clean_name(name.as_str()), (name, *id)).is_some() {
-                // Two parameters differ only by wrapper components, so clean names do not distinguish them.
-                return Self(HashMap::new());
-            }
-        }
+        let Some(clean) = by_clean_name(parameters) else { return Self(HashMap::new()) };
         let resolve = |(optimizer, names): (Path, HashSet<Fqn>)| Some((optimizer, with_one_prefix(&names, &clean)?));
         Self(of_optimizers.into_iter().filter_map(resolve).collect())
     }
@@ -194,29 +186,46 @@ pub fn numbered_parameters(
     optimizer: &Value,
     may_be: &dyn Fn(&Fqn) -> bool,
 ) -> Option<Vec<(Fqn, TensorId)>> {
-    listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, may_be, &is_alike))
+    resolve_numbers(catalog, optimizer, may_be, &is_alike)
 }
 
-/// Returns the parameters that the groups of the optimizer list by name, if the model has all of them.
+/// Resolves numbered parameters like [`numbered_parameters`]. The function `alike` returns whether a state tensor has the
+/// shape of a parameter.
+fn resolve_numbers(
+    catalog: &Catalog,
+    optimizer: &Value,
+    may_be: &dyn Fn(&Fqn) -> bool,
+    alike: &dyn Fn(&TensorEntry, &TensorEntry) -> bool,
+) -> Option<Vec<(Fqn, TensorId)>> {
+    listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, may_be, alike))
+}
+
+/// Returns the parameters that the groups of the optimizer list by name, if the model has all of them. All names of the
+/// optimizer may lack one prefix that the names of the model have, or the reverse.
 fn listed_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
     let names = listed_names(optimizer.as_dict()?)?;
-    let model = state_dict::model(&catalog.state).tensors.into_iter();
-    let known: HashMap<String, (Fqn, TensorId)> =
-        model.map(|(fqn, id)| (clean_name(fqn.as_str()), (fqn, id))).collect();
-    // DistributedDataParallel adds `module.` to the names that the job gave the optimizer.
-    let find = |name: &Fqn| {
-        let name = name.as_str();
-        known.get(name).or_else(|| known.get(name.strip_prefix("module.")?)).cloned()
-    };
-    names.iter().map(find).collect()
+    let model: HashMap<Fqn, TensorId> = state_dict::model(&catalog.state).tensors.into_iter().collect();
+    let parameters = by_clean_name(&model)?;
+    let find = |name: &Fqn| parameters.get(name.as_str()).map(|(name, id)| ((*name).clone(), *id));
+    names.iter().map(find).collect::<Option<Vec<_>>>().or_else(|| {
+        let renamed = with_one_prefix(&names.iter().cloned().collect(), &parameters)?;
+        names.iter().map(|name| renamed.get(name).cloned()).collect()
+    })
+}
+
+/// Returns the parameters by their names without wrapper components. Returns `None` if the names of two parameters
+/// differ only by wrapper components, so that clean names do not tell them apart.
+fn by_clean_name(parameters: &HashMap<Fqn, TensorId>) -> Option<HashMap<String, (&Fqn, TensorId)>> {
+    let clean: HashMap<String, (&Fqn, TensorId)> =
+        parameters.iter().map(|(name, id)| (clean_name(name.as_str()), (name, *id))).collect();
+    (clean.len() == parameters.len()).then_some(clean)
 }
 
 fn is_alike(state: &TensorEntry, parameter: &TensorEntry) -> bool {
     state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
 }
 
-/// Resolves numbered parameters by their order, like [`numbered_parameters`] without listed names. The function `alike`
-/// returns whether a state tensor has the shape of a parameter.
+/// Resolves numbered parameters by their order, like [`resolve_numbers`] without listed names.
 fn match_numbers(
     catalog: &Catalog,
     optimizer: &Value,
@@ -304,6 +313,32 @@ mod tests {
             };
             assert_eq!(owners_by_name(&model, &optimizer), expected, "{model:?} {optimizer:?}");
         }
+    }
+
+    #[test]
+    fn listed_names_may_differ_from_the_model_by_one_prefix() {
+        let found = |model: &[&str], listed: &[&str]| {
+            let mut catalog = Catalog::empty();
+            // With equal shapes, only the listed names tell the parameters apart.
+            let entry = |name: &&str| {
+                TensorEntry::whole((*name).into(), Dtype::F32, [2].as_slice().into(), FileId(0), 0)
+            };
+            catalog.tensors = model.iter().map(entry).collect();
+            catalog.state = dict(vec![("model", dict(model.iter().copied().zip((0..).map(tensor)).collect()))]);
+            let numbers = (0..).zip(listed).map(|(number, _)| Value::Int(number)).collect();
+            let names = listed.iter().map(|name| Value::Str((*name).into())).collect();
+            let group = dict(vec![("params", Value::List(numbers)), ("param_names", Value::List(names))]);
+            let optimizer = dict(vec![("state", dict(Vec::new())), ("param_groups", Value::List(vec![group]))]);
+            let found = numbered_parameters(&catalog, &optimizer, &|_| true)?;
+            Some(found.iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>())
+        };
+        let swapped = Some(vec![String::from("b.w"), String::from("a.w")]);
+        assert_eq!(found(&["a.w", "b.w", "c.w"], &["b.w", "a.w"]), swapped);
+        assert_eq!(found(&["a.w", "b.w", "c.w"], &["module.b.w", "module.a.w"]), swapped);
+        let swapped = Some(vec![String::from("module.b.w"), String::from("module.a.w")]);
+        assert_eq!(found(&["module.a.w", "module.b.w", "module.c.w"], &["b.w", "a.w"]), swapped);
+        assert_eq!(found(&["net.a.w", "gen.a.w"], &["a.w"]), None);
+        assert_eq!(found(&["a.w", "b.w", "c.w"], &["module.b.w", "other.a.w"]), None);
     }
 
     #[test]

@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn listed_names_are_used_in_the_order_of_the_numbers() {
-        let groups: [(&[i64], &[&str]); 2] = [(&[0, 2], &["b", "module._orig_mod.c"]), (&[1], &["a"])];
+        let groups: [(&[i64], &[&str]); 2] = [(&[0, 2], &["module.b", "module._orig_mod.c"]), (&[1], &["module.a"])];
         let found = catalog(&["a", "b", "c"], optimizer(&[0, 1], &groups));
         assert_eq!(names(&found).unwrap(), ["b", "a", "c"]);
         // A name that the model lacks, a name that occurs twice, and a number without a name.
