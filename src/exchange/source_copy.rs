@@ -114,14 +114,14 @@ impl SourceCopy {
     /// `Usage` if another run uses the folder; `Stopped`; `Io`.
     pub fn begin(&self, goes_on: bool, stop: &Stop) -> Result<Presence> {
         let part = Part::alone();
-        self.folder
-            .folder()
-            .create_folders(Path::new(self.folder.file_name()))
-            .map_err(Error::io("create", &self.folder))?;
         let mut observer = Observer::new(&self.folder, part.of);
         let begun = Instant::now();
         let lease = loop {
             stop.check()?;
+            // Another run that publishes DST deletes the folder if it finds no lease in it. Then this run creates the
+            // folder again.
+            let created = self.folder.folder().create_folders(Path::new(self.folder.file_name()));
+            created.map_err(Error::io("create", &self.folder))?;
             let next = match observer.generations()?.get(&part.index) {
                 None => Some(0),
                 Some(generation) => match observer.look(part.index, *generation)? {
@@ -284,5 +284,29 @@ impl SourceCopy {
             let _ = data.join(missing.below.parent().unwrap_or(Path::new(""))).names();
             sleep(Duration::from_millis(50));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Another run holds the lease of the folder, deletes the folder with its lease, and ends.
+    #[test]
+    fn deleted_folder_is_created_again() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = AnchoredPath::new(root.path()).join("copy");
+        folder.create_folder().unwrap();
+        let copy = SourceCopy { folder: folder.clone(), files: Vec::new() };
+        let other = Presence::take(&folder, Part::alone(), 0).unwrap().unwrap();
+        let lease = std::thread::scope(|scope| {
+            let begun = scope.spawn(|| copy.begin(false, &Stop::default()));
+            sleep(Duration::from_millis(100));
+            folder.remove_all().unwrap();
+            drop(other);
+            begun.join().unwrap()
+        });
+        assert_eq!(lease.unwrap().generation(), 0);
+        assert!(copy.data().exists() && copy.done().exists());
     }
 }

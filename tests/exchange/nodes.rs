@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -15,6 +17,10 @@ pub enum Spread {
     One,
     Two,
 }
+
+/// The time in which all processes must end, also on a loaded machine. A process waits at most 10 seconds for a missing
+/// process.
+pub const DEADLINE: Duration = Duration::from_mins(1);
 
 /// Folders for several nodes, and a folder for the output.
 pub struct Nodes {
@@ -161,9 +167,26 @@ fn run(source: &Path, folder: &Path, words: &str) -> Command {
     command
 }
 
+/// Waits for all processes, and asserts that they end within [`DEADLINE`].
+#[track_caller]
 pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
-    let processes: Vec<Child> = processes.into_iter().collect();
-    processes.into_iter().map(|process| process.wait_with_output().unwrap().into()).collect()
+    let mut processes: Vec<Child> = processes.into_iter().collect();
+    let until = Instant::now() + DEADLINE;
+    let mut late = Vec::new();
+    for (rank, process) in processes.iter_mut().enumerate() {
+        while process.try_wait().unwrap().is_none() {
+            if Instant::now() > until {
+                late.push(rank);
+                process.kill().unwrap();
+                process.wait().unwrap();
+            }
+            sleep(Duration::from_millis(5));
+        }
+    }
+    let outcomes: Vec<Outcome> =
+        processes.into_iter().map(|process| process.wait_with_output().unwrap().into()).collect();
+    assert!(late.is_empty(), "{late:?} did not end within {} s: {outcomes:?}", DEADLINE.as_secs());
+    outcomes
 }
 
 #[track_caller]

@@ -3,8 +3,8 @@
 
 use std::fs;
 
-use crate::gpus::job::{Job, RANKS, VISIBILITIES, Visibility, assert_others_name, wait_all};
-use crate::nodes::{assert_refused, assert_succeeded, names};
+use crate::gpus::job::{Job, RANKS, VISIBILITIES, Visibility, assert_others_name};
+use crate::nodes::{assert_refused, assert_succeeded, names, wait_all};
 use crate::outcome::fixture;
 
 /// Runs all processes, each time with the fault in another one of them. Asserts that its error and the errors of the

@@ -2,13 +2,11 @@
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Child, Command};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use tempfile::TempDir;
 
-use crate::nodes::{Nodes, Spread, Tree, assert_succeeded, names, tree};
+use crate::nodes::{Nodes, Spread, Tree, assert_succeeded, names, tree, wait_all};
 use crate::outcome::{Outcome, command, copy_all, fixture};
 
 /// The fixture that is converted. With `ROUNDS`, the conversion takes enough rounds to have several in flight at once.
@@ -20,10 +18,6 @@ pub const RANKS: u32 = 3;
 
 /// The name of the work folder, in which the processes exchange messages.
 pub const MEETING: &str = ".out.dtshard-work";
-
-/// The time in which all processes must end, also on a loaded machine. A process waits at most 10 seconds for a missing
-/// process.
-pub const DEADLINE: Duration = Duration::from_secs(45);
 
 /// Environment variables of one process.
 pub type Settings<'a> = &'a [(&'a str, &'a str)];
@@ -153,28 +147,6 @@ impl Job {
         copy_all(&fixture("fsdp4/dcp"), &dst);
         tree(&dst)
     }
-}
-
-/// Waits for all processes, and asserts that they end within [`DEADLINE`].
-#[track_caller]
-pub fn wait_all(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
-    let mut processes: Vec<Child> = processes.into_iter().collect();
-    let until = Instant::now() + DEADLINE;
-    let mut late = Vec::new();
-    for (rank, process) in processes.iter_mut().enumerate() {
-        while process.try_wait().unwrap().is_none() {
-            if Instant::now() > until {
-                late.push(rank);
-                process.kill().unwrap();
-                process.wait().unwrap();
-            }
-            sleep(Duration::from_millis(5));
-        }
-    }
-    let outcomes: Vec<Outcome> =
-        processes.into_iter().map(|process| process.wait_with_output().unwrap().into()).collect();
-    assert!(late.is_empty(), "{late:?} did not end within {} s: {outcomes:?}", DEADLINE.as_secs());
-    outcomes
 }
 
 /// Asserts that all processes except `gone` exit with an error that names process `gone`.

@@ -6,8 +6,8 @@ use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::gpus::job::{Job, RANKS, Settings, VISIBILITIES, Visibility, assert_others_name, wait_all};
-use crate::nodes::{assert_succeeded, names, tree};
+use crate::gpus::job::{Job, RANKS, Settings, VISIBILITIES, Visibility, assert_others_name};
+use crate::nodes::{assert_succeeded, names, tree, wait_all};
 
 const STAND_IN: &str = "GPU_STAND_IN_FAULT";
 const PROGRAM: &str = "DTSHARD_FAULT";
