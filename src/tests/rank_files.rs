@@ -201,7 +201,7 @@ fn ranks_that_differ() {
     let source = open(&fixture("replicated_plain/ranks"));
     let tensor = |id| Value::Tensor(TensorId(id));
     let first = Value::List(vec![tensor(2), Value::Int(7), tensor(0)]);
-    let second = Value::List(vec![tensor(0), tensor(1), tensor(2)]);
+    let second = Value::List(vec![tensor(2), tensor(0), tensor(1)]);
     let holding = |value, ranks: &[u32]| RankValue { value, ranks: ranks.iter().copied().map(Rank).collect() };
     let state = Value::Other(vec![holding(first, &[0, 2]), holding(second, &[1])]);
     let mesh = mesh("dp=8", &[]);

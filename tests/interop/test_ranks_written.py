@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 import common
@@ -94,6 +95,30 @@ def test_tied_tensors_stay_one_object(tmp_path):
             # Without DTensors in the source, every tensor becomes one.
             assert all(isinstance(found[name], DTensor) for name in ("embed", "other"))
             assert found["embed"].shape == tied.shape and found["other"].shape == other.shape
+
+
+def local_storage(tensor):
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+@pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp"])
+def test_load_without_data_finds_the_storages(tmp_path, case):
+    """In `FakeTensorMode` and on the meta device, `torch.load` computes the offsets of storages from their order."""
+    reshard(common.source(case, "ranks"), tmp_path / "written", "2x2")
+    compared = 0
+    for path in glob.glob(f"{tmp_path}/written/*.pt"):
+        with open(path, "rb") as file:
+            data = file.read()
+        torch.load(path, map_location="meta", weights_only=False)
+        with FakeTensorMode():
+            fake = dict(generate.leaves(torch.load(path, weights_only=False)))
+        for name, tensor in generate.leaves(torch.load(path, weights_only=False)):
+            expected = bytes(local_storage(tensor).tolist())
+            if expected:
+                offset = local_storage(fake[name])._checkpoint_offset
+                assert data[offset:offset + len(expected)] == expected, (path, name)
+                compared += 1
+    assert compared > 20
 
 
 def version_of(python):

@@ -36,7 +36,7 @@ pub use tensor::{ProcessGroup, TensorNode};
 pub use write::{
     PREFIX, SavedArchive, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view,
 };
-pub use write_ranks::{RankLayout, RankTarget, reserve_ranks, reserve_ranks_in_order};
+pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 pub use write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter};
 
 use indexmap::IndexSet;

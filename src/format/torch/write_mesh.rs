@@ -23,9 +23,6 @@ const MESH_MEMO: u32 = 0;
 /// The maximum number of dims of a mesh of which slices are written, because every possible slice needs a memo index.
 const MAX_SLICED_DIMS: usize = 8;
 
-/// The usual storage key of the tensor that lists the ranks of the mesh.
-pub const MESH_KEY: usize = 0;
-
 /// Writes the meshes of one rank's DTensors.
 pub struct MeshWriter<'a> {
     pub mesh: &'a DeviceMesh,
@@ -253,7 +250,7 @@ mod tests {
                 rank: Rank(rank),
                 world_size: u32::try_from(mesh.world_size()).unwrap(),
                 coordinate: Some(&coordinate),
-                key: MESH_KEY,
+                key: 0,
                 written_meshes: BTreeSet::new(),
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()

@@ -5,8 +5,10 @@
 //! tensor that is the rank's local part. Files share no data, so, as in PyTorch, the file of each rank stores the
 //! rank's replica of a tensor. Offsets are in bytes; shapes count elements.
 //!
-//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
-//! different values in the state dict.
+//! Invariants: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
+//! different values in the state dict. This is the order in which the pickle refers to storages, and storage keys are
+//! counted in this order: if `torch.load` does not read the data of tensors (in `FakeTensorMode`, or on the meta
+//! device), it computes the offsets of storages from it.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
@@ -18,7 +20,7 @@ use super::context::ShardedDims;
 use super::model_parallel::{GridTarget, write_part};
 use super::write::{PREFIX, write_tensor};
 use super::write_dtensor::{DTensorSpec, write_dtensor};
-use super::write_mesh::{MESH_KEY, MeshWriter};
+use super::write_mesh::MeshWriter;
 use super::write_sharded::{RankGroup, ShardedTensorSpec, ShardedWriter, sharding_dim};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, FileLocation, Fqn, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId,
@@ -190,35 +192,6 @@ fn common_sharding_dim<'l>(
 /// # Errors
 /// `Unsupported` if an object cannot be pickled; the errors of `layout`; `Layout` if placements do not fit.
 pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
-    reserve_files(source, state, target, StorageKeys::MeshFirst)
-}
-
-/// Lays out a file for each rank like [`reserve_ranks`], but with storages in the order in which the pickle refers to
-/// them. If `torch.load` does not read the data of tensors (in `FakeTensorMode`, or on the meta device), it computes the
-/// offsets of storages from this order.
-///
-/// # Errors
-/// The errors of [`reserve_ranks`].
-pub fn reserve_ranks_in_order(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
-    reserve_files(source, state, target, StorageKeys::InOrder)
-}
-
-/// The way in which storages get their keys. Their data is in the order of the keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum StorageKeys {
-    /// Key 0 is the storage of the mesh, if there is a mesh. The keys of the tensors follow in the order of the tensors,
-    /// so a tensor has the same key in the files of all ranks.
-    MeshFirst,
-    /// Keys are counted in the order in which the pickle refers to storages.
-    InOrder,
-}
-
-fn reserve_files(
-    source: &Catalog,
-    state: &Value,
-    target: RankTarget<'_>,
-    storage_keys: StorageKeys,
-) -> Result<Reservation> {
     let RankTarget { mesh, world_size, style, name, layout } = target;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
@@ -239,13 +212,11 @@ fn reserve_files(
             source,
             tensors: &tensors,
             tiles: tiles.collect::<Result<_>>()?,
-            distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
             sharded_dims: makani.as_ref().map(|makani| &makani.sharded_dims),
-            storage_keys,
         };
         let coordinate = coordinate.as_ref();
         let meshes =
-            MeshWriter { mesh, style, rank, world_size, coordinate, key: MESH_KEY, written_meshes: BTreeSet::new() };
+            MeshWriter { mesh, style, rank, world_size, coordinate, key: 0, written_meshes: BTreeSet::new() };
         let group = match (shared_dim, coordinate) {
             (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
             (None, _) => None,
@@ -301,7 +272,7 @@ struct PlannedTensor {
     count: usize,
 }
 
-/// Returns the tensors to write, in the order of their data in each file.
+/// Returns the tensors to write, in the order in which the pickle refers to them.
 fn plan(
     source: &Catalog,
     state: &Value,
@@ -330,10 +301,13 @@ fn plan(
         }
     }
     // Tensors in attributes of dicts have no name.
-    for id in state.tensor_ids() {
+    let mut positions = HashMap::new();
+    for (position, id) in state.tensor_ids().into_iter().enumerate() {
         let nameless = || PlannedTensor { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 0 };
         tensors.entry(id).or_insert_with(nameless).count += 1;
+        positions.entry(id).or_insert(position);
     }
+    tensors.sort_by_cached_key(|id, _| positions[id]);
     Ok(tensors)
 }
 
@@ -367,11 +341,8 @@ struct TorchRankFile<'a> {
     tensors: &'a IndexMap<TensorId, PlannedTensor>,
     /// The rank's tile of each tensor; `None` if the rank has no data of the tensor.
     tiles: Vec<Option<Tile>>,
-    /// True if the files have DTensors. Files with DTensors also have the mesh.
-    distributed: bool,
     /// The attribute `sharded_dims_mp` of the tensors that have it, if the files are written for makani.
     sharded_dims: Option<&'a HashMap<TensorId, ShardedDims>>,
-    storage_keys: StorageKeys,
 }
 
 /// Returns the sizes of a rank's local tensor. As in PyTorch, a rank without data of the tensor (`tile` is `None`) has
@@ -398,12 +369,6 @@ struct TorchRankPickle {
 const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
-    /// Returns the storage key of each tensor according to [`StorageKeys::MeshFirst`].
-    fn keys_after_mesh(&self) -> Vec<usize> {
-        let first = if self.distributed { MESH_KEY + 1 } else { 0 };
-        (first..first + self.tensors.len()).collect()
-    }
-
     fn pickle(
         &self,
         state: &Value,
@@ -420,7 +385,7 @@ impl TorchRankFile<'_> {
         let mut stored = used.clone();
         let mut cuts = Vec::new();
         let mut written = 0;
-        let (mut keys, mut next_key) = (self.keys_after_mesh(), 0);
+        let (mut keys, mut next_key) = (vec![0; self.tensors.len()], 0);
         let (rank, mut writer) = (Some(meshes.rank), Writer::new());
         let tensors = |writer: &mut Writer, id: TensorId| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
@@ -433,14 +398,12 @@ impl TorchRankFile<'_> {
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
             let is_first_dtensor =
                 matches!(planned.layout, RankLayout::Distributed { .. }) && meshes.written_meshes.is_empty();
-            if self.storage_keys == StorageKeys::InOrder {
-                keys[index] = next_key;
+            keys[index] = next_key;
+            next_key += 1;
+            if is_first_dtensor {
+                // The mesh follows the local tensor of the first DTensor.
+                meshes.key = next_key;
                 next_key += 1;
-                if is_first_dtensor {
-                    // The mesh follows the local tensor of the first DTensor.
-                    meshes.key = next_key;
-                    next_key += 1;
-                }
             }
             let (dtype, key, sizes) = (*dtype, keys[index], local_sizes(self.tiles[index].as_ref()));
             match &planned.layout {

@@ -15,7 +15,7 @@ use crate::catalog::{
     Catalog, Dict, Dtype, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value, contiguous_strides,
 };
 use crate::error::{Error, Result};
-use crate::format::torch::{DTensorStyle, RankLayout, RankTarget, Release, reserve_ranks_in_order};
+use crate::format::torch::{DTensorStyle, RankLayout, RankTarget, Release, reserve_ranks};
 use crate::format::traits::ShardedTarget;
 use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank};
@@ -51,7 +51,7 @@ pub fn reserve(target: ShardedTarget<'_>) -> Result<Reservation> {
             },
         };
         // `DefaultResharder` loads the files without their data, to find the offsets of storages.
-        let reservation = reserve_ranks_in_order(source, value, target)?;
+        let reservation = reserve_ranks(source, value, target)?;
         let shared: HashMap<TensorId, Option<SharedTensor>> =
             reservation.tensors.iter().map(|tensor| (tensor.source, tensor.shared.as_deref().cloned())).collect();
         let tensors = listed_tensors(source, name, value)?;
