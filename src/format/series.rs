@@ -225,9 +225,10 @@ impl SeriesSet {
         self.series.iter().map(|series| series.name.clone()).collect()
     }
 
-    /// Returns the names of the series that were not chosen.
+    /// Returns the names of the series of this checkpoint that were not chosen. Other versions of the checkpoint are not
+    /// part of it.
     pub fn skipped(&self) -> Vec<String> {
-        self.skipped.iter().map(|series| series.name.clone()).collect()
+        self.skipped.iter().filter(|series| !series.is_version()).map(|series| series.name.clone()).collect()
     }
 
     /// Returns the files of the series that were not chosen.
@@ -287,14 +288,10 @@ impl SeriesSet {
         Ok(self)
     }
 
-    /// Checks that at most one series is a complete checkpoint. makani keeps several versions of a checkpoint in one
-    /// folder (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`) and overwrites them in turn, so the numbers
-    /// do not show which version is the newest. Composer keeps several steps: `ep1-ba500-rank0.pt`, `ep1-ba600-rank0.pt`.
+    /// Checks that at most one series is a complete checkpoint ([`Series::is_version`]). makani overwrites its versions in
+    /// turn, so the numbers do not show which version is the newest.
     fn refuse_several_versions(&self) -> Result<()> {
-        let is_version = |series: &&Series| {
-            series.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&series.name)
-        };
-        let mut versions: Vec<&Series> = self.series.iter().filter(is_version).collect();
+        let mut versions: Vec<&Series> = self.series.iter().filter(|series| series.is_version()).collect();
         versions.sort_by(|left, right| natural_order(&left.name, &right.name));
         let last_step = versions.last().filter(|series| is_composer_step(&series.name));
         if versions.len() < 2 {
@@ -413,6 +410,12 @@ struct MissingRanks {
 }
 
 impl Series {
+    /// Returns whether the series is one of several complete checkpoints that a trainer keeps in one folder: a version of
+    /// makani (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`), or a step of Composer (`ep1-ba500-rank0.pt`).
+    fn is_version(&self) -> bool {
+        self.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&self.name)
+    }
+
     /// Returns the pattern of the file names of the series.
     fn names(&self) -> RankNamePattern {
         let mut names = self.files[0].0.pattern.clone();

@@ -154,7 +154,8 @@ fn several_steps_of_composer_need_a_choice() {
         let run = expect(2, verb, &[&folders], "");
         assert_contains(&run.stderr, &["several checkpoints: ep0-ba2, ep0-ba10", "folders/ep0-ba10"]);
     }
-    succeed("consolidate", &[&files, &folder.path().join("a")], "--series ep0-ba2");
+    let run = succeed("consolidate", &[&files, &folder.path().join("a")], "--series ep0-ba2");
+    assert!(!run.stderr.contains("series"), "{}", run.stderr);
     fs::remove_file(files.join("ep0-ba2-rank0.pt")).unwrap();
     succeed("consolidate", &[&files, &folder.path().join("b")], "");
     for rank in 0..2 {
@@ -439,7 +440,8 @@ fn several_versions_of_makani_need_a_series() {
     let truth = below("model_state.", &Truth::load("trainers/makani_matmul.truth").tensors);
     for (series, is_newest) in [("ckpt_v1", true), ("ckpt_v0", false)] {
         let made = folder.path().join(series);
-        succeed("consolidate", &[&source, &made], &format!("--series {series}"));
+        let run = succeed("consolidate", &[&source, &made], &format!("--series {series}"));
+        assert!(!run.stderr.contains("--series all"), "{}", run.stderr);
         assert_eq!(read_safetensors(&made) == truth, is_newest, "{series}");
     }
 }
