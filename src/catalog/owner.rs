@@ -83,8 +83,7 @@ impl<'a> Owners<'a> {
             is_alike(state, parameter)
                 || by_local_shape && !state.is_shared() && state.local_shapes() == parameter.local_shapes()
         };
-        let resolve =
-            |optimizer: &Path| resolve_numbers(catalog, optimizer.find(&catalog.state)?, &|_| true, &alike);
+        let resolve = |optimizer: &Path| resolve_numbers(catalog, optimizer.find(&catalog.state)?, &|_| true, &alike);
         let numbered = self.numbered.entry(optimizer).or_insert_with_key(resolve);
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {
@@ -320,9 +319,8 @@ mod tests {
         let found = |model: &[&str], listed: &[&str]| {
             let mut catalog = Catalog::empty();
             // With equal shapes, only the listed names tell the parameters apart.
-            let entry = |name: &&str| {
-                TensorEntry::whole((*name).into(), Dtype::F32, [2].as_slice().into(), FileId(0), 0)
-            };
+            let entry =
+                |name: &&str| TensorEntry::whole((*name).into(), Dtype::F32, [2].as_slice().into(), FileId(0), 0);
             catalog.tensors = model.iter().map(entry).collect();
             catalog.state = dict(vec![("model", dict(model.iter().copied().zip((0..).map(tensor)).collect()))]);
             let numbers = (0..).zip(listed).map(|(number, _)| Value::Int(number)).collect();
