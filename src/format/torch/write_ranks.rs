@@ -215,8 +215,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             sharded_dims: makani.as_ref().map(|makani| &makani.sharded_dims),
         };
         let coordinate = coordinate.as_ref();
-        let meshes =
-            MeshWriter { mesh, style, rank, world_size, coordinate, key: 0, written_meshes: BTreeSet::new() };
+        let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, key: 0, written_meshes: BTreeSet::new() };
         let group = match (shared_dim, coordinate) {
             (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
             (None, _) => None,
