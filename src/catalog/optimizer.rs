@@ -88,7 +88,7 @@ fn groups_within(state: &Value, depth: usize) -> Option<Vec<Vec<Fqn>>> {
 }
 
 /// Returns the list `params` of each parameter group, or `None` if these lists do not contain names.
-fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
+pub(super) fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     let Value::List(groups) = groups else { return None };
     let names = |group: &Value| match group.as_dict()?.get(PARAMS)? {
         Value::List(names) => names.iter().map(|name| name.as_str().map(Fqn::from)).collect::<Option<Vec<_>>>(),

@@ -5,10 +5,10 @@
 
 use std::collections::HashMap;
 
-use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, named_groups, numbers};
+use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, named_groups, names_of, numbers};
 use super::owner::numbered_parameters;
 use super::path::key_text;
-use super::{Catalog, Fqn, Key, Path, Value, state_dict};
+use super::{Catalog, Dict, Fqn, Key, Path, Value, state_dict};
 
 /// The maximum number of keys above an optimizer state dict, as in `state.optimizers.0`.
 const DEPTH: usize = 4;
@@ -16,22 +16,33 @@ const DEPTH: usize = 4;
 /// Returns the paths of the optimizer state dicts whose parameters are numbers.
 #[must_use]
 pub fn numbered_optimizers(state: &Value) -> Vec<Path> {
+    optimizers(state, &|dict| numbers(dict).is_some())
+}
+
+/// Returns the paths of the optimizer state dicts whose parameters are names.
+#[must_use]
+pub fn named_optimizers(state: &Value) -> Vec<Path> {
+    optimizers(state, &|dict| dict.get(GROUPS).and_then(names_of).is_some())
+}
+
+/// Returns the paths of the dicts that `is_optimizer` accepts.
+fn optimizers(state: &Value, is_optimizer: &dyn Fn(&Dict) -> bool) -> Vec<Path> {
     let mut found = Vec::new();
-    find(state, &Path::default(), &mut found);
+    find(state, &Path::default(), is_optimizer, &mut found);
     found
 }
 
-fn find(value: &Value, path: &Path, found: &mut Vec<Path>) {
+fn find(value: &Value, path: &Path, is_optimizer: &dyn Fn(&Dict) -> bool, found: &mut Vec<Path>) {
     match value {
-        Value::Dict(dict) if numbers(dict).is_some() => found.push(path.clone()),
+        Value::Dict(dict) if is_optimizer(dict) => found.push(path.clone()),
         Value::Dict(dict) if path.0.len() < DEPTH => {
             for (key, child) in &dict.entries {
-                find(child, &path.child(Key::Name(key_text(key))), found);
+                find(child, &path.child(Key::Name(key_text(key))), is_optimizer, found);
             }
         }
         Value::List(items) if path.0.len() < DEPTH => {
             for (index, child) in (0..).zip(items) {
-                find(child, &path.child(Key::Index(index)), found);
+                find(child, &path.child(Key::Index(index)), is_optimizer, found);
             }
         }
         _ => {}
@@ -84,6 +95,40 @@ pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn])
     let numbers: HashMap<&Fqn, usize> = names.iter().enumerate().rev().map(|(number, name)| (name, number)).collect();
     let number = |key: &Value| Some(Value::Int((*numbers.get(&clean(key.as_str()?))?).try_into().ok()?));
     replace_parameters(state, optimizer, &number)
+}
+
+/// Replaces the names of an optimizer's parameters by numbers as in `optimizer.state_dict()`: one group after another, and
+/// in each group in the order of `model`. Returns false, and changes nothing, if the state has a name that no group lists.
+pub fn number_parameters(state: &mut Value, optimizer: &Path, model: &[Fqn]) -> bool {
+    let groups = optimizer.find(state).and_then(Value::as_dict).and_then(|dict| names_of(dict.get(GROUPS)?));
+    let Some(mut groups) = groups else { return false };
+    let positions: HashMap<Fqn, usize> = model.iter().map(|name| clean(name.as_str())).zip(0..).collect();
+    for group in &mut groups {
+        group.sort_by_key(|name| positions.get(&clean(name.as_str())).copied().unwrap_or(usize::MAX));
+    }
+    let names: Vec<Fqn> = groups.iter().flatten().map(|name| clean(name.as_str())).collect();
+    if !set_parameter_numbers(state, optimizer, &names) {
+        return false;
+    }
+    let Some(Value::Dict(dict)) = optimizer.find_mut(state) else { return true };
+    for (key, value) in &mut dict.entries {
+        match (key.as_str(), value) {
+            (Some(STATE), Value::Dict(states)) => states.entries.sort_by_key(|(key, _)| key.as_i64()),
+            (Some(GROUPS), Value::List(groups)) => groups.iter_mut().for_each(sort_params),
+            _ => {}
+        }
+    }
+    true
+}
+
+/// Sorts the numbers of a parameter group.
+fn sort_params(group: &mut Value) {
+    let Value::Dict(group) = group else { return };
+    for (key, params) in &mut group.entries {
+        if let (Some(PARAMS), Value::List(params)) = (key.as_str(), params) {
+            params.sort_by_key(Value::as_i64);
+        }
+    }
 }
 
 /// Replaces the keys of the state of an optimizer, and the items of `params` of its groups. Returns false, and changes

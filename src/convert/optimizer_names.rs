@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use super::source::ConversionSource;
 use crate::catalog::optimizer::{self, named_groups};
 use crate::catalog::parameter_names::{
-    numbered_optimizers, parameter_names, parameter_names_like, set_parameter_names, set_parameter_numbers,
+    named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
+    set_parameter_names, set_parameter_numbers,
 };
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::clean_name;
@@ -77,6 +78,35 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) {
         }
         rename_entries(selected);
     }
+}
+
+/// Gives the optimizers of the selection numbers, if SRC has state of flat parameters beside a sharded model: such an
+/// optimizer has numbers in SRC. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model.
+pub fn number_flat_optimizers(source: &mut ConversionSource) {
+    if source.checkpoint.catalog.flat.is_none() {
+        return;
+    }
+    let selected = &mut source.selection.catalog;
+    let model = state_dict::model(&selected.state).tensors;
+    let parameters: HashMap<&Fqn, TensorId> = model.iter().map(|(name, id)| (name, *id)).collect();
+    // The numbers do not lead to the parameters, so the state gets the layout of its parameter first.
+    let mut followers = Vec::new();
+    tensors(&selected.state, &Path::default(), &mut |path, id| {
+        let parameter = optimizer::optimizer_parameter(path).and_then(|name| parameters.get(&name));
+        followers.extend(parameter.map(|parameter| (id, *parameter)));
+    });
+    for (id, parameter) in followers {
+        let parameter = selected.tensor(parameter);
+        if parameter.shape == selected.tensor(id).shape {
+            let sharding = parameter.sharding.clone();
+            selected.tensors[id.0 as usize].sharding = sharding;
+        }
+    }
+    let model: Vec<Fqn> = model.into_iter().map(|(name, _)| name).collect();
+    for optimizer in named_optimizers(&selected.state) {
+        number_parameters(&mut selected.state, &optimizer, &model);
+    }
+    rename_entries(selected);
 }
 
 /// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components.

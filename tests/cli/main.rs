@@ -12,6 +12,7 @@ mod bad_input;
 mod contract;
 mod conversions;
 mod docs;
+mod flat_optimizer;
 mod folders;
 mod fsdp_flat;
 mod inspect;

@@ -104,6 +104,26 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
     Ok(whole)
 }
 
+/// Lays out an optimizer whose model is not flattened.
+///
+/// # Errors
+/// `Conflict` if the state of two parameters differs, of which the target stores one value.
+pub fn reserve_optimizer(
+    source: &ConversionSource,
+    part: &PartTarget,
+    layout: &FlatLayout,
+    run: &Run<'_>,
+) -> Result<Reservation> {
+    let wanted = &source.selection.catalog;
+    let names = part.names.as_ref().expect("rank files have names");
+    let name = &|rank: Rank| PathBuf::from(names.render(rank.0, layout.world_size));
+    let target = FlatTarget { layout, model: None, gradients: None, name };
+    for (kept, other) in fsdp_flat::survey(wanted, &part.state, &target)?.merged {
+        require_same(source, kept, other, run)?;
+    }
+    fsdp_flat::reserve(wanted, &part.state, target)
+}
+
 /// Checks that two tensors are equal. Only `kept` is written, because the two tensors share one position in a flat
 /// parameter.
 fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {

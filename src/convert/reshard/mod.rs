@@ -5,6 +5,7 @@
 mod attention_heads;
 mod class;
 mod flat;
+mod flat_optimizer;
 mod like;
 mod mesh_and_rules;
 mod placement_report;
@@ -15,7 +16,7 @@ mod tensor_context;
 
 use super::differing_values::TargetFiles;
 use super::fill::with_others;
-use super::optimizer_names::name_for_dcp;
+use super::optimizer_names::{name_for_dcp, number_flat_optimizers};
 use super::prepared::Prepared;
 use super::run::Run;
 use super::source::ConversionSource;
@@ -23,15 +24,15 @@ use super::source_options::check_flat;
 use super::target_format::{holds_whole_tensors, target_format};
 use super::target_parts::{self, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::whole::check_tied;
-use super::{partial_values, tied};
-use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
+use super::{flatten, partial_values, tied};
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry, state_dict};
 use crate::convert::options::{ConvertOptions, ReshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::distinct_tiles::HeldTile;
 use crate::layout::rules::MeshLayout;
-use crate::progress::Progress;
 use crate::publish::DestinationKind;
 use crate::select::Wrappers;
 use attention_heads::AttentionHeads;
@@ -71,7 +72,7 @@ pub fn prepare(
     let stores_names =
         to.tensors() == TensorStorage::Boxes && source.checkpoint.format.tensors() != TensorStorage::Boxes;
     let notes_of_names = if stores_names { name_for_dcp(&mut source) } else { Vec::new() };
-    let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
+    let of_flat = holds_flat_state(&source).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
     let (layout, notes_of_layout) = target_layout(args, &source)?;
@@ -91,7 +92,11 @@ pub fn prepare(
     if to.entry().names_tensors_by_rank {
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
-    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, run.progress)?;
+    let flat_optimizer = flat_optimizer::target_layout(args, &source, &layout.mesh, to)?;
+    if flat_optimizer.is_none() && to == Format::TorchRanks && source.checkpoint.format == Format::TorchRanks {
+        number_flat_optimizers(&mut source);
+    }
+    let (mut reservation, more) = reserve(&source, &layout, &job, (wrappers, class, to), flat_optimizer.as_ref(), run)?;
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
@@ -108,6 +113,17 @@ fn gives_shapes_only(source: &ConversionSource) -> bool {
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
+}
+
+/// Returns true if SRC has flat parameters, or state of flat parameters beside a model that is not in ShardedTensors. The
+/// files do not record a class for such state.
+fn holds_flat_state(source: &ConversionSource) -> bool {
+    let Checkpoint { catalog, format, .. } = &source.checkpoint;
+    let has_sharded_model = || {
+        let model = state_dict::model(&catalog.state).tensors;
+        model.iter().any(|(_, id)| catalog.tensor(*id).class == Class::ShardedTensor)
+    };
+    format.tensors() == TensorStorage::Flat || catalog.flat.is_some() && !has_sharded_model()
 }
 
 /// Returns true if the rank files are for a job with `NO_SHARD`: the checkpoint of `--like`, otherwise SRC, consists of
@@ -128,10 +144,9 @@ fn reserve(
     source: &ConversionSource,
     layout: &MeshLayout,
     job: &LoadingJob,
-    wrappers: Wrappers,
-    class: Option<Class>,
-    to: Format,
-    progress: &dyn Progress,
+    (wrappers, class, to): (Wrappers, Option<Class>, Format),
+    flat_optimizer: Option<&FlatLayout>,
+    run: &Run<'_>,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
@@ -139,10 +154,19 @@ fn reserve(
         PlacementResolver::new(wanted, layout, wrappers, class).like(like).left_out(&source.selection.left_out.tensors);
     let mut resolver = resolver.plan(source.checkpoint.format.order())?;
     for detail in resolver.details() {
-        progress.detail(&detail);
+        run.progress.detail(&detail);
     }
     let mut whole = Reservation::default();
+    let mut notes = Vec::new();
     for part in parts(source, to) {
+        if let Some(flat) = flat_optimizer.filter(|_| flat_optimizer::is_optimizer(&part)) {
+            whole.append(&part.folder, flatten::reserve_optimizer(source, &part, flat, run)?);
+            notes.push(format!(
+                "`{}` has state of FSDP1's flat parameters, also in DST; for a job with FSDP2, use options::tensor_class dtensor",
+                part.at
+            ));
+            continue;
+        }
         let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
         let reservation = writer.reserve(ShardedTarget {
             source: wanted,
@@ -156,7 +180,8 @@ fn reserve(
         whole.append(&part.folder, reservation);
     }
     partial_values::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
-    Ok((whole, resolver.finish(AttentionHeads::of(&source.checkpoint)?)?))
+    notes.extend(resolver.finish(AttentionHeads::of(&source.checkpoint)?)?);
+    Ok((whole, notes))
 }
 
 /// Chooses the layout of each tensor in one part of the state dict (a series of rank files, or a folder).

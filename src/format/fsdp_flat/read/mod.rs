@@ -15,6 +15,7 @@ mod known;
 mod like;
 mod optimizer;
 mod recover;
+mod sharded_model;
 mod survey;
 mod totals;
 mod unflatten;
@@ -30,6 +31,7 @@ use crate::format::torch::RankFile;
 use known::ModelKnowledge;
 use like::LikeModel;
 use optimizer::OptimizerOrder;
+use sharded_model::{ShardedModel, assumed_ties};
 use survey::{FlatState, survey};
 
 /// The files of all ranks of one series.
@@ -65,14 +67,15 @@ pub fn read(
 ) -> Result<Unflattened> {
     let mut found = Unflattened::default();
     let candidates = Candidates::find(series)?;
-    let skipped_models: Vec<FlatState> = match candidates.need_model(series).then(model_beside).transpose()? {
-        Some(Some(files)) => survey(&files)?,
-        _ => Vec::new(),
-    };
+    let skipped_model = candidates.need_model(series).then(model_beside).transpose()?.flatten().unwrap_or_default();
+    let skipped_models: Vec<FlatState> = survey(&skipped_model)?;
     let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&skipped_models).collect();
     found.has_flat_params = !all.is_empty();
     let known = ModelKnowledge::find(folder, knowledge, &all)?;
     if all.is_empty() {
+        if let Some(model) = candidates.sharded_model(series, &skipped_model) {
+            return candidates.unflatten_beside(&model, folder, series, &known, knowledge);
+        }
         match &known {
             // Without flat parameters, the layout is still needed for optimizer state and gradients: under NO_SHARD, or
             // if no series has a model.
@@ -137,6 +140,56 @@ impl Candidates {
     fn need_model(&self, series: &[SeriesFiles]) -> bool {
         let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
         self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
+    }
+
+    /// Returns the model with sharded parameters that is beside optimizer state of flat parameters. `skipped` has the
+    /// files of the model series, if no given series has the model.
+    fn sharded_model(&self, series: &[SeriesFiles], skipped: &[RankFile]) -> Option<ShardedModel> {
+        let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
+        if self.optimizers.is_empty() || !self.optimizers.iter().all(may_be_flat) {
+            return None;
+        }
+        series.iter().map(|own| &*own.files).chain([skipped]).find_map(ShardedModel::find)
+    }
+
+    /// Replaces the optimizer state of flat parameters beside a model with sharded parameters.
+    fn unflatten_beside(
+        &self,
+        model: &ShardedModel,
+        folder: &Path,
+        series: &mut [SeriesFiles],
+        known: &ModelKnowledge,
+        knowledge: &FlatKnowledge,
+    ) -> Result<Unflattened> {
+        let mut found = Unflattened::default();
+        for (index, at) in &self.optimizers {
+            let files = &mut series[*index].files;
+            let layout = match known {
+                ModelKnowledge::Document { layout, .. } => Ok(model.with_sizes(layout)),
+                ModelKnowledge::Like(_) | ModelKnowledge::Unknown => model.layout(files, at),
+            };
+            let unflattened = layout.and_then(|mut layout| {
+                let default = default_optimizer_order(None, &layout);
+                let order = OptimizerOrder { default: default.as_deref(), plain: None };
+                layout.optimizer = Some(optimizer::unflatten(files, at, &layout, order)?);
+                Ok(layout)
+            });
+            match unflattened {
+                Ok(layout) => {
+                    found.warnings.extend(assumed_ties(&layout));
+                    found.layout = Some(layout);
+                }
+                Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw => {
+                    optimizer::drop_state(files, at);
+                    found.warnings.push(format!("{what}; its state is left out"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        if let Some(layout) = &found.layout {
+            check_counts(folder, series, layout, &known.describe())?;
+        }
+        Ok(found)
     }
 
     /// Returns whether every series has optimizer state or gradients.

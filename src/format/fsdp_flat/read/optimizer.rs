@@ -54,7 +54,7 @@ pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
 }
 
 /// Returns the state of the optimizer at a path.
-fn optimizer_state<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
+pub fn optimizer_state<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
     at.find(value)?.as_dict()?.get(STATE)
 }
 
@@ -66,7 +66,7 @@ fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Va
 
 /// Returns the parameter numbers of each group. Returns `None` if the dict is not the state dict of an optimizer, or if
 /// the optimizer refers to parameters by name.
-fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
+pub fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
     };

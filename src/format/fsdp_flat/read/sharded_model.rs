@@ -1,0 +1,266 @@
+//! Finds the flat layout of an FSDP1 job whose model was saved with `SHARDED_STATE_DICT`, and whose optimizer was saved
+//! with `optimizer.state_dict()`. verl saves such checkpoints.
+//!
+//! The model is in DTensors or ShardedTensors, but the optimizer has state of flat parameters. The state dict of the
+//! model records everything that a flat layout needs: `_metadata` lists the modules in the order of registration and
+//! shows which of them FSDP1 wraps, and the tensors have names and shapes. The lengths of the optimizer state are checked
+//! against the layout, and show which parameters are tied. Unit of lengths: elements.
+//!
+//! Source: `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp/_flat_param.py`.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path as FilePath, PathBuf};
+
+use super::optimizer::{group_numbers, optimizer_state};
+use super::survey::{innermost_unit, visit_dicts};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
+use crate::catalog::modules::{metadata, module_of, registered_modules};
+use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
+use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
+use crate::error::Result;
+use crate::format::fsdp_flat::unknown_layout_error;
+use crate::format::torch::{RankFile, TensorNode};
+use crate::layout::flat::FlatParameter;
+use crate::layout::{Dims, Placement, TensorDim};
+
+/// The model of an FSDP1 job, as its state dict with sharded parameters describes it.
+#[derive(Debug)]
+pub struct ShardedModel {
+    file: PathBuf,
+    /// The units with their parameters, in the order of registration. A tied parameter is in the list under each of its
+    /// names.
+    units: Vec<FlatUnit>,
+    /// The names of all parameters, in the order of registration.
+    names: Vec<Fqn>,
+    /// The number of ranks that shard a parameter, and the number of ranks in the job.
+    sizes: (u32, u32),
+}
+
+/// For each rank and each parameter number with state: the length of the first 1-d tensor in the state.
+type StateLengths = HashMap<(u32, i64), u64>;
+
+impl ShardedModel {
+    /// Finds the model in the files of a series. Returns `None` if no file has a model with sharded parameters and
+    /// modules that FSDP1 wraps.
+    pub fn find(files: &[RankFile]) -> Option<Self> {
+        let file = files.first()?;
+        let mut found = None;
+        visit_dicts(&file.contents.value, &Path::default(), &mut |_, dict| {
+            if found.is_none() {
+                found = Self::from_state_dict(file, dict, files.len() == 1);
+            }
+        });
+        found
+    }
+
+    /// Finds the model in a state dict. If the job has one rank, its parameters are plain tensors.
+    fn from_state_dict(file: &RankFile, dict: &Dict, is_only_rank: bool) -> Option<Self> {
+        let paths = metadata(dict)?.entries.iter().filter_map(|(path, _)| path.as_str());
+        let wrapped = |path: &str| Some(path.strip_suffix(FSDP_WRAPPED)?.trim_end_matches('.').to_owned());
+        let modules: Vec<String> = paths.filter_map(wrapped).map(|path| clean_name(&path)).collect();
+        let known: HashSet<&str> = modules.iter().map(String::as_str).collect();
+        let mut registered: HashMap<String, usize> = HashMap::new();
+        for (position, module) in registered_modules(dict)?.into_iter().enumerate() {
+            registered.entry(module).or_insert(position);
+        }
+        let mut sizes = None;
+        let mut params: Vec<(FlatParam, Dtype)> = Vec::new();
+        for (key, value) in &dict.entries {
+            let (Some(key), Value::Tensor(id)) = (key.as_str(), value) else { continue };
+            let (shape, dtype, own_sizes) = match &file.contents.tensors[id.0 as usize] {
+                TensorNode::Plain(view) if is_only_rank => (view.sizes.clone(), view.dtype, (1, 1)),
+                found => match sharded(found) {
+                    Some(found) => found,
+                    None => continue,
+                },
+            };
+            if *sizes.get_or_insert(own_sizes) != own_sizes {
+                return None;
+            }
+            params.push((FlatParam { fqn: clean_name(key).into(), shape, stride: None }, dtype));
+        }
+        params.sort_by_cached_key(|(param, _)| {
+            registered.get(module_of(param.fqn.as_str())).copied().unwrap_or(usize::MAX)
+        });
+        let names = params.iter().map(|(param, _)| param.fqn.clone()).collect();
+        let mut units: Vec<FlatUnit> = modules.iter().map(|module| FlatUnit::new(module.as_str(), None)).collect();
+        let positions: HashMap<&str, usize> = modules.iter().map(String::as_str).zip(0..).collect();
+        for (param, dtype) in params {
+            let unit = &mut units[positions[innermost_unit(module_of(param.fqn.as_str()), &known)?]];
+            unit.dtype.get_or_insert(dtype);
+            unit.params.push(param);
+        }
+        units.retain(|unit| !unit.params.is_empty());
+        Some(Self { file: file.path.clone(), units, names, sizes: sizes? })
+    }
+}
+
+impl ShardedModel {
+    /// Returns the flat layout of the optimizer at a path. With `use_orig_params` the optimizer numbers parameters,
+    /// otherwise it numbers flat parameters; the number of parameters and the lengths of their state show which.
+    ///
+    /// # Errors
+    /// `Unsupported` if no layout matches the number of parameters and the lengths, or if several match.
+    pub fn layout(&self, files: &[RankFile], at: &Path) -> Result<FlatLayout> {
+        let lengths = state_lengths(files, at);
+        let first = files.first().and_then(|file| at.find(&file.contents.value)?.as_dict());
+        let groups = first.and_then(group_numbers).unwrap_or_default();
+        let count = groups.iter().flatten().count();
+        let found = if count == self.units.len() { self.flat(&lengths) } else { None };
+        let Some((mut layout, numbered)) = found.or_else(|| self.views(count, &lengths)) else {
+            return Err(unknown_layout_error(format!(
+                "{}: the optimizer has {count} parameters, and its state does not match the {} units with {} parameters of \
+                 the model in {}",
+                files.first().map_or(FilePath::new(""), |file| &file.path).display(),
+                self.units.len(),
+                self.names.len(),
+                self.file.display()
+            )));
+        };
+        let name = |number: &i64| numbered.get(usize::try_from(*number).ok()?).cloned();
+        layout.optimizer = groups.iter().map(|group| group.iter().map(name).collect()).collect();
+        Ok(layout)
+    }
+
+    /// Returns the layout without `use_orig_params` that matches the lengths, and the names of its flat parameters.
+    fn flat(&self, lengths: &StateLengths) -> Option<(FlatLayout, Vec<Fqn>)> {
+        let group = u64::from(self.sizes.0);
+        let unit = |(unit, number): (&FlatUnit, i64)| {
+            let fits = |unit: &FlatUnit| {
+                let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
+                let expected = FlatParameter::new(&numels, None, group).map(|flat| flat.shard_len());
+                (0..self.sizes.1).all(|rank| lengths.get(&(rank, number)).is_none_or(|len| Some(*len) == expected))
+            };
+            if fits(unit) { Some(unit.clone()) } else { only(tied(unit).filter(fits)) }
+        };
+        let units = self.units.iter().zip(0..).map(unit).collect::<Option<Vec<_>>>()?;
+        let names = units.iter().map(FlatUnit::key).collect();
+        Some((self.with_units(units, false), names))
+    }
+
+    /// Returns the layout with `use_orig_params` that matches the lengths, and the names of its parameters.
+    fn views(&self, count: usize, lengths: &StateLengths) -> Option<(FlatLayout, Vec<Fqn>)> {
+        let aligned = |units: &[FlatUnit]| {
+            let fitting = |align| {
+                let units = units.iter().map(|unit| FlatUnit { align_numel: align, ..unit.clone() }).collect();
+                let layout = self.with_units(units, true);
+                let shared: HashSet<&Fqn> =
+                    layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
+                let names: Vec<Fqn> = self.names.iter().filter(|name| !shared.contains(name)).cloned().collect();
+                (names.len() == count && views_fit(&layout, &names, lengths)).then_some((layout, names))
+            };
+            // The default is 16 bytes of the parameter's dtype; mixed precision changes it to 16 bytes of another dtype.
+            [None, Some(8), Some(4), Some(2)].into_iter().find_map(fitting)
+        };
+        if count == self.names.len() {
+            return aligned(&self.units);
+        }
+        let with_tie = |index: usize| {
+            tied(&self.units[index]).filter_map(move |unit| {
+                let mut units = self.units.clone();
+                units[index] = unit;
+                aligned(&units)
+            })
+        };
+        only((0..self.units.len()).flat_map(with_tie))
+    }
+
+    /// Returns a layout of this model with the numbers of ranks of the files.
+    pub fn with_sizes(&self, layout: &FlatLayout) -> FlatLayout {
+        let (shard_group_size, world_size) = self.sizes;
+        FlatLayout { world_size, shard_group_size, ..layout.clone() }
+    }
+
+    fn with_units(&self, units: Vec<FlatUnit>, use_orig_params: bool) -> FlatLayout {
+        let (shard_group_size, world_size) = self.sizes;
+        FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer: None }
+    }
+}
+
+/// Returns a warning for each pair of parameters of a layout that the lengths of the optimizer state show to be tied.
+pub fn assumed_ties(layout: &FlatLayout) -> Vec<String> {
+    let shared = layout.units.iter().flat_map(|unit| &unit.shared);
+    let warning = |SharedName { fqn, with }: &SharedName| {
+        format!("`{fqn}` is assumed to be tied to `{with}`, because the optimizer has state for only one of the two")
+    };
+    shared.map(warning).collect()
+}
+
+/// Returns the only item of an iterator.
+fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
+    items.next().filter(|_| items.next().is_none())
+}
+
+/// Returns the unit with two of its parameters tied, for each shape of two or more dims that exactly two parameters have.
+fn tied(unit: &FlatUnit) -> impl Iterator<Item = FlatUnit> + '_ {
+    let mut by_shape: HashMap<&Dims, Vec<usize>> = HashMap::new();
+    for (index, param) in unit.params.iter().enumerate().filter(|(_, param)| param.shape.len() > 1) {
+        by_shape.entry(&param.shape).or_default().push(index);
+    }
+    let pairs = by_shape.into_values().filter_map(|indices| <[usize; 2]>::try_from(indices).ok());
+    pairs.map(|[first, second]| {
+        let mut unit = unit.clone();
+        let FlatParam { fqn, .. } = unit.params.remove(second);
+        unit.shared.push(SharedName { fqn, with: unit.params[first].fqn.clone() });
+        unit
+    })
+}
+
+/// Returns whether the state of each parameter is as long as the rank's part of the parameter.
+fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool {
+    let numbers: HashMap<&Fqn, i64> = names.iter().zip(0..).collect();
+    let unit_fits = |unit: &FlatUnit| {
+        let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
+        let Some(flat) = unit
+            .align_numel()
+            .and_then(|align| FlatParameter::new(&numels, Some(align), layout.shard_group_size.into()))
+        else {
+            return false;
+        };
+        unit.params.iter().zip(flat.params()).all(|(param, whole)| {
+            (0..layout.world_size).all(|rank| {
+                let shard = flat.shard(layout.shard_of(rank));
+                let expected = whole.end.min(shard.end).saturating_sub(whole.start.max(shard.start));
+                lengths.get(&(rank, numbers[&param.fqn])).is_none_or(|len| *len == expected)
+            })
+        })
+    };
+    layout.units.iter().all(unit_fits)
+}
+
+/// Returns the lengths of the state of the optimizer at a path.
+fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
+    let mut lengths = HashMap::new();
+    for file in files {
+        let states = optimizer_state(&file.contents.value, at).and_then(Value::as_dict);
+        for (key, state) in states.iter().flat_map(|states| &states.entries) {
+            let first = state.tensor_ids().into_iter().find_map(|id| match &file.contents.tensors[id.0 as usize] {
+                TensorNode::Plain(view) if view.sizes.len() == 1 => Some(view.sizes[0]),
+                _ => None,
+            });
+            if let (Some(rank), Some(number), Some(len)) = (file.rank, key.as_i64(), first) {
+                lengths.insert((rank.0, number), len);
+            }
+        }
+    }
+    lengths
+}
+
+/// Returns the shape and dtype of a parameter that FSDP1 shards, the number of ranks that shard it, and the number of
+/// ranks in the job.
+fn sharded(node: &TensorNode) -> Option<(Dims, Dtype, (u32, u32))> {
+    match node {
+        TensorNode::Sharded { dtype, shape, group, .. } => Some((shape.clone(), *dtype, group.sizes?)),
+        // Under `HYBRID_SHARD`, the first mesh dim has the replicas.
+        TensorNode::Distributed { local, shape, mesh, placements } => {
+            let mesh = &mesh.mesh;
+            let (last, others) = placements.split_last()?;
+            let is_fsdp = *last == Placement::Shard(TensorDim(0))
+                && others.iter().all(|placement| *placement == Placement::Replicate)
+                && mesh.ranks_are_row_major();
+            let sizes = (u32::try_from(*mesh.shape().last()?).ok()?, mesh.job_size());
+            is_fsdp.then(|| (shape.clone(), local.dtype, sizes))
+        }
+        TensorNode::Plain(_) | TensorNode::Unreadable(_) => None,
+    }
+}

@@ -1,0 +1,143 @@
+//! Optimizer state of FSDP1's flat parameters beside a model that `SHARDED_STATE_DICT` saved, as verl saves it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use crate::common::outcome::copy_all;
+use crate::common::{Tensor, Truth, assert_same, expect, fixture, inspect, read, succeed};
+use crate::contract::assert_contains;
+
+/// The checkpoints, and the value of `use_orig_params`.
+const CHECKPOINTS: [(&str, bool); 2] = [("verl_fsdp1", false), ("verl_fsdp1_orig", true)];
+
+/// Returns the model and the optimizer state of a checkpoint.
+fn truth(name: &str) -> BTreeMap<String, Tensor> {
+    Truth::load(&format!("trainers/{name}.truth")).tensors
+}
+
+/// Returns the model and the optimizer state that `unshard` writes.
+fn unsharded(source: &Path) -> BTreeMap<String, Tensor> {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("all.pt");
+    succeed("unshard", &[source, &made], "--series model,optim");
+    read(&made)
+}
+
+/// Returns the lengths of the first moments in the optimizer file of a rank.
+fn lengths(actor: &Path, ranks: u32, rank: u32) -> BTreeMap<String, u64> {
+    let file = actor.join(format!("optim_world_size_{ranks}_rank_{rank}.pt"));
+    let moments = read(&file).into_iter().filter_map(|(name, tensor)| {
+        let number = name.strip_prefix("state.")?.strip_suffix(".exp_avg")?;
+        Some((number.to_owned(), tensor.shape.iter().product()))
+    });
+    moments.collect()
+}
+
+#[test]
+fn optimizer_state_has_the_names_and_shapes_of_parameters() {
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        assert_same(&unsharded(&source), &truth(name), name);
+        assert_contains(&succeed("verify", &[&source], "").stderr, &["sound: 85 tensors"]);
+        let listed = inspect(&source, "--series all");
+        assert_eq!(
+            listed["tensors"]["optim.state.model.layers.1.mlp.up_proj.weight.exp_avg"]["shape"][0], 25,
+            "{name}"
+        );
+    }
+}
+
+/// `reshard` writes state of the flat parameters of the new job. The lengths are those of verl on 3 ranks.
+#[test]
+fn resharded_optimizer_has_state_of_flat_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, use_orig_params) in CHECKPOINTS {
+        let (there, back) = (folder.path().join(name), folder.path().join(format!("{name}_back")));
+        let source = fixture(&format!("trainers/{name}"));
+        let run = succeed("reshard", &[&source, &there], "--mesh fsdp=3");
+        assert_contains(&run.stderr, &["`optim` has state of FSDP1's flat parameters, also in DST"]);
+        assert_same(&unsharded(&there), &truth(name), name);
+        let first = lengths(&there, 3, 0);
+        if use_orig_params {
+            // The root unit has 615 elements of the embedding, 1 of padding, 15 of the norm, and 615 of the head.
+            assert_eq!([first["0"], lengths(&there, 3, 1)["0"]], [416, 199]);
+            assert!(!first.contains_key("20"), "rank 0 has nothing of the head");
+        } else {
+            // The units have 1245, 1635 and 1635 elements.
+            assert_eq!([first["0"], first["1"], first["2"]], [415, 545, 545]);
+        }
+        succeed("reshard", &[&there, &back], "--mesh fsdp=2");
+        let actor = source.join("global_step_2/actor");
+        for rank in 0..2 {
+            let file = format!("optim_world_size_2_rank_{rank}.pt");
+            assert_same(&read(&back.join(&file)), &read(&actor.join(&file)), name);
+        }
+    }
+}
+
+/// For a job with FSDP2, the state is in DTensors with numbers in the order of the model.
+#[test]
+fn optimizer_of_another_layout_has_numbers_of_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        for (number, options) in
+            ["--mesh fsdp=4 --tensor-class dtensor", "--mesh dp=2,tp=2 --placements S(0),R"].into_iter().enumerate()
+        {
+            let made = folder.path().join(format!("{name}{number}"));
+            succeed("reshard", &[&source, &made], options);
+            let listed = inspect(&made, "--series all");
+            // The parameters of the root unit are the first, the last but one, and the last of the model.
+            for (number, rows) in [("0", 41), ("1", 12), ("19", 15), ("20", 41)] {
+                let moment = &listed["tensors"][format!("optim.state.{number}.exp_avg")];
+                assert_eq!(moment["shape"][0], rows, "{name} {options}");
+                assert!(moment["placements"].as_str().unwrap().starts_with("S(0)"), "{name} {options}: {moment}");
+            }
+            assert_contains(&succeed("verify", &[&source, &made], "--series all").stderr, &["the same: 85 tensors"]);
+        }
+        let dcp = folder.path().join(format!("{name}_dcp"));
+        succeed("reshard", &[&source, &dcp], "--mesh fsdp=4 --to dcp");
+        let mut found = read(&dcp);
+        found.retain(|name, _| !name.starts_with("extra_state."));
+        assert_same(&found, &truth(name), name);
+    }
+}
+
+/// The layout in the job gives the same result as the layout that dtshard finds.
+#[test]
+fn given_flat_layout_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        let layout = fixture(&format!("trainers/{name}.flat_layout.json"));
+        let made = folder.path().join(name);
+        succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --flat-layout {}", layout.display()));
+        assert_same(&unsharded(&made), &truth(name), name);
+    }
+}
+
+/// State of other lengths, and a rank without an optimizer file, are refused. The model can still be read.
+#[test]
+fn state_that_does_not_match_the_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (actor, made) = (folder.path().join("actor"), folder.path().join("made"));
+    copy_all(&fixture("trainers/verl_fsdp1_orig/global_step_2/actor"), &actor);
+    let [first, second] = [0, 1].map(|rank| actor.join(format!("optim_world_size_2_rank_{rank}.pt")));
+    // The file of rank 0 has the parts of rank 1.
+    fs::copy(&second, &first).unwrap();
+    let refused = expect(2, "reshard", &[&actor, &made], "--mesh fsdp=3").stderr;
+    assert_contains(
+        &refused,
+        &[
+            "the optimizer has 21 parameters, and its state does not match the 3 units with 21 parameters",
+            "--flat-layout",
+        ],
+    );
+    let listed = succeed("inspect", &[&actor], "--series all").stderr;
+    assert_contains(&listed, &["its state does not match the 3 units", "its state is left out"]);
+    fs::remove_file(&second).unwrap();
+    assert_contains(&expect(2, "reshard", &[&actor, &made], "--mesh fsdp=3").stderr, &["rank 1"]);
+    assert!(!made.exists());
+    succeed("consolidate", &[&actor, &made], "");
+}
