@@ -171,7 +171,8 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
 
 /// Returns the files to copy beside the weights (configuration, tokenizer). These files are taken from the folder of
 /// `--assets`; without that option, from the source's folder, from `huggingface` in it, and from its parent folders up
-/// to the folder that the user named.
+/// to the folder that the user named. The configuration of a training run is not copied, because loaders would take it for
+/// the configuration of the model.
 fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),
@@ -193,7 +194,9 @@ fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Side
             }
             for entry in lookup::list(&within)? {
                 let to = name.join(&entry.name);
-                if is_asset(&to) && !found.contains_key(&to) && entry.is_file()? {
+                let is_new = is_asset(&to) && !found.contains_key(&to) && entry.is_file()?;
+                let is_found = matches!(args.assets, Assets::Found);
+                if is_new && !(is_found && to == Path::new(CONFIG) && model_config::is_of_training(&entry.path)?) {
                     found.insert(to.clone(), carried_file(checkpoint, entry.path, to)?);
                 }
             }

@@ -1,6 +1,6 @@
 //! Lookup of a model's configuration, which is `config.json` in the folder of the weights.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
@@ -43,12 +43,25 @@ pub fn read(checkpoint: &Checkpoint) -> Result<Option<Json>> {
     for folder in folders(checkpoint)? {
         let file = folder.join(CONFIG);
         if lookup::is_file(&file)? {
-            if regular_file(&file)?.len() >= MAX_BYTES {
-                return Ok(None);
-            }
-            let text = std::fs::read(&file).map_err(lookup::refused("read", &file))?;
-            return Ok(serde_json::from_slice(&text).ok());
+            return read_file(&file);
         }
     }
     Ok(None)
+}
+
+fn read_file(file: &Path) -> Result<Option<Json>> {
+    if regular_file(file)?.len() >= MAX_BYTES {
+        return Ok(None);
+    }
+    let text = std::fs::read(file).map_err(lookup::refused("read", file))?;
+    Ok(serde_json::from_slice(&text).ok())
+}
+
+/// Returns whether a file is the configuration of a training run with OLMo-core, which has the same name as the
+/// configuration of a model. It names the class of each of its parts.
+///
+/// # Errors
+/// `Io` if the file cannot be read.
+pub fn is_of_training(file: &Path) -> Result<bool> {
+    Ok(read_file(file)?.is_some_and(|config| config.pointer("/model/_CLASS_").is_some()))
 }

@@ -80,12 +80,9 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) {
     }
 }
 
-/// Gives the optimizers of the selection numbers, if SRC has state of flat parameters beside a sharded model: such an
-/// optimizer has numbers in SRC. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model.
+/// Gives the optimizers of the selection numbers, as optimizers with state of flat parameters have in SRC. Jobs that save
+/// `optimizer.state_dict()` number the parameters in the order of the model.
 pub fn number_flat_optimizers(source: &mut ConversionSource) {
-    if source.checkpoint.catalog.flat.is_none() {
-        return;
-    }
     let selected = &mut source.selection.catalog;
     let model = state_dict::model(&selected.state).tensors;
     let parameters: HashMap<&Fqn, TensorId> = model.iter().map(|(name, id)| (name, *id)).collect();

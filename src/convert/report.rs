@@ -141,7 +141,8 @@ pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
     let differing = &source.conflicts.dropped_tensors;
     let differing_number = (!differing.is_empty()).then(|| format!("{} (differing)", count(differing.len(), "tensor")));
-    let groups = tensors.chain(differing_number).chain(number).chain(series).collect();
+    let folders = source.checkpoint.skipped_folders.iter().map(|name| format!("folder {name}"));
+    let groups = tensors.chain(differing_number).chain(number).chain(series).chain(folders).collect();
     (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
 }
 
@@ -247,7 +248,9 @@ impl<'a> ReportSource<'a> {
         let objects = (!reservation.left_out.is_empty()).then_some("options::to torch also writes objects");
         let has_series = !source.checkpoint.skipped_series.is_empty();
         let series = has_series.then_some("options::series all also reads the other series");
-        let remedies: Vec<&str> = [tensors, objects, series].into_iter().flatten().collect();
+        let has_folders = !source.checkpoint.skipped_folders.is_empty();
+        let folders = has_folders.then_some("options::series all also reads the other folders");
+        let remedies: Vec<&str> = [tensors, objects, series, folders].into_iter().flatten().collect();
         (!remedies.is_empty()).then(|| remedies.join("; "))
     }
 

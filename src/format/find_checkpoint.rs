@@ -9,7 +9,8 @@
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer
 //! (`checkpoint-N`), accelerate (`checkpoints/checkpoint_N`; `pytorch_model_fsdp_N` beside `optimizer_N`,
-//! `utils/fsdp_utils.py`), OLMo-core (`stepN/model_and_optim`), Composer (`epE-baB`, and links `latest-rankR.pt`).
+//! `utils/fsdp_utils.py`), OLMo-core (`stepN/model_and_optim`), Composer (`epE-baB`, and links `latest-rankR.pt`),
+//! torchtune (`epoch_N`, `dist_epoch_N`).
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ use super::detect::{detect, has_lone_files, lone_file, look};
 use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
 use super::rank_names::is_composer_step;
-use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
+use super::{Format, RankName, ReadOptions, SeriesChoice, folder_of, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
@@ -42,6 +43,15 @@ pub struct CheckpointLocation {
     pub root: PathBuf,
     /// The folders of the checkpoint, relative to the root, each with the files that were detected in the folder.
     pub folders: Vec<(PathBuf, DetectedFiles)>,
+    /// The names of folders beside the root that also belong to the checkpoint, and are not read.
+    pub skipped_folders: Vec<String>,
+}
+
+impl CheckpointLocation {
+    /// Returns the location of a checkpoint that is in one file or folder.
+    fn single(root: PathBuf, found: DetectedFiles) -> Self {
+        Self { root, folders: vec![(PathBuf::new(), found)], skipped_folders: Vec::new() }
+    }
 }
 
 /// The maximum depth of nested folders. Real checkpoints are three folders deep.
@@ -62,7 +72,7 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     let mut with_only_subfolder: Vec<PathBuf> = Vec::new();
     for _ in 0..MAX_DEPTH {
         if let Some(found) = look(&at, from)? {
-            return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
+            return Ok(CheckpointLocation::single(at, found));
         }
         let names = subfolders(&at)?;
         if let Some(place) = accelerate(&at, &names, options)? {
@@ -72,7 +82,7 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
             Some(next) => at.push(next),
             None if has_lone_files(&at)? => {
                 let found = lone_file(&at, from)?;
-                return Ok(CheckpointLocation { root: at, folders: vec![(PathBuf::new(), found)] });
+                return Ok(CheckpointLocation::single(at, found));
             }
             None => {
                 let next = if with_only_subfolder.len() < MAX_UNNAMED { only_subfolder(&at)? } else { None };
@@ -80,7 +90,7 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
                     // The error names the folder that the user knows, because the search below it found nothing.
                     let known = with_only_subfolder.first().unwrap_or(&at);
                     let found = lone_file(known, from)?;
-                    return Ok(CheckpointLocation { root: known.clone(), folders: vec![(PathBuf::new(), found)] });
+                    return Ok(CheckpointLocation::single(known.clone(), found));
                 };
                 let below = at.join(next);
                 with_only_subfolder.push(std::mem::replace(&mut at, below));
@@ -174,13 +184,17 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
         several => return Err(ambiguous(folder, several.iter().map(|name| name.as_str()))),
     };
     let read = |name: &String| Ok((PathBuf::from(name), detect(&folder.join(name), options.from)?));
-    if options.want == Want::Model {
-        let (_, found) = read(model)?;
-        return Ok(Some(CheckpointLocation { root: folder.join(model), folders: vec![(PathBuf::new(), found)] }));
-    }
     let optimizers = names.iter().filter(|name| is_numbered(name, "optimizer", "_", true));
+    if options.want == Want::Model && options.series != SeriesChoice::All {
+        let (_, found) = read(model)?;
+        let skipped_folders = optimizers.cloned().collect();
+        return Ok(Some(CheckpointLocation {
+            skipped_folders,
+            ..CheckpointLocation::single(folder.join(model), found)
+        }));
+    }
     let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
-    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders }))
+    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new() }))
 }
 
 /// Returns whether a name consists of `base`, `separator` and a number. If `alone` is true, also returns true if the
@@ -194,9 +208,9 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The names of folders for one training step. Each pair has the text at the start of the name, and the separator
+/// The names of folders for one training step or epoch. Each pair has the text at the start of the name, and the separator
 /// before the number.
-const STEPS: [(&str, &str); 8] = [
+const STEPS: [(&str, &str); 10] = [
     ("global_step", "_"),
     ("global_step", ""),
     ("iter", "_"),
@@ -205,6 +219,8 @@ const STEPS: [(&str, &str); 8] = [
     ("step", ""),
     ("checkpoint", "-"),
     ("checkpoint", "_"),
+    ("epoch", "_"),
+    ("dist_epoch", "_"),
 ];
 
 /// The names of folders, or links to folders, that are the newest checkpoint. Composer makes a link for each rank.

@@ -211,6 +211,8 @@ pub struct Checkpoint {
     pub series: Vec<String>,
     /// The names of the series of rank files that were not read.
     pub skipped_series: Vec<String>,
+    /// The names of folders beside the root that also belong to the checkpoint, and were not read.
+    pub skipped_folders: Vec<String>,
     /// The names of missing files and tensors. They are listed only if [`ReadOptions::show_incomplete`] is set.
     pub missing: Vec<String>,
     /// The metadata mirror (a sparse copy of the metadata of all files) from which this checkpoint was read; `None` if
@@ -275,7 +277,8 @@ impl Checkpoint {
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
     /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let find_checkpoint::CheckpointLocation { root, folders } = find_checkpoint::find(path, options)?;
+        let find_checkpoint::CheckpointLocation { root, folders, skipped_folders } =
+            find_checkpoint::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
             None => filesystem::preferred_io(&root)?,
@@ -320,6 +323,7 @@ impl Checkpoint {
             beside,
             series,
             skipped_series,
+            skipped_folders,
             missing,
             mirror: None,
         })

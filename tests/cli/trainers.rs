@@ -82,22 +82,31 @@ fn trainer_folder_leads_to_the_checkpoint() {
 
 /// The folders in the table of `docs/reference/trainers.md`, in its order, and the prefix of the model's names in the
 /// truth.
-const ON_PAGE: [(&str, &str); 15] = [
+const ON_PAGE: [(&str, &str); 24] = [
     ("trainers/accelerate_ddp", ""),
+    ("trainers/accelerate_fsdp1", "model."),
+    ("trainers/accelerate_fsdp1_full", "model."),
     ("accelerate_llama", "model."),
     ("trainers/composer", "state.model."),
     ("trainers/composer_ddp", "state.model."),
     ("trainers/composer_fsdp", "state.model."),
     ("trainers/fabric", "model."),
     ("trainers/hf_trainer", ""),
+    ("trainers/hf_trainer_fsdp1", "model."),
+    ("trainers/hf_trainer_fsdp2", "model."),
     ("trainers/lightning_file", "state_dict."),
     ("trainers/lightning_fsdp1", "model."),
     ("lightning_fsdp", "state_dict."),
     ("trainers/makani", "model_state."),
     ("trainers/makani_uneven", "model_state."),
+    ("trainers/olmo_core", "model."),
+    ("trainers/olmo_core_flat", "model."),
     ("trainers/st_info_ddp/ranks", "model."),
-    ("titan", ""),
+    ("trainers/titan_run", ""),
+    ("trainers/torchtune", ""),
+    ("trainers/torchtune_dcp", "model."),
     ("verl", "model."),
+    ("trainers/verl_fsdp1", "model."),
 ];
 
 /// The table of trainers is true: the model, the optimizer state and the copied files of each row.
@@ -126,11 +135,42 @@ fn page_of_trainers_is_true() {
         let mesh = if source.contains("makani") { "h=2" } else { "dp=2" };
         succeed("reshard", &[&fixture(source), &resharded], &format!("--mesh {mesh}"));
         let has_moments = read(&resharded).keys().any(|name| name.ends_with("exp_avg"));
-        assert_eq!(row[3], if has_moments { "resharded" } else { "copied unchanged" }, "{source}");
+        assert_eq!(row[3] == "resharded", has_moments, "{source}");
         for name in row[4].split(',').map(|name| name.trim().trim_matches('`')).filter(|name| !name.is_empty()) {
             assert!(resharded.join(name).is_file(), "{source}: {name}");
         }
     }
+}
+
+/// The folder of the optimizer beside the folder of the model is counted, and `--series all` reads it.
+#[test]
+fn optimizer_folder_that_is_not_read_is_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["accelerate_fsdp1", "hf_trainer_fsdp1", "hf_trainer_fsdp2"] {
+        let source = fixture(&format!("trainers/{name}"));
+        let [model, all] = ["model", "all"].map(|kind| folder.path().join(format!("{name}_{kind}.pt")));
+        let run = succeed("unshard", &[&source, &model], "");
+        assert_contains(
+            &run.stderr,
+            &["hint: --series all also reads the other folders", "; left out: folder optimizer_0"],
+        );
+        let run = succeed("unshard", &[&source, &all], "--series all");
+        assert!(!run.stderr.contains("left out"), "{}", run.stderr);
+        assert_same(&read(&all), &Truth::load(&format!("trainers/{name}.truth")).tensors, name);
+    }
+}
+
+/// The configuration of a run with OLMo-core is not the configuration of a Hugging Face model.
+#[test]
+fn configuration_of_a_training_run_is_not_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = fixture("trainers/olmo_core");
+    let run = succeed("consolidate", &[&source, &folder.path().join("found")], "");
+    assert_contains(&run.stderr, &["no config.json found"]);
+    assert!(!folder.path().join("found/config.json").exists());
+    let given = format!("--assets {}", source.join("step2").display());
+    succeed("consolidate", &[&source, &folder.path().join("given")], &given);
+    assert!(folder.path().join("given/config.json").exists());
 }
 
 /// Composer keeps several steps in one folder: files, or folders of sharded checkpoints. Links name the newest step.

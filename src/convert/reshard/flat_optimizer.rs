@@ -10,9 +10,10 @@ use super::super::source::ConversionSource;
 use super::super::target_parts::{PartTarget, example_of};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::optimizer::{self, GROUPS};
+use crate::catalog::{Class, TensorId, state_dict};
 use crate::convert::options::ReshardOptions;
 use crate::error::Result;
-use crate::format::Format;
+use crate::format::{Checkpoint, Format};
 use crate::layout::DeviceMesh;
 
 /// Returns the flat layout of the optimizer in the target. Returns `None` if the checkpoint of `--like`, otherwise SRC, has
@@ -43,6 +44,15 @@ pub fn target_layout(
     request.world_size = u32::try_from(mesh.world_size()).ok();
     request.group = group;
     Ok(Some(request.layout(source)?.0))
+}
+
+/// Returns whether SRC has state of flat parameters beside a model in DTensors. If the job has one rank, its model is in
+/// plain tensors.
+pub fn is_beside_dtensors(source: &ConversionSource) -> bool {
+    let Checkpoint { catalog, format, .. } = &source.checkpoint;
+    let is_dtensor = |(_, id): &(_, TensorId)| catalog.tensor(*id).class == Class::DTensor;
+    let has_dtensors = || state_dict::model(&catalog.state).tensors.iter().any(is_dtensor);
+    *format == Format::TorchRanks && catalog.flat.as_ref().is_some_and(|flat| flat.world_size == 1 || has_dtensors())
 }
 
 /// Returns whether a part of the target is an optimizer without its model.

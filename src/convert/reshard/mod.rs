@@ -26,7 +26,7 @@ use super::target_parts::{self, PartTarget, carry_along, example_of, parts, warn
 use super::whole::check_tied;
 use super::{flatten, partial_values, tied};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry, state_dict};
+use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
 use crate::convert::options::{ConvertOptions, ReshardOptions};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
@@ -72,7 +72,8 @@ pub fn prepare(
     let stores_names =
         to.tensors() == TensorStorage::Boxes && source.checkpoint.format.tensors() != TensorStorage::Boxes;
     let notes_of_names = if stores_names { name_for_dcp(&mut source) } else { Vec::new() };
-    let of_flat = holds_flat_state(&source).then_some(Class::DTensor);
+    let has_flat_params = source.checkpoint.format.tensors() == TensorStorage::Flat;
+    let of_flat = (has_flat_params || flat_optimizer::is_beside_dtensors(&source)).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
     let (layout, notes_of_layout) = target_layout(args, &source)?;
@@ -93,7 +94,7 @@ pub fn prepare(
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
     let flat_optimizer = flat_optimizer::target_layout(args, &source, &layout.mesh, to)?;
-    if flat_optimizer.is_none() && to == Format::TorchRanks && source.checkpoint.format == Format::TorchRanks {
+    if flat_optimizer.is_none() && to == Format::TorchRanks && flat_optimizer::is_beside_dtensors(&source) {
         number_flat_optimizers(&mut source);
     }
     let (mut reservation, more) = reserve(&source, &layout, &job, (wrappers, class, to), flat_optimizer.as_ref(), run)?;
@@ -113,17 +114,6 @@ fn gives_shapes_only(source: &ConversionSource) -> bool {
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
-}
-
-/// Returns true if SRC has flat parameters, or state of flat parameters beside a model that is not in ShardedTensors. The
-/// files do not record a class for such state.
-fn holds_flat_state(source: &ConversionSource) -> bool {
-    let Checkpoint { catalog, format, .. } = &source.checkpoint;
-    let has_sharded_model = || {
-        let model = state_dict::model(&catalog.state).tensors;
-        model.iter().any(|(_, id)| catalog.tensor(*id).class == Class::ShardedTensor)
-    };
-    format.tensors() == TensorStorage::Flat || catalog.flat.is_some() && !has_sharded_model()
 }
 
 /// Returns true if the rank files are for a job with `NO_SHARD`: the checkpoint of `--like`, otherwise SRC, consists of
