@@ -196,7 +196,24 @@ fn resolve_numbers(
     may_be: &dyn Fn(&Fqn) -> bool,
     alike: &dyn Fn(&TensorEntry, &TensorEntry) -> bool,
 ) -> Option<Vec<(Fqn, TensorId)>> {
-    listed_parameters(catalog, optimizer).or_else(|| match_numbers(catalog, optimizer, may_be, alike))
+    match listed_parameters(catalog, optimizer) {
+        Some(listed) => (!contradicts_shapes(catalog, optimizer, &listed)).then_some(listed),
+        None => match_numbers(catalog, optimizer, may_be, alike),
+    }
+}
+
+/// Returns whether some state tensor has as many dims as its parameter, and another shape. Only whole tensors are compared.
+fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, TensorId)]) -> bool {
+    let states = optimizer.as_dict().and_then(|dict| dict.get(STATE)?.as_dict());
+    let differs = |state: &TensorEntry, parameter: &TensorEntry| {
+        let are_whole = !state.is_shared() && !parameter.is_shared() && state.unreadable.is_none();
+        are_whole && state.shape.len() == parameter.shape.len() && state.shape != parameter.shape
+    };
+    states.into_iter().flat_map(|states| &states.entries).any(|(number, state)| {
+        let parameter = number.as_i64().and_then(|number| parameters.get(usize::try_from(number).ok()?));
+        let Some((_, parameter)) = parameter else { return false };
+        state.tensor_ids().into_iter().any(|id| differs(catalog.tensor(id), catalog.tensor(*parameter)))
+    })
 }
 
 /// Returns the parameters that the groups of the optimizer list by name, if the model has all of them. All names of the
@@ -337,6 +354,28 @@ mod tests {
         assert_eq!(found(&["module.a.w", "module.b.w", "module.c.w"], &["b.w", "a.w"]), swapped);
         assert_eq!(found(&["net.a.w", "gen.a.w"], &["a.w"]), None);
         assert_eq!(found(&["a.w", "b.w", "c.w"], &["module.b.w", "other.a.w"]), None);
+    }
+
+    #[test]
+    fn listed_names_that_contradict_the_shapes_are_not_used() {
+        let entry = |name: &str, shape: &[u64]| TensorEntry::whole(name.into(), Dtype::F32, shape.into(), FileId(0), 0);
+        let named = |listed: [&str; 2]| {
+            let mut catalog = Catalog::empty();
+            let shapes: [(&str, &[u64]); 4] = [("a", &[2, 3]), ("b", &[4]), ("0.exp_avg", &[2, 3]), ("1.exp_avg", &[4])];
+            catalog.tensors = shapes.into_iter().map(|(name, shape)| entry(name, shape)).collect();
+            catalog.state = dict(vec![("model", dict(vec![("a", tensor(0)), ("b", tensor(1))]))]);
+            let states = [2, 3].map(|id| dict(vec![("exp_avg", tensor(id))]));
+            let states = (0..).zip(states).map(|(number, state)| (Value::Int(number), state)).collect();
+            let names = listed.map(|name| Value::Str(name.into())).to_vec();
+            let numbers = Value::List(vec![Value::Int(0), Value::Int(1)]);
+            let group = dict(vec![("params", numbers), ("param_names", Value::List(names))]);
+            let state = Value::Dict(Dict { entries: states, ..Dict::default() });
+            let optimizer = dict(vec![("state", state), ("param_groups", Value::List(vec![group]))]);
+            let found = numbered_parameters(&catalog, &optimizer, &|_| true)?;
+            Some(found.into_iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>())
+        };
+        assert_eq!(named(["a", "b"]).unwrap(), ["a", "b"]);
+        assert_eq!(named(["b", "a"]), None);
     }
 
     #[test]

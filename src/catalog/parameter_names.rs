@@ -81,6 +81,13 @@ pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> O
     is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?
 }
 
+/// Returns whether the optimizers at a path of two state dicts have the same numbers in the same groups.
+#[must_use]
+pub fn has_equal_groups(state: &Value, other: &Value, optimizer: &Path) -> bool {
+    let groups = |state: &Value| optimizer.find(state).and_then(Value::as_dict).and_then(numbers);
+    groups(state) == groups(other)
+}
+
 /// Replaces the numbers of an optimizer's parameters by these names. Returns false, and changes nothing, if the state has
 /// a number without a name.
 pub fn set_parameter_names(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {

@@ -17,7 +17,8 @@ use super::optimizer_names::match_filler;
 use super::run::Run;
 use super::source::{ConversionSource, Filled, announce};
 use super::source_options::read_options;
-use crate::catalog::path::{self, LeafAction};
+use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS};
+use crate::catalog::path::{self, LeafAction, key_text};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::convert::options::ConvertOptions;
@@ -81,7 +82,7 @@ fn fill(
     wrappers: Wrappers,
     run: &Run<'_>,
 ) -> Result<ConversionSource> {
-    match_filler(&mut source, &filler.catalog);
+    match_filler(&mut source, &filler.catalog)?;
     let mut selection = select::select(&filler.catalog, &select::NameOptions::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;
@@ -149,10 +150,18 @@ fn not_taken(source: &ConversionSource) -> usize {
     source.selection.left_out.tensors.len() + source.selection.left_out.objects.len()
 }
 
-/// Returns whether `path` is the parameter list of an optimizer's parameter group, such as `param_groups.0.params`.
+/// Returns whether `path` is a parameter list of an optimizer's parameter group, such as `param_groups.0.params`.
 fn is_list_of_parameters(path: &Path) -> bool {
     matches!(path.0.as_slice(), [.., Key::Name(groups), Key::Index(_), Key::Name(key)]
-        if **groups == *"param_groups" && **key == *"params")
+        if **groups == *GROUPS && [PARAMS, PARAM_NAMES].contains(&key.as_ref()))
+}
+
+/// Returns the first item of the parameter list `list` that the list `of` does not have.
+fn missing_parameter(list: &Value, of: &Value) -> Option<String> {
+    let (Value::List(list), Value::List(of)) = (list, of) else { return None };
+    let key = |value: &Value| clean_name(&key_text(value));
+    let known: HashSet<String> = of.iter().map(key).collect();
+    list.iter().map(key).find(|name| !known.contains(name)).map(|name| format!("`{name}`"))
 }
 
 /// Replaces the entries of some tensors in `catalog` by entries of the catalog `from`, and returns the replaced
@@ -261,8 +270,12 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
-                // If names of SRC are left out, the parameter lists of SRC lack names whose state FILLER keeps.
-                Some(_) if not_taken(self.source) > 0 && is_list_of_parameters(path) => {}
+                // The parameter lists of SRC may lack names whose state FILLER keeps.
+                Some(value) if is_list_of_parameters(path) => {
+                    if let Some(name) = missing_parameter(value, leaf) {
+                        refused.get_or_insert_with(|| self.other_groups(path, &name));
+                    }
+                }
                 // The tensors inside the object are replaced one by one in `tensors`.
                 Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}
                 Some(value) if leaf.contains_tensor() || value.contains_tensor() => {
@@ -277,6 +290,18 @@ impl Filling<'_> {
             LeafAction::Keep
         });
         refused.map_or(Ok(changed), Err)
+    }
+
+    /// Returns the error for a parameter that is in another group of FILLER than of SRC.
+    fn other_groups(&self, path: &Path, name: &str) -> Error {
+        Error::usage(
+            format!(
+                "{path}: {} lists parameter {name}, which is not in this parameter group of {}",
+                self.source.checkpoint.root.display(),
+                self.filler.root.display()
+            ),
+            "leave the parameter groups out with options::exclude '**.param_groups.**' to keep those of FILLER",
+        )
     }
 
     fn name(&self, path: &Path) -> String {

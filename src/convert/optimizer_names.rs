@@ -9,12 +9,13 @@ use std::collections::HashMap;
 use super::source::ConversionSource;
 use crate::catalog::optimizer::{self, named_groups};
 use crate::catalog::parameter_names::{
-    named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
+    has_equal_groups, named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
     set_parameter_names, set_parameter_numbers,
 };
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, Path, TensorId, Value, state_dict};
+use crate::error::{Error, Result};
 use crate::quantity::count;
 
 /// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. The checkpoint
@@ -62,22 +63,46 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
     notes
 }
 
-/// Gives the selected optimizers of SRC the keys that the optimizers of the checkpoint of `--fill-from` have: names or
-/// numbers.
-pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) {
-    let selected = &mut source.selection.catalog;
-    if named_groups(&selected.state).is_none() {
-        if named_groups(&filler.state).is_some() {
-            name_selected(&source.checkpoint.catalog, selected, Some(filler));
-        }
-    } else {
-        for optimizer in numbered_optimizers(&filler.state) {
-            if let Some(names) = parameter_names(filler, &optimizer) {
-                set_parameter_numbers(&mut selected.state, &optimizer, &names);
-            }
-        }
-        rename_entries(selected);
+/// Gives the selected optimizers of SRC the keys that the optimizers of the checkpoint of `--fill-from` have: names, or the
+/// numbers that the same parameters have there.
+///
+/// # Errors
+/// `Usage` if both have numbers that may mean different parameters.
+pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<()> {
+    let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
+    let has_named_filler = named_groups(&filler.state).is_some();
+    if named_groups(&selected.state).is_none() && has_named_filler {
+        name_selected(stored, selected, Some(filler));
+        return Ok(());
     }
+    for optimizer in numbered_optimizers(&filler.state) {
+        let theirs = parameter_names(filler, &optimizer);
+        let own = numbered_optimizers(&stored.state).into_iter().find(|path| *path == optimizer);
+        match (own, theirs) {
+            (None, Some(theirs)) => drop(set_parameter_numbers(&mut selected.state, &optimizer, &theirs)),
+            (None, None) => {}
+            (Some(own), theirs) => match (parameter_names(stored, &own), theirs) {
+                (Some(own), Some(theirs)) if own == theirs => {}
+                // A name that the filler lacks stays a name, and is then an unknown name.
+                (Some(own), Some(theirs)) => {
+                    set_parameter_names(&mut selected.state, &optimizer, &own);
+                    set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
+                }
+                _ if has_equal_groups(&stored.state, &filler.state, &optimizer) => {}
+                _ => {
+                    return Err(Error::usage(
+                        format!(
+                            "options::fill_from: the parameters of the optimizer `{optimizer}` have numbers, and their names are \
+                             unknown, so equal numbers may mean different parameters"
+                        ),
+                        "leave the optimizer out with options::exclude, or convert it together with its model",
+                    ));
+                }
+            },
+        }
+    }
+    rename_entries(selected);
+    Ok(())
 }
 
 /// Gives the optimizers of the selection numbers, as optimizers with state of flat parameters have in SRC. Jobs that save
@@ -106,13 +131,16 @@ pub fn number_flat_optimizers(source: &mut ConversionSource) {
     rename_entries(selected);
 }
 
-/// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components.
+/// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components. If a
+/// tied parameter has lost one of its names, the first remaining name replaces it.
 fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
-    let new: HashMap<TensorId, Fqn> =
-        state_dict::model(&selected.state).tensors.into_iter().rev().map(|(name, id)| (id, name)).collect();
     let clean = |name: &Fqn| Fqn::from(clean_name(name.as_str()));
-    let old = state_dict::model(&stored.state).tensors.into_iter();
-    old.filter_map(|(name, id)| Some((clean(&name), clean(new.get(&id)?)))).collect()
+    let model = state_dict::model(&selected.state).tensors;
+    let kept: HashMap<Fqn, TensorId> = model.iter().map(|(name, id)| (clean(name), *id)).collect();
+    let new: HashMap<TensorId, Fqn> = model.into_iter().rev().map(|(name, id)| (id, name)).collect();
+    let old = state_dict::model(&stored.state).tensors.into_iter().map(|(name, id)| (clean(&name), id));
+    let changed = old.filter(|(name, id)| kept.get(name) != Some(id));
+    changed.filter_map(|(name, id)| Some((name, clean(new.get(&id)?)))).collect()
 }
 
 /// Returns the path in the source of an optimizer of the selection: the optimizer with the same state tensors, or the only

@@ -60,3 +60,46 @@ def test_numbered_state_loads_by_name(tmp_path, make):
     common.assert_equal(get_optimizer_state_dict(other, again), get_optimizer_state_dict(module, optimizer))
     assert steps(other, again, 3) == steps(module, optimizer, 3)
     common.dtshard("verify", saved, folder)
+
+
+def numbered(groups, names, first, count):
+    """Returns a state dict of an optimizer: the moment of number i has the value `first + i`."""
+    state = {i: {"step": torch.tensor(1.0), "exp_avg": torch.full((4,), float(first + i))} for i in range(count)}
+    more = [{"param_names": listed} if listed else {} for listed in names]
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": group, **m} for group, m in zip(groups, more)]}
+
+
+def moments(path):
+    state = torch.load(path, weights_only=False)["optimizer"]["state"]
+    return {key: value["exp_avg"][0].item() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("names", [["b"], None], ids=["listed", "not-listed"])
+def test_fill_from_maps_numbers_by_parameter(tmp_path, names):
+    """Number 0 is another parameter in the source than in the filler."""
+    one, zero = torch.ones(4), torch.zeros(4)
+    filler_names = ["a", "b"] if names else None
+    torch.save({"model": {"b": one}, "optimizer": numbered([[0]], [names], 5, 1)}, tmp_path / "source.pt")
+    torch.save({"model": {"a": zero, "b": zero.clone()}, "optimizer": numbered([[0, 1]], [filler_names], 100, 2)},
+               tmp_path / "filler.pt")
+    for target, expected in [("dcp", {"a": 100.0, "b": 5.0}), ("torch-ranks", {0: 100.0, 1: 5.0})]:
+        common.dtshard("reshard", tmp_path / "source.pt", tmp_path / target, "--mesh", "x=1", "--placements", "R", "--to", target,
+                       "--fill-from", tmp_path / "filler.pt", "--verify")
+        common.dtshard("unshard", tmp_path / target, tmp_path / f"{target}.pt", "--series", "all")
+        assert moments(tmp_path / f"{target}.pt") == expected
+
+
+def test_fill_from_refuses_other_parameter_groups(tmp_path):
+    def save(name, groups, first):
+        tensors = {"a": torch.full((4,), float(first)), "b": torch.full((4,), float(first))}
+        torch.save({"model": tensors, "optimizer": numbered([[0], [1]], groups, first, 2)}, tmp_path / name)
+
+    save("source.pt", [["a"], ["b"]], 5)
+    save("filler.pt", [["b"], ["a"]], 100)
+    arguments = ["reshard", tmp_path / "source.pt", tmp_path / "made", "--mesh", "x=1", "--to", "torch-ranks", "--fill-from",
+                 tmp_path / "filler.pt"]
+    refused = common.run(*arguments)
+    assert refused.returncode == 2 and "is not in this parameter group" in refused.stderr
+    common.dtshard(*arguments, "--exclude", "optimizer.param_groups.**")
+    common.dtshard("unshard", tmp_path / "made", tmp_path / "made.pt", "--series", "all")
+    assert moments(tmp_path / "made.pt") == {0: 6.0, 1: 5.0}
