@@ -202,17 +202,25 @@ fn resolve_numbers(
     }
 }
 
-/// Returns whether some state tensor has as many dims as its parameter, and another shape. Only whole tensors are compared.
+/// The keys of state that PyTorch's optimizers keep for each element of a parameter.
+const ELEMENTWISE: [&str; 5] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"];
+
+/// Returns whether state that has an element for each element of its parameter has another shape than the parameter. Only
+/// whole tensors are compared.
 fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, TensorId)]) -> bool {
     let states = optimizer.as_dict().and_then(|dict| dict.get(STATE)?.as_dict());
     let differs = |state: &TensorEntry, parameter: &TensorEntry| {
         let are_whole = !state.is_shared() && !parameter.is_shared() && state.unreadable.is_none();
-        are_whole && state.shape.len() == parameter.shape.len() && state.shape != parameter.shape
+        are_whole && state.shape != parameter.shape
     };
     states.into_iter().flat_map(|states| &states.entries).any(|(number, state)| {
         let parameter = number.as_i64().and_then(|number| parameters.get(usize::try_from(number).ok()?));
-        let Some((_, parameter)) = parameter else { return false };
-        state.tensor_ids().into_iter().any(|id| differs(catalog.tensor(id), catalog.tensor(*parameter)))
+        let (Some((_, parameter)), Some(state)) = (parameter, state.as_dict()) else { return false };
+        let tensors = ELEMENTWISE.iter().filter_map(|key| match state.get(key) {
+            Some(Value::Tensor(id)) => Some(catalog.tensor(*id)),
+            _ => None,
+        });
+        tensors.into_iter().any(|state| differs(state, catalog.tensor(*parameter)))
     })
 }
 
