@@ -220,7 +220,7 @@ fn impossible_shapes_and_boxes_are_errors() {
     damaged.refuse(CHUNKED, "/chunks/1/tensor/dtype", json!("torch.int32"), &["chunks of dtype f32"]);
     damaged.refuse(CHUNKED, "/chunks", json!([]), &["gap"]);
     damaged.refuse(SHARDED, "/shards/0/offsets", json!([huge, 1]), &["a shard that fits memory"]);
-    damaged.refuse(SHARDED, "/shards/0/offsets", json!([4, 4]), &["gap"]);
+    damaged.refuse(SHARDED, "/shards/0/offsets", json!([4, 4]), &["elements of rank 2, which has"]);
     damaged.refuse(SHARDED, "/shards/0/tensor/dtype", json!("torch.int32"), &["tables.s0_s1", "shards of dtype f32"]);
 }
 
@@ -270,6 +270,75 @@ fn entries_that_contradict_each_other_are_errors() {
     let deep = format!("0/{}", vec!["a"; 100_000].join("/"));
     damaged.edit(|manifest| manifest["manifest"][deep] = json!({"type": "list"}));
     damaged.assert_refused(&["paths of at most 128 keys"]);
+}
+
+/// Asserts that a snapshot with these entries is refused. Each of the files `f0` and `f1` has two floats.
+#[track_caller]
+fn refuse_entries(entries: Json, world_size: u32, words: &[&str]) {
+    let env = TestEnv::new();
+    let folder = env.path("snapshot");
+    fs::create_dir(&folder).unwrap();
+    for (file, values) in [("f0", [1_f32, 2.0]), ("f1", [3.0, 4.0])] {
+        fs::write(folder.join(file), values.map(f32::to_le_bytes).concat()).unwrap();
+    }
+    let manifest = json!({"version": "0.1.0", "world_size": world_size, "manifest": entries});
+    fs::write(folder.join(MANIFEST), serde_json::to_vec(&manifest).unwrap()).unwrap();
+    dtshard(&[&"unshard", &folder, &env.path("out.pt"), &"--no-sync"]).assert_refused(words);
+    assert_eq!(dtshard(&[&"verify", &folder]).code, Some(1));
+}
+
+fn tensor_entry(file: &str, is_replicated: bool) -> Json {
+    json!({"type": "Tensor", "location": file, "serializer": "buffer_protocol", "dtype": "torch.float32", "shape": [2],
+           "replicated": is_replicated, "byte_range": null})
+}
+
+fn shard(offset: u64, file: &str) -> Json {
+    json!({"offsets": [offset], "sizes": [2], "tensor": tensor_entry(file, false)})
+}
+
+/// The shape of a sharded tensor follows from its shards, so a lost shard must not give a shorter tensor.
+#[test]
+fn lost_shard_of_a_rank_is_an_error() {
+    let dict = json!({"type": "dict", "keys": ["w"]});
+    let sharded = json!({"type": "ShardedTensor", "shards": [shard(0, "f0")]});
+    let entries = json!({"0/m": dict, "1/m": dict, "0/m/w": sharded});
+    refuse_entries(entries, 2, &["m: expected an entry `m/w` of rank 1", "entries of other ranks only"]);
+    let dtensor = |shards: Json| json!({"type": "DTensor", "shards": shards, "mesh": [0, 1], "dim_map": [[0]]});
+    for other in [json!([]), json!([shard(0, "f0")])] {
+        let entries =
+            json!({"0/m": dict, "1/m": dict, "0/m/w": dtensor(json!([shard(0, "f0")])), "1/m/w": dtensor(other)});
+        refuse_entries(entries, 2, &["m.w: expected shards of rank 0 within [0:1], found [0:2]"]);
+    }
+}
+
+#[test]
+fn chunks_at_other_places_on_another_rank_differ() {
+    let dict = json!({"type": "dict", "keys": ["a"]});
+    let chunked = |files: [&str; 2]| {
+        json!({"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [4], "replicated": false,
+               "chunks": [shard(0, files[0]), shard(2, files[1])]})
+    };
+    let entries = json!({"0/m": dict, "1/m": dict, "0/m/a": chunked(["f0", "f1"]), "1/m/a": chunked(["f1", "f0"])});
+    refuse_entries(entries, 2, &["m.a: a plain tensor differs between rank 0 and rank 1"]);
+}
+
+#[test]
+fn two_keys_of_one_name_are_refused() {
+    let entries = json!({"0/aA": tensor_entry("f0", false), "0/a%41": tensor_entry("f1", false)});
+    refuse_entries(entries, 1, &["keys with different names", "`aA` again"]);
+}
+
+#[test]
+fn missing_item_of_a_nested_list_is_an_error() {
+    let int = |value: u32| json!({"type": "int", "serialized_value": value.to_string(), "readable": null, "replicated": true});
+    let (dict, list) = (json!({"type": "dict", "keys": ["w", "l"]}), json!({"type": "list"}));
+    let entries = |second: &str| {
+        json!({"0/m": dict, "1/m": dict, "0/m/w": tensor_entry("f0", true), "0/m/l": list, "1/m/l": list, "0/m/l/0": list,
+               "1/m/l/0": list, "0/m/l/0/0": int(1), second: int(3)})
+    };
+    refuse_entries(entries("0/m/l/0/2"), 2, &["expected an item at position 1", "found position 2"]);
+    refuse_entries(entries("0/m/l/0/x"), 2, &["positions in a list"]);
+    refuse_entries(entries("0/m/l/0/0/7"), 2, &["entries below it exist"]);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::tensor::{RankShards, push_chunks, sharded};
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{Catalog, Dict, RankValue, TensorEntry, Unreadable, Value};
 use crate::error::{Error, Result};
-use crate::layout::Rank;
+use crate::layout::{Rank, Region};
 
 /// The entries of one path.
 #[derive(Default)]
@@ -52,7 +52,11 @@ pub fn inflate(data: &DataFiles<'_>, entries: &[ManifestEntry], catalog: &mut Ca
     }
     let mut inflater = Inflater { data, nodes, catalog };
     let mut root = Dict::default();
+    let mut names = HashSet::new();
     for path in stateful_keys {
+        if !names.insert(name_of(path)) {
+            return Err(inflater.wrong(path, "keys with different names", format!("`{}` again", name_of(path))));
+        }
         if let Some(value) = inflater.value(path)? {
             root.entries.push((Value::Str(name_of(path).as_str().into()), value));
         }
@@ -106,6 +110,15 @@ impl<'a> Inflater<'a> {
             let found = format!("an entry `{path}/{child}`, whose key is not listed");
             return Err(self.wrong(path, "a dict that lists all its keys", found));
         }
+        for (rank, content) in entries {
+            let EntryContent::Dict { keys: own, .. } = content else { continue };
+            let paths = own.iter().map(|key| format!("{path}/{}", escape(key)));
+            let is_missing = |child: &String| self.nodes.contains_key(child.as_str()) && !self.stores(child, *rank);
+            if let Some(child) = paths.into_iter().find(is_missing) {
+                let expected = format!("an entry `{child}` of rank {rank}, because its dict lists this key");
+                return Err(self.wrong(path, expected, "entries of other ranks only"));
+            }
+        }
         for (child, key) in keys {
             let child = format!("{path}/{child}");
             if !self.nodes.contains_key(child.as_str()) {
@@ -123,22 +136,13 @@ impl<'a> Inflater<'a> {
     }
 
     fn list(&mut self, path: &str, entries: &[(Rank, &'a EntryContent)]) -> Result<Value> {
-        let mut children: Vec<(u64, String)> = Vec::new();
-        for child in &self.nodes[path].children {
-            let index = child.parse::<u64>().ok().filter(|index| index.to_string() == **child);
-            let index = index.ok_or_else(|| self.wrong(path, "positions in a list", format!("`{child}`")))?;
-            children.push((index, format!("{path}/{child}")));
-        }
-        children.sort_unstable();
-        if let Some((expected, (found, _))) = (0..).zip(&children).find(|(at, (index, _))| at != index) {
-            return Err(self.wrong(path, format!("an item at position {expected}"), format!("position {found}")));
-        }
+        let children = self.items(path)?;
         let lens: Vec<usize> = entries
             .iter()
-            .map(|(rank, _)| children.iter().filter(|(_, child)| self.has_value(child, *rank)).count())
+            .map(|(rank, _)| children.iter().filter(|child| self.has_value(child, *rank)).count())
             .collect();
         let differing = lens.iter().position(|len| *len != lens[0]);
-        let has_containers = children.iter().any(|(_, child)| self.has_tensor_or_dict(child));
+        let has_containers = children.iter().any(|child| self.has_tensor_or_dict(child));
         if let Some(other) = differing.filter(|_| has_containers) {
             let (first, other_rank) = (entries[0].0, entries[other].0);
             return Err(name_of(path).disagreement(
@@ -149,7 +153,7 @@ impl<'a> Inflater<'a> {
         }
         if has_containers || entries.len() == 1 {
             let mut items = Vec::new();
-            for (_, child) in &children {
+            for child in &children {
                 items.push(self.value(child)?.unwrap_or(Value::None));
             }
             return Ok(Value::List(items));
@@ -158,7 +162,7 @@ impl<'a> Inflater<'a> {
         let mut by_rank: Vec<RankValue> = Vec::new();
         for ((rank, _), len) in entries.iter().zip(lens) {
             let (mut items, start) = (Vec::with_capacity(len), self.catalog.tensors.len());
-            for (_, child) in &children {
+            for child in &children {
                 items.extend(self.value_of_rank(child, *rank)?);
             }
             add_value(self.catalog, &mut by_rank, Value::List(items), *rank, start);
@@ -166,9 +170,37 @@ impl<'a> Inflater<'a> {
         Ok(one_or_each(by_rank))
     }
 
+    /// Returns the paths of the items of a list, and checks that each position has one.
+    fn items(&self, path: &str) -> Result<Vec<String>> {
+        let mut items: Vec<(u64, String)> = Vec::new();
+        for child in &self.nodes[path].children {
+            let index = child.parse::<u64>().ok().filter(|index| index.to_string() == **child);
+            let index = index.ok_or_else(|| self.wrong(path, "positions in a list", format!("`{child}`")))?;
+            items.push((index, format!("{path}/{child}")));
+        }
+        items.sort_unstable();
+        if let Some((expected, (found, _))) = (0..).zip(&items).find(|(at, (index, _))| at != index) {
+            return Err(self.wrong(path, format!("an item at position {expected}"), format!("position {found}")));
+        }
+        Ok(items.into_iter().map(|(_, item)| item).collect())
+    }
+
     /// Returns whether a rank has a value at a path: its own value, or a value that ranks share.
     fn has_value(&self, path: &str, rank: Rank) -> bool {
         self.nodes[path].entries.iter().any(|(own, content)| *own == rank || is_shared(content))
+    }
+
+    /// Returns whether a rank stores a value at a path, or another rank stores a replica of it.
+    fn stores(&self, path: &str, rank: Rank) -> bool {
+        self.nodes[path].entries.iter().any(|(own, content)| {
+            let is_replica = match content {
+                // The shards of a DTensor are compared with its mesh, because only one of several replicas is stored.
+                EntryContent::Sharded { layout, .. } => layout.is_some(),
+                EntryContent::Unsupported(_) => true,
+                content => is_shared(content),
+            };
+            *own == rank || is_replica
+        })
     }
 
     /// Returns whether a path is a tensor or a dict, or a list that contains one.
@@ -190,14 +222,19 @@ impl<'a> Inflater<'a> {
         let Some((_, content)) = entry.copied() else { return Ok(None) };
         match content {
             EntryContent::List => {
-                let mut children = self.nodes[path].children.clone();
-                // The positions of each list are checked when the list of all ranks is built.
-                children.sort_by_key(|child| child.parse::<u64>().unwrap_or(u64::MAX));
                 let mut items = Vec::new();
-                for child in children {
-                    items.extend(self.value_of_rank(&format!("{path}/{child}"), rank)?);
+                for (position, item) in self.items(path)?.into_iter().enumerate() {
+                    let value = self.value_of_rank(&item, rank)?;
+                    if value.is_some() && items.len() < position {
+                        let expected = format!("an item of rank {rank} at position {}", items.len());
+                        return Err(self.wrong(path, expected, format!("position {position}")));
+                    }
+                    items.extend(value);
                 }
                 Ok(Some(Value::List(items)))
+            }
+            _ if !self.nodes[path].children.is_empty() => {
+                Err(self.wrong(path, "a dict or list, because entries below it exist", Kind::Leaf.name()))
             }
             EntryContent::Primitive { value, .. } => Ok(Some(value.clone())),
             EntryContent::Object { data, is_replicated } => {
@@ -223,7 +260,7 @@ impl<'a> Inflater<'a> {
         let fqn = name_of(path);
         let mut by_rank: Vec<RankValue> = Vec::new();
         // The data of chunks that were added. Several ranks may list the same data.
-        let mut known_chunks: HashSet<StoredData> = HashSet::new();
+        let mut known_chunks: HashSet<(&Region, StoredData)> = HashSet::new();
         for (rank, content) in entries {
             match content {
                 EntryContent::Primitive { value, .. } => {
@@ -253,10 +290,11 @@ impl<'a> Inflater<'a> {
                     });
                     by_rank[known].ranks.push(*rank);
                     let Value::Tensor(id) = by_rank[known].value else { unreachable!("a tensor was found or added") };
-                    if !chunks.is_empty() && chunks.iter().all(|chunk| known_chunks.contains(&chunk.data)) {
+                    if !chunks.is_empty() && chunks.iter().all(|chunk| known_chunks.contains(&(&chunk.region, chunk.data)))
+                    {
                         continue;
                     }
-                    known_chunks.extend(chunks.iter().map(|chunk| chunk.data));
+                    known_chunks.extend(chunks.iter().map(|chunk| (&chunk.region, chunk.data)));
                     let entry = &mut self.catalog.tensors[id.0 as usize];
                     push_chunks(self.data, entry, chunks, (!is_replicated).then_some(*rank))?;
                 }

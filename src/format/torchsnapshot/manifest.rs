@@ -14,7 +14,7 @@ use crate::catalog::{DictKind, Dtype, Fqn, Value, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::format::json::DistinctKeys;
 use crate::json_text;
-use crate::layout::{DeviceMesh, Dims, Rank, Region};
+use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, TensorDim};
 
 /// A parsed manifest.
 #[derive(Debug)]
@@ -106,11 +106,11 @@ pub struct StoredData {
     pub byte_range: Option<(u64, u64)>,
 }
 
-/// The mesh of a DTensor, and the mesh dims over which the tensor is sharded.
+/// The mesh of a DTensor, and its placement on each mesh dim.
 #[derive(Debug)]
 pub struct DTensorLayout {
     pub mesh: DeviceMesh,
-    pub sharded_dims: Vec<usize>,
+    pub placements: Vec<Placement>,
 }
 
 /// The maximum number of components in a path. A state dict is walked recursively, so its depth needs a limit.
@@ -409,17 +409,20 @@ impl EntryReader<'_> {
             return Err(self.wrong("a mesh whose lists have equal lengths", "lists of different lengths"));
         }
         let mesh = DeviceMesh::new(shape, all, None).map_err(|error| self.wrong("a mesh", error.to_string()))?;
-        let mut sharded_dims = Vec::new();
-        for dim in dim_map.iter().flatten().filter(|dim| **dim != -1) {
-            match usize::try_from(*dim) {
-                Ok(dim) if dim < mesh.ndim() && !sharded_dims.contains(&dim) => sharded_dims.push(dim),
-                _ => {
-                    let expected = format!("a dim_map of distinct mesh dims below {}", mesh.ndim());
-                    return Err(self.wrong(expected, format!("{dim_map:?}")));
+        let mut placements = vec![Placement::Replicate; mesh.ndim()];
+        for (tensor_dim, mesh_dims) in dim_map.iter().enumerate() {
+            for mesh_dim in mesh_dims.iter().filter(|dim| **dim != -1) {
+                let placement = usize::try_from(*mesh_dim).ok().and_then(|dim| placements.get_mut(dim));
+                match placement.filter(|placement| **placement == Placement::Replicate) {
+                    Some(placement) => *placement = Placement::Shard(TensorDim(tensor_dim)),
+                    None => {
+                        let expected = format!("a dim_map of distinct mesh dims below {}", mesh.ndim());
+                        return Err(self.wrong(expected, format!("{dim_map:?}")));
+                    }
                 }
             }
         }
-        Ok(DTensorLayout { mesh, sharded_dims })
+        Ok(DTensorLayout { mesh, placements })
     }
 }
 

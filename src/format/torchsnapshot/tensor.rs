@@ -6,7 +6,7 @@ use super::data::DataFiles;
 use super::manifest::{DTensorLayout, StoredShard};
 use crate::catalog::{Chunk, Fqn, TensorEntry, checked_len_bytes, list_ranks};
 use crate::error::{CatalogError, Error, Result};
-use crate::layout::{Dims, Rank, Region, Tile};
+use crate::layout::{Dims, Rank, Region, Tile, local_shard};
 
 /// Adds chunks to a tensor. `rank` is the rank that stores the chunks, if other ranks store further copies of the
 /// tensor.
@@ -64,7 +64,7 @@ pub fn sharded(data: &DataFiles<'_>, fqn: Fqn, ranks: &[RankShards<'_>]) -> Resu
     if checked_len_bytes(&shape, dtype).is_none() {
         return Err(wrong(String::from("a shape that fits memory"), format!("{:?}", shape.as_slice())));
     }
-    check_ranks(ranks).map_err(|(expected, found)| wrong(expected, found))?;
+    check_ranks(ranks, &shape).map_err(|(expected, found)| wrong(expected, found))?;
     let mut entry = TensorEntry::new(fqn.clone(), dtype, shape);
     let mut known: HashSet<(&Region, super::manifest::StoredData)> = HashSet::new();
     for (_, shards, _) in ranks {
@@ -78,30 +78,49 @@ pub fn sharded(data: &DataFiles<'_>, fqn: Fqn, ranks: &[RankShards<'_>]) -> Resu
     Ok(entry)
 }
 
-/// Checks that every shard of a DTensor is listed by at least one of the ranks that have this shard. The shape of the
-/// tensor follows from its shards, so the loss of the last shard would not show otherwise.
-fn check_ranks(ranks: &[RankShards<'_>]) -> Result<(), (String, String)> {
+/// Checks that each rank of a DTensor lists the shards that it has according to the mesh, and that some rank lists each
+/// shard. The shape of the tensor follows from its shards, so the loss of the last shard would not show otherwise.
+fn check_ranks(ranks: &[RankShards<'_>], shape: &[u64]) -> Result<(), (String, String)> {
     let layouts = || ranks.iter().filter_map(|(_, _, layout)| *layout);
     let Some(layout) = layouts().next() else { return Ok(()) };
-    let same = |other: &DTensorLayout| other.mesh == layout.mesh && other.sharded_dims == layout.sharded_dims;
+    let same = |other: &DTensorLayout| other.mesh == layout.mesh && other.placements == layout.placements;
     if layouts().count() != ranks.len() || !layouts().all(same) {
         return Err((String::from("one mesh and dim_map on all ranks"), String::from("different ones")));
     }
-    let of_dims = |rank: Rank| {
-        let at = layout.mesh.coordinate(rank)?;
-        Some(layout.sharded_dims.iter().map(|dim| at[*dim]).collect::<Vec<u64>>())
-    };
-    let mut present = HashSet::new();
-    for (rank, ..) in ranks {
-        let Some(at) = of_dims(*rank) else {
+    let mut listed = HashSet::new();
+    for (rank, shards, _) in ranks {
+        let Some(coordinate) = layout.mesh.coordinate(*rank) else {
             return Err((String::from("shards of the ranks of the mesh"), format!("a shard of rank {rank}")));
         };
-        present.insert(at);
+        let part = part_of(layout, shape, &coordinate)?;
+        let numel = shards.iter().map(|shard| shard.region.numel()).fold(0, u64::saturating_add);
+        let is_outside = |shard: &&StoredShard| {
+            !shard.region.is_empty() && part.intersect(&shard.region).as_ref() != Some(&shard.region)
+        };
+        if let Some(shard) = shards.iter().find(is_outside) {
+            return Err((format!("shards of rank {rank} within {part}"), shard.region.to_string()));
+        }
+        if numel == part.numel() {
+            listed.insert(part);
+        } else if numel > 0 {
+            return Err((format!("{} elements of rank {rank}, which has {part}", part.numel()), numel.to_string()));
+        }
     }
-    let is_missing = |rank: &&Rank| of_dims(**rank).is_some_and(|at| !present.contains(&at));
-    let missing: Vec<Rank> = layout.mesh.ranks().iter().filter(is_missing).copied().collect();
+    let mut missing = Vec::new();
+    for (rank, coordinate) in layout.mesh.coordinates() {
+        let part = part_of(layout, shape, &coordinate)?;
+        if !part.is_empty() && !listed.contains(&part) {
+            missing.push(rank);
+        }
+    }
     if missing.is_empty() {
         return Ok(());
     }
     Err((String::from("every shard of the mesh"), format!("no shard of {}", list_ranks(&missing))))
+}
+
+/// Returns the part of a DTensor that the rank at a coordinate has.
+fn part_of(layout: &DTensorLayout, shape: &[u64], coordinate: &[u64]) -> Result<Region, (String, String)> {
+    let part = local_shard(shape, layout.mesh.shape(), &layout.placements, coordinate);
+    part.map(|part| part.bounds()).map_err(|error| (String::from("a dim_map that fits the shards"), error.to_string()))
 }
