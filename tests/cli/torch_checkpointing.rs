@@ -136,6 +136,13 @@ fn one_file_of_a_checkpoint_is_refused() {
         }
         fs::remove_dir_all(folder).unwrap();
     }
+    // Only the metadata states that the file has the parts of one rank.
+    let folder = env.copy("trainers/torch_checkpointing_tp/step-30");
+    for len in [300, 0] {
+        fs::File::options().write(true).open(folder.join("metadata.pkl")).unwrap().set_len(len).unwrap();
+        dtshard(&[&"consolidate", &folder.join("model_0.safetensors"), &env.path("out"), &"--no-sync"])
+            .assert_refused(&["metadata.pkl", "`model_0.safetensors` is named like the file of one rank"]);
+    }
     // A link to such a file is refused as well.
     let target = fixture("trainers/torch_checkpointing_tp/step-30/model_0.safetensors");
     let link = env.path("whole.safetensors");

@@ -109,7 +109,7 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Chec
 fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<CheckpointItem<'a>>> {
     let mut found: BTreeMap<String, BTreeMap<u32, PathBuf>> = BTreeMap::new();
     for file in list(folder)? {
-        if let Some((name, rank)) = item_and_rank(&file) {
+        if let Some((name, rank)) = file.strip_suffix(".pt").and_then(item_and_rank) {
             found.entry(name.to_owned()).or_default().insert(rank, folder.join(&file));
         }
     }
@@ -130,9 +130,9 @@ fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<Chec
     Ok(found.into_iter().map(item).collect())
 }
 
-/// Returns the item and the rank in the name of a file: `model` and 3 for `model_3.pt`.
-fn item_and_rank(file: &str) -> Option<(&str, u32)> {
-    let (name, number) = file.strip_suffix(".pt")?.rsplit_once('_')?;
+/// Returns the item and the rank in the name of a file, without its suffix: `model` and 3 for `model_3`.
+fn item_and_rank(stem: &str) -> Option<(&str, u32)> {
+    let (name, number) = stem.rsplit_once('_')?;
     let rank: u32 = number.parse().ok()?;
     (rank.to_string() == number && !name.is_empty() && !name.starts_with('.')).then_some((name, rank))
 }
@@ -141,10 +141,19 @@ fn item_and_rank(file: &str) -> Option<(&str, u32)> {
 /// of the other files.
 ///
 /// # Errors
-/// `Io`; the errors of reading the metadata.
+/// `Io`; `Malformed` if the metadata is damaged.
 pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> {
     let folder = folder_of(path);
-    let Some(bytes) = metadata_of(folder)? else { return Ok(None) };
+    let Some(bytes) = metadata_of(folder)? else {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let metadata = folder.join(METADATA);
+        // Only the metadata states whether the file has whole tensors.
+        if name.strip_suffix(".safetensors").and_then(item_and_rank).is_some() && lookup::exists(&metadata)? {
+            let expected = format!("the metadata of torch_checkpointing, because `{name}` is named like the file of one rank");
+            return Err(Error::malformed(&metadata, "the file", expected, "other content"));
+        }
+        return Ok(None);
+    };
     let metadata = CheckpointMetadata::parse(&folder.join(METADATA), &bytes)?;
     let files = ItemFiles::of(folder, &metadata)?;
     let is_own = |file: &PathBuf| file.file_name() == path.file_name() && file.parent() == Some(folder);
@@ -170,14 +179,13 @@ mod tests {
     #[test]
     fn file_names_give_item_and_rank() {
         for (name, expected) in [
-            ("model_0.pt", Some(("model", 0))),
-            ("my_model_12.pt", Some(("my_model", 12))),
-            ("model_01.pt", None),
-            ("model.pt", None),
-            ("_0.pt", None),
-            (".x_0.pt", None),
-            ("model_0.bin", None),
-            ("model_99999999999.pt", None),
+            ("model_0", Some(("model", 0))),
+            ("my_model_12", Some(("my_model", 12))),
+            ("model_01", None),
+            ("model", None),
+            ("_0", None),
+            (".x_0", None),
+            ("model_99999999999", None),
         ] {
             assert_eq!(item_and_rank(name), expected, "{name}");
         }

@@ -268,6 +268,7 @@ impl Parser<'_> {
         #[serde(untagged)]
         enum Step {
             Index(u64),
+            NegativeKey(i64),
             Name(String),
         }
         let wrong =
@@ -278,6 +279,7 @@ impl Parser<'_> {
         }
         let key = |step| match step {
             Step::Index(index) => Key::Index(index),
+            Step::NegativeKey(key) => Key::Name(key.to_string().into()),
             Step::Name(name) => Key::Name(name.into()),
         };
         Ok(StatePath(steps.into_iter().map(key).collect()))
