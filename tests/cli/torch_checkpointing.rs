@@ -408,7 +408,7 @@ fn hostile_metadata_is_refused() {
     made.refuse(&format!("{W}/0/ranks"), json!([0]), &["a.w", "only tensors that metadata.pkl lists for rank 1"]);
     made.refuse(W, json!([]), &["model.a.w", "an empty list"]);
     made.refuse("/metadata/model/nested_path_to_metadata", json!({}), &["only tensors that metadata.pkl lists"]);
-    let strange = json!({"[\"a\",-1]": []});
+    let strange = json!({"[\"a\",1.5]": []});
     made.refuse("/metadata/model/nested_path_to_metadata", strange, &["a path of up to 128 texts and ints"]);
     made.refuse(
         "/metadata/model",

@@ -3,6 +3,7 @@
 //! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. Each style shards
 //! parameters as the PyTorch style of this name does (`torch/distributed/tensor/parallel/style.py`).
 
+use std::collections::HashSet;
 use std::{fmt, str::FromStr};
 
 use super::super::{LayoutError, TensorDim};
@@ -222,13 +223,15 @@ impl FromStr for RuleStyle {
         }
         let list = inside.strip_suffix(')').map(str::trim).unwrap_or_default();
         let children: Vec<String> = list.split(',').map(|child| child.trim().to_owned()).collect();
-        let is_list = children.len().is_multiple_of(2) && children.iter().all(|child| !child.is_empty());
+        let are_distinct = children.iter().collect::<HashSet<_>>().len() == children.len();
+        let is_list =
+            children.len().is_multiple_of(2) && children.iter().all(|child| !child.is_empty()) && are_distinct;
         match trimmed.contains('(') {
             false => Ok(Self::Pairwise { children: Vec::new() }),
             true if is_list => Ok(Self::Pairwise { children }),
             true => Err(LayoutError::Style {
                 text: text.to_owned(),
-                expected: "pairs of child modules, as in pairwise(fc1,fc2)",
+                expected: "pairs of different child modules, as in pairwise(fc1,fc2)",
             }),
         }
     }
@@ -258,7 +261,7 @@ mod tests {
         let style: RuleStyle = " Pairwise ( fc1, net.0 ) ".parse().unwrap();
         assert_eq!(style, RuleStyle::Pairwise { children: vec!["fc1".into(), "net.0".into()] });
         assert_eq!(style.to_string(), "pairwise(fc1,net.0)");
-        for text in ["pairwise()", "pairwise(a)", "pairwise(a,b,c)", "pairwise(a,,b,c)", "pairwise(a,b"] {
+        for text in ["pairwise()", "pairwise(a)", "pairwise(a,a)", "pairwise(a,b,c)", "pairwise(a,,b,c)", "pairwise(a,b"] {
             assert!(text.parse::<RuleStyle>().is_err(), "{text}");
         }
         assert_eq!("none".parse(), Ok(RuleStyle::Single(ParallelStyle::None)));
