@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, named_groups, names_of, numbers};
+use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, names_of, numbers};
 use super::owner::numbered_parameters;
 use super::path::key_text;
 use super::{Catalog, Dict, Fqn, Key, Path, Value, state_dict};
@@ -63,19 +63,24 @@ pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> 
     of_model().or_else(|| listed_names(optimizer.as_dict()?).filter(|_| !has_model))
 }
 
-/// Returns the names of the parameters of an optimizer of another checkpoint (`--like`) of the same job. Its groups must
-/// have as many parameters as the groups of the optimizer at `path`.
+/// Returns the names of the parameters of an optimizer of another checkpoint (`--like`) of the same job: the optimizer at
+/// the same path, or the only optimizer. Its groups must have as many parameters as the groups of the optimizer at `path`.
 #[must_use]
 pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> Option<Vec<Fqn>> {
     let groups = numbers(path.find(&catalog.state)?.as_dict()?)?;
+    let at_path = |found: Vec<Path>| match found.as_slice() {
+        [only] => Some(only.clone()),
+        several => several.iter().find(|other| *other == path).cloned(),
+    };
+    let named = || names_of(at_path(named_optimizers(&like.state))?.find(&like.state)?.as_dict()?.get(GROUPS)?);
     let numbered = || {
-        let other = numbered_optimizers(&like.state).into_iter().next()?;
+        let other = at_path(numbered_optimizers(&like.state))?;
         let names = parameter_names(like, &other)?;
         let of_number = |number: &usize| names.get(*number).cloned();
         let group = |group: &Vec<usize>| group.iter().map(of_number).collect::<Option<Vec<Fqn>>>();
         numbers(other.find(&like.state)?.as_dict()?)?.iter().map(group).collect::<Option<Vec<_>>>()
     };
-    let named = named_groups(&like.state).or_else(numbered)?;
+    let named = named().or_else(numbered)?;
     let is_alike =
         groups.len() == named.len() && groups.iter().zip(&named).all(|(own, other)| own.len() == other.len());
     is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use super::source::ConversionSource;
-use crate::catalog::optimizer::{self, named_groups};
+use crate::catalog::optimizer;
 use crate::catalog::parameter_names::{
     has_equal_groups, named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
     set_parameter_names, set_parameter_numbers,
@@ -70,8 +70,7 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
 /// `Usage` if both have numbers that may mean different parameters.
 pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<()> {
     let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
-    let has_named_filler = named_groups(&filler.state).is_some();
-    if named_groups(&selected.state).is_none() && has_named_filler {
+    if named_optimizers(&selected.state).is_empty() && !named_optimizers(&filler.state).is_empty() {
         name_selected(stored, selected, Some(filler));
         return Ok(());
     }
@@ -153,13 +152,12 @@ fn stored_path<'p>(stored: &Catalog, paths: &'p [Path], selected: &Catalog, opti
     paths.iter().find(has_first).or(only)
 }
 
-/// Gives the optimizers of two checkpoints that are compared the same keys: if one has numbers and the other has names,
-/// the numbers are replaced by names where the names are known.
+/// Gives the optimizers of two checkpoints that are compared the same keys: if some optimizer has names, the numbers of
+/// the others are replaced by names where the names are known.
 pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
-    match (named_groups(&source.state), named_groups(&other.state)) {
-        (None, Some(_)) => name_like(source, other),
-        (Some(_), None) => name_like(other, source),
-        _ => {}
+    if [&source.state, &other.state].into_iter().any(|state| !named_optimizers(state).is_empty()) {
+        name_like(source, other);
+        name_like(other, source);
     }
 }
 

@@ -103,3 +103,13 @@ def test_fill_from_refuses_other_parameter_groups(tmp_path):
     common.dtshard(*arguments, "--exclude", "optimizer.param_groups.**")
     common.dtshard("unshard", tmp_path / "made", tmp_path / "made.pt", "--series", "all")
     assert moments(tmp_path / "made.pt") == {0: 6.0, 1: 5.0}
+
+
+def test_verify_pairs_numbers_and_names_of_several_optimizers(tmp_path):
+    """The optimizers are in a list, and each has its own part of the model."""
+    tensors = {name: torch.zeros(4) for name in ("g", "d")}
+    optimizers = [numbered([[0]], [[name]], first, 1) for name, first in (("g", 5), ("d", 7))]
+    torch.save({"model": tensors, "trainer": {"optimizers": optimizers}}, tmp_path / "source.pt")
+    common.dtshard("reshard", tmp_path / "source.pt", tmp_path / "named", "--mesh", "x=1", "--to", "dcp")
+    common.dtshard("verify", tmp_path / "source.pt", tmp_path / "named")
+    common.dtshard("verify", tmp_path / "named", tmp_path / "source.pt")
