@@ -197,6 +197,23 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new() }))
 }
 
+/// Returns a warning for each folder of an optimizer inside the folder of a checkpoint. accelerate makes such folders beside
+/// rank files of flat parameters (`LOCAL_STATE_DICT`). They are checkpoints of their own.
+///
+/// # Errors
+/// `Io` if the folder cannot be listed.
+pub fn warn_of_optimizers(root: &Path) -> Result<Vec<String>> {
+    if !lookup::is_folder(root)? {
+        return Ok(Vec::new());
+    }
+    let mut names = subfolders(root)?;
+    names.retain(|name| is_numbered(name, "optimizer", "_", true));
+    let warning = |name: &String| {
+        format!("{} is a checkpoint of its own and is not read: convert it with another command", root.join(name).display())
+    };
+    Ok(names.iter().map(warning).collect())
+}
+
 /// Returns whether a name consists of `base`, `separator` and a number. If `alone` is true, also returns true if the
 /// name is `base`.
 fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {

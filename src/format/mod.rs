@@ -306,6 +306,9 @@ impl Checkpoint {
             None => {}
         }
         check_total(&root, &catalog)?;
+        if parts.iter().all(|part| part.folder.as_os_str().is_empty()) && options.want != Want::Model {
+            catalog.warnings.extend(find_checkpoint::warn_of_optimizers(&root)?);
+        }
         let beside = match options.want {
             Want::All if lookup::is_folder(&root)? => reading.beside(&root, &mut catalog)?,
             Want::All | Want::State | Want::Model => Vec::new(),

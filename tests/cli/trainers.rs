@@ -160,6 +160,21 @@ fn optimizer_folder_that_is_not_read_is_counted() {
     }
 }
 
+/// accelerate saves flat parameters beside a DCP directory with the optimizer.
+#[test]
+fn optimizer_folder_in_a_folder_of_rank_files_is_warned_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("checkpoint_0");
+    copy_folder(&fixture("fsdp4/ranks"), &source);
+    copy_folder(&fixture("accelerate_llama/optimizer_0"), &source.join("optimizer_0"));
+    for (verb, words) in [("inspect", ""), ("reshard", "--mesh fsdp=2")] {
+        let made = folder.path().join(verb);
+        let paths: &[&Path] = if verb == "inspect" { &[&source] } else { &[&source, &made] };
+        let run = succeed(verb, paths, words);
+        assert_contains(&run.stderr, &["checkpoint_0/optimizer_0 is a checkpoint of its own and is not read"]);
+    }
+}
+
 /// The configuration of a run with OLMo-core is not the configuration of a Hugging Face model.
 #[test]
 fn configuration_of_a_training_run_is_not_copied() {
