@@ -147,7 +147,7 @@ killed_task_ends_the_exchange_and_resume_completes_by() {
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
     for ends in '' -K; do
         # The others wait for the slow task, so the kill hits the middle of the run.
-        exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank bash -c '
+        exits 137 timeout 120 srun $ends -N2 -n4 "$here/apart" rank bash -c '
             [ $SLURM_PROCID = 1 ] || exec "$@"
             SLOWLY=$SHARE "$@" &
             until compgen -G "../.*.dtshard-partial/part-1-*"; do sleep 0.05; done
