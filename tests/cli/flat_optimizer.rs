@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use crate::common::outcome::copy_all;
+use crate::common::corrupt::{copy_all, dtshard, edit_pickle, replace};
 use crate::common::{Tensor, Truth, assert_same, expect, fixture, inspect, read, succeed};
 use crate::contract::assert_contains;
 
@@ -140,4 +140,27 @@ fn state_that_does_not_match_the_model_is_refused() {
     assert_contains(&expect(2, "reshard", &[&actor, &made], "--mesh fsdp=3").stderr, &["rank 1"]);
     assert!(!made.exists());
     succeed("consolidate", &[&actor, &made], "");
+}
+
+/// Without wrapped modules in `_metadata`, and with one name for two parameters, no layout is found.
+#[test]
+fn damaged_model_is_refused() {
+    for name in ["verl_fsdp1", "verl_fsdp1_orig"] {
+        for (from, to) in
+            [("_fsdp_wrapped_module", "_else_wrapped_module"), ("q_proj", "k_proj"), ("norm.weight", "norm.height")]
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let (actor, made) = (folder.path().join("actor"), folder.path().join("made"));
+            copy_all(&fixture(&format!("trainers/{name}/global_step_2/actor")), &actor);
+            for rank in 0..2 {
+                let file = actor.join(format!("model_world_size_2_rank_{rank}.pt"));
+                edit_pickle(&file, |pickle| replace(pickle, from.as_bytes(), to.as_bytes()));
+            }
+            let run = dtshard(&[&"reshard", &actor, &made, &"--mesh", &"fsdp=3", &"--no-sync"]);
+            // Another name of a parameter changes nothing but the name.
+            let is_renamed = to == "norm.height";
+            assert_eq!(run.code, Some(if is_renamed { 0 } else { 2 }), "{name} {to}: {run:?}");
+            assert_eq!(made.exists(), is_renamed, "{name} {to}");
+        }
+    }
 }

@@ -32,9 +32,13 @@ pub fn target_layout(
     let has_form = args.split.is_some() || args.tensor_class.is_some();
     let example = example_of(source);
     let is_kept = to == Format::TorchRanks && example.format == Format::TorchRanks && example.catalog.flat.is_some();
+    let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
     let group = match *mesh.shape() {
         [_] => GroupSize::All,
-        [_, shard] => GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
+        // The second dim shards the model if it is the dim that shards it in the example.
+        [_, shard] if example.catalog.meshes.first().and_then(last_name) == last_name(mesh) => {
+            GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers"))
+        }
         _ => return Ok(None),
     };
     if !is_kept || has_rules || has_form || !mesh.ranks_are_row_major() {

@@ -17,7 +17,7 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::{metadata, module_of, registered_modules};
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::fsdp_flat::unknown_layout_error;
 use crate::format::torch::{RankFile, TensorNode};
 use crate::layout::flat::FlatParameter;
@@ -36,8 +36,8 @@ pub struct ShardedModel {
     sizes: (u32, u32),
 }
 
-/// For each rank and each parameter number with state: the length of the first 1-d tensor in the state.
-type StateLengths = HashMap<(u32, i64), u64>;
+/// For each parameter number with state: the ranks that have state, and the length of the first 1-d tensor in it.
+type StateLengths = HashMap<i64, Vec<(u32, u64)>>;
 
 impl ShardedModel {
     /// Finds the model in the files of a series. Returns `None` if no file has a model with sharded parameters and
@@ -91,7 +91,8 @@ impl ShardedModel {
             unit.params.push(param);
         }
         units.retain(|unit| !unit.params.is_empty());
-        Some(Self { file: file.path.clone(), units, names, sizes: sizes? })
+        let sizes = sizes.filter(|(group, world): &(u32, u32)| *group > 0 && world.is_multiple_of(*group))?;
+        Some(Self { file: file.path.clone(), units, names, sizes })
     }
 }
 
@@ -100,7 +101,8 @@ impl ShardedModel {
     /// otherwise it numbers flat parameters; the number of parameters and the lengths of their state show which.
     ///
     /// # Errors
-    /// `Unsupported` if no layout matches the number of parameters and the lengths, or if several match.
+    /// `Unsupported` if no layout matches the number of parameters and the lengths, or if several match; `Malformed` if the
+    /// model is damaged.
     pub fn layout(&self, files: &[RankFile], at: &Path) -> Result<FlatLayout> {
         let lengths = state_lengths(files, at);
         let first = files.first().and_then(|file| at.find(&file.contents.value)?.as_dict());
@@ -119,7 +121,10 @@ impl ShardedModel {
         };
         let name = |number: &i64| numbered.get(usize::try_from(*number).ok()?).cloned();
         layout.optimizer = groups.iter().map(|group| group.iter().map(name).collect()).collect();
-        Ok(layout)
+        match layout.check() {
+            Ok(()) => Ok(layout),
+            Err(wrong) => Err(Error::malformed(&self.file, wrong.at, wrong.expected, wrong.found)),
+        }
     }
 
     /// Returns the layout without `use_orig_params` that matches the lengths, and the names of its flat parameters.
@@ -129,7 +134,7 @@ impl ShardedModel {
             let fits = |unit: &FlatUnit| {
                 let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
                 let expected = FlatParameter::new(&numels, None, group).map(|flat| flat.shard_len());
-                (0..self.sizes.1).all(|rank| lengths.get(&(rank, number)).is_none_or(|len| Some(*len) == expected))
+                lengths.get(&number).into_iter().flatten().all(|(_, len)| Some(*len) == expected)
             };
             if fits(unit) { Some(unit.clone()) } else { only(tied(unit).filter(fits)) }
         };
@@ -152,7 +157,7 @@ impl ShardedModel {
             // The default is 16 bytes of the parameter's dtype; mixed precision changes it to 16 bytes of another dtype.
             [None, Some(8), Some(4), Some(2)].into_iter().find_map(fitting)
         };
-        if count == self.names.len() {
+        if count + 1 != self.names.len() {
             return aligned(&self.units);
         }
         let with_tie = |index: usize| {
@@ -218,10 +223,10 @@ fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool
             return false;
         };
         unit.params.iter().zip(flat.params()).all(|(param, whole)| {
-            (0..layout.world_size).all(|rank| {
-                let shard = flat.shard(layout.shard_of(rank));
-                let expected = whole.end.min(shard.end).saturating_sub(whole.start.max(shard.start));
-                lengths.get(&(rank, numbers[&param.fqn])).is_none_or(|len| *len == expected)
+            let lengths = numbers.get(&param.fqn).and_then(|number| lengths.get(number));
+            lengths.into_iter().flatten().all(|(rank, len)| {
+                let shard = flat.shard(layout.shard_of(*rank));
+                *len == whole.end.min(shard.end).saturating_sub(whole.start.max(shard.start))
             })
         })
     };
@@ -230,7 +235,7 @@ fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool
 
 /// Returns the lengths of the state of the optimizer at a path.
 fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
-    let mut lengths = HashMap::new();
+    let mut lengths = StateLengths::new();
     for file in files {
         let states = optimizer_state(&file.contents.value, at).and_then(Value::as_dict);
         for (key, state) in states.iter().flat_map(|states| &states.entries) {
@@ -239,7 +244,7 @@ fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
                 _ => None,
             });
             if let (Some(rank), Some(number), Some(len)) = (file.rank, key.as_i64(), first) {
-                lengths.insert((rank.0, number), len);
+                lengths.entry(number).or_default().push((rank.0, len));
             }
         }
     }
