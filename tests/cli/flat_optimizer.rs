@@ -76,6 +76,31 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
     }
 }
 
+/// The model is in ShardedTensors, two parameters are tied, and units are nested. The files for three ranks are equal to
+/// those of PyTorch on three ranks.
+#[test]
+fn files_for_other_ranks_equal_those_of_pytorch() {
+    for form in ["views", "flat"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, made) = (folder.path().join("source"), folder.path().join("made"));
+        fs::create_dir(&source).unwrap();
+        for rank in 0..2 {
+            for (series, from) in [("model", "sharded"), ("optim", form)] {
+                let file = format!("{series}_world_size_2_rank_{rank}.pt");
+                fs::copy(fixture(&format!("flat2/{from}/{file}")), source.join(&file)).unwrap();
+            }
+        }
+        let run = succeed("reshard", &[&source, &made], "--mesh fsdp=3");
+        assert_contains(&run.stderr, &["`head.weight` is assumed to be tied to `emb.weight`"]);
+        for rank in 0..3 {
+            let file = format!("optim_world_size_3_rank_{rank}.pt");
+            let expected = read(&fixture(&format!("flat3/{form}/{file}")));
+            assert!(expected.len() > 10);
+            assert_same(&read(&made.join(&file)), &expected, &format!("{form} {rank}"));
+        }
+    }
+}
+
 /// For a job with FSDP2, the state is in DTensors with numbers in the order of the model.
 #[test]
 fn optimizer_of_another_layout_has_numbers_of_parameters() {
