@@ -369,7 +369,8 @@ mod tests {
         let entry = |name: &str, shape: &[u64]| TensorEntry::whole(name.into(), Dtype::F32, shape.into(), FileId(0), 0);
         let named = |listed: [&str; 2]| {
             let mut catalog = Catalog::empty();
-            let shapes: [(&str, &[u64]); 4] = [("a", &[2, 3]), ("b", &[4]), ("0.exp_avg", &[2, 3]), ("1.exp_avg", &[4])];
+            let shapes: [(&str, &[u64]); 4] =
+                [("a", &[2, 3]), ("b", &[4]), ("0.exp_avg", &[2, 3]), ("1.exp_avg", &[4])];
             catalog.tensors = shapes.into_iter().map(|(name, shape)| entry(name, shape)).collect();
             catalog.state = dict(vec![("model", dict(vec![("a", tensor(0)), ("b", tensor(1))]))]);
             let states = [2, 3].map(|id| dict(vec![("exp_avg", tensor(id))]));

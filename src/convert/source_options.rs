@@ -25,7 +25,11 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
         drop_unknown: args.drop_unknown,
         declared_layout: None,
         holdings: std::sync::Arc::default(),
-        flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
+        flat: FlatKnowledge {
+            layout: args.flat_layout.clone(),
+            like: like.map(Path::to_path_buf),
+            ..FlatKnowledge::default()
+        },
     }
 }
 

@@ -209,7 +209,10 @@ pub fn warn_of_optimizers(root: &Path) -> Result<Vec<String>> {
     let mut names = subfolders(root)?;
     names.retain(|name| is_numbered(name, "optimizer", "_", true));
     let warning = |name: &String| {
-        format!("{} is a checkpoint of its own and is not read: convert it with another command", root.join(name).display())
+        format!(
+            "{} is a checkpoint of its own and is not read: convert it with another command",
+            root.join(name).display()
+        )
     };
     Ok(names.iter().map(warning).collect())
 }

@@ -258,6 +258,8 @@ pub struct FlatKnowledge {
     pub like: Option<PathBuf>,
     /// If true and no source gives the shapes of parameters, flat parameters are read as they are stored.
     pub raw: bool,
+    /// If true, optimizer state that does not match a sharded model is an error also with `raw`.
+    pub is_strict: bool,
 }
 
 impl ReadOptions {

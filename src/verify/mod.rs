@@ -124,6 +124,7 @@ fn open(
     }
     // Only a comparison needs the shapes that flat parameters lack.
     options.flat.raw = args.other.is_none();
+    options.flat.is_strict = true;
     match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
             announce(&checkpoint, progress);

@@ -56,7 +56,7 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
         let (there, back) = (folder.path().join(name), folder.path().join(format!("{name}_back")));
         let source = fixture(&format!("trainers/{name}"));
         let run = succeed("reshard", &[&source, &there], "--mesh fsdp=3");
-        assert_contains(&run.stderr, &["`optim` has state of FSDP1's flat parameters, also in DST"]);
+        assert_contains(&run.stderr, &["`optim` keeps state of FSDP1's flat parameters"]);
         assert_same(&unsharded(&there), &truth(name), name);
         let first = lengths(&there, 3, 0);
         if use_orig_params {
@@ -159,6 +159,7 @@ fn state_that_does_not_match_the_model_is_refused() {
             "--flat-layout",
         ],
     );
+    assert_contains(&expect(2, "verify", &[&actor], "").stderr, &["its state does not match the 3 units"]);
     let listed = succeed("inspect", &[&actor], "--series all").stderr;
     assert_contains(&listed, &["its state does not match the 3 units", "its state is left out"]);
     fs::remove_file(&second).unwrap();
@@ -186,6 +187,15 @@ fn damaged_model_is_refused() {
             let is_renamed = to == "norm.height";
             assert_eq!(run.code, Some(if is_renamed { 0 } else { 2 }), "{name} {to}: {run:?}");
             assert_eq!(made.exists(), is_renamed, "{name} {to}");
+            if from == "_fsdp_wrapped_module" {
+                run.assert_refused(&["does not record which modules FSDP1 wraps", "--flat-layout"]);
+                let layout = fixture(&format!("trainers/{name}.flat_layout.json"));
+                let given = format!("--flat-layout {}", layout.display());
+                succeed("reshard", &[&actor, &made], &format!("--mesh fsdp=3 {given}"));
+                let all = folder.path().join("all.pt");
+                succeed("unshard", &[&made, &all], &format!("--series model,optim {given}"));
+                assert_same(&read(&all), &truth(name), name);
+            }
         }
     }
 }

@@ -151,9 +151,9 @@ fn reserve(
     for part in parts(source, to) {
         if let Some(flat) = flat_optimizer.filter(|_| flat_optimizer::is_optimizer(&part)) {
             whole.append(&part.folder, flatten::reserve_optimizer(source, &part, flat, run)?);
+            let name = if part.at.0.is_empty() { String::from("the optimizer") } else { format!("`{}`", part.at) };
             notes.push(format!(
-                "`{}` has state of FSDP1's flat parameters, also in DST; for a job with FSDP2, use options::tensor_class dtensor",
-                part.at
+                "{name} keeps state of FSDP1's flat parameters; for a job with FSDP2, use options::tensor_class dtensor"
             ));
             continue;
         }

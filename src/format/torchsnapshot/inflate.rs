@@ -290,7 +290,8 @@ impl<'a> Inflater<'a> {
                     });
                     by_rank[known].ranks.push(*rank);
                     let Value::Tensor(id) = by_rank[known].value else { unreachable!("a tensor was found or added") };
-                    if !chunks.is_empty() && chunks.iter().all(|chunk| known_chunks.contains(&(&chunk.region, chunk.data)))
+                    if !chunks.is_empty()
+                        && chunks.iter().all(|chunk| known_chunks.contains(&(&chunk.region, chunk.data)))
                     {
                         continue;
                     }

@@ -261,7 +261,9 @@ mod tests {
         let style: RuleStyle = " Pairwise ( fc1, net.0 ) ".parse().unwrap();
         assert_eq!(style, RuleStyle::Pairwise { children: vec!["fc1".into(), "net.0".into()] });
         assert_eq!(style.to_string(), "pairwise(fc1,net.0)");
-        for text in ["pairwise()", "pairwise(a)", "pairwise(a,a)", "pairwise(a,b,c)", "pairwise(a,,b,c)", "pairwise(a,b"] {
+        for text in
+            ["pairwise()", "pairwise(a)", "pairwise(a,a)", "pairwise(a,b,c)", "pairwise(a,,b,c)", "pairwise(a,b"]
+        {
             assert!(text.parse::<RuleStyle>().is_err(), "{text}");
         }
         assert_eq!("none".parse(), Ok(RuleStyle::Single(ParallelStyle::None)));

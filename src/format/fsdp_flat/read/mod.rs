@@ -149,7 +149,9 @@ impl Candidates {
         if self.optimizers.is_empty() || !self.optimizers.iter().all(may_be_flat) {
             return None;
         }
-        series.iter().map(|own| &*own.files).chain([skipped]).find_map(ShardedModel::find)
+        let model = series.iter().map(|own| &*own.files).chain([skipped]).find_map(ShardedModel::find)?;
+        let is_flat = |(index, at): &(usize, state::Path)| model.has_flat_state(&series[*index].files, at);
+        self.optimizers.iter().any(is_flat).then_some(model)
     }
 
     /// Replaces the optimizer state of flat parameters beside a model with sharded parameters.
@@ -179,7 +181,7 @@ impl Candidates {
                     found.warnings.extend(assumed_ties(&layout));
                     found.layout = Some(layout);
                 }
-                Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw => {
+                Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw && !knowledge.is_strict => {
                     optimizer::drop_state(files, at);
                     found.warnings.push(format!("{what}; its state is left out"));
                 }

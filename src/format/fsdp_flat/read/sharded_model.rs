@@ -18,7 +18,6 @@ use crate::catalog::modules::{metadata, module_of, registered_modules};
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
 use crate::error::{Error, Result};
-use crate::format::fsdp_flat::unknown_layout_error;
 use crate::format::torch::{RankFile, TensorNode};
 use crate::layout::flat::FlatParameter;
 use crate::layout::{Dims, Placement, TensorDim};
@@ -28,10 +27,12 @@ use crate::layout::{Dims, Placement, TensorDim};
 pub struct ShardedModel {
     file: PathBuf,
     /// The units with their parameters, in the order of registration. A tied parameter is in the list under each of its
-    /// names.
+    /// names. Empty if the state dict does not record which modules FSDP1 wraps.
     units: Vec<FlatUnit>,
     /// The names of all parameters, in the order of registration.
     names: Vec<Fqn>,
+    /// The lengths of the 1-d tensors of the model, whole and on one rank.
+    vector_lengths: HashSet<u64>,
     /// The number of ranks that shard a parameter, and the number of ranks in the job.
     sizes: (u32, u32),
 }
@@ -40,8 +41,7 @@ pub struct ShardedModel {
 type StateLengths = HashMap<i64, Vec<(u32, u64)>>;
 
 impl ShardedModel {
-    /// Finds the model in the files of a series. Returns `None` if no file has a model with sharded parameters and
-    /// modules that FSDP1 wraps.
+    /// Finds the model in the files of a series. Returns `None` if no file has a model with sharded parameters.
     pub fn find(files: &[RankFile]) -> Option<Self> {
         let file = files.first()?;
         let mut found = None;
@@ -55,20 +55,24 @@ impl ShardedModel {
 
     /// Finds the model in a state dict. If the job has one rank, its parameters are plain tensors.
     fn from_state_dict(file: &RankFile, dict: &Dict, is_only_rank: bool) -> Option<Self> {
-        let paths = metadata(dict)?.entries.iter().filter_map(|(path, _)| path.as_str());
+        let paths = metadata(dict).into_iter().flat_map(|paths| &paths.entries).filter_map(|(path, _)| path.as_str());
         let wrapped = |path: &str| Some(path.strip_suffix(FSDP_WRAPPED)?.trim_end_matches('.').to_owned());
         let modules: Vec<String> = paths.filter_map(wrapped).map(|path| clean_name(&path)).collect();
         let known: HashSet<&str> = modules.iter().map(String::as_str).collect();
         let mut registered: HashMap<String, usize> = HashMap::new();
-        for (position, module) in registered_modules(dict)?.into_iter().enumerate() {
+        for (position, module) in registered_modules(dict).into_iter().flatten().enumerate() {
             registered.entry(module).or_insert(position);
         }
         let mut sizes = None;
+        let mut vector_lengths = HashSet::new();
         let mut params: Vec<(FlatParam, Dtype)> = Vec::new();
         for (key, value) in &dict.entries {
             let (Some(key), Value::Tensor(id)) = (key.as_str(), value) else { continue };
+            vector_lengths.extend(lengths_of_vector(&file.contents.tensors[id.0 as usize]));
             let (shape, dtype, own_sizes) = match &file.contents.tensors[id.0 as usize] {
-                TensorNode::Plain(view) if is_only_rank => (view.sizes.clone(), view.dtype, (1, 1)),
+                TensorNode::Plain(view) if is_only_rank && !modules.is_empty() => {
+                    (view.sizes.clone(), view.dtype, (1, 1))
+                }
                 found => match sharded(found) {
                     Some(found) => found,
                     None => continue,
@@ -85,18 +89,25 @@ impl ShardedModel {
         let names = params.iter().map(|(param, _)| param.fqn.clone()).collect();
         let mut units: Vec<FlatUnit> = modules.iter().map(|module| FlatUnit::new(module.as_str(), None)).collect();
         let positions: HashMap<&str, usize> = modules.iter().map(String::as_str).zip(0..).collect();
-        for (param, dtype) in params {
+        for (param, dtype) in params.into_iter().filter(|_| !known.is_empty()) {
             let unit = &mut units[positions[innermost_unit(module_of(param.fqn.as_str()), &known)?]];
             unit.dtype.get_or_insert(dtype);
             unit.params.push(param);
         }
         units.retain(|unit| !unit.params.is_empty());
         let sizes = sizes.filter(|(group, world): &(u32, u32)| *group > 0 && world.is_multiple_of(*group))?;
-        Some(Self { file: file.path.clone(), units, names, sizes })
+        Some(Self { file: file.path.clone(), units, names, vector_lengths, sizes })
     }
 }
 
 impl ShardedModel {
+    /// Returns whether the optimizer at a path has state of flat parameters: FSDP1 wraps modules of the model, or some state
+    /// is a 1-d tensor that is as long as no 1-d tensor of the model.
+    pub fn has_flat_state(&self, files: &[RankFile], at: &Path) -> bool {
+        let lengths = || state_lengths(files, at).into_values().flatten();
+        !self.units.is_empty() || lengths().any(|(_, len)| !self.vector_lengths.contains(&len))
+    }
+
     /// Returns the flat layout of the optimizer at a path. With `use_orig_params` the optimizer numbers parameters,
     /// otherwise it numbers flat parameters; the number of parameters and the lengths of their state show which.
     ///
@@ -104,13 +115,21 @@ impl ShardedModel {
     /// `Unsupported` if no layout matches the number of parameters and the lengths, or if several match; `Malformed` if the
     /// model is damaged.
     pub fn layout(&self, files: &[RankFile], at: &Path) -> Result<FlatLayout> {
+        if self.units.is_empty() {
+            return Err(unknown_layout(format!(
+                "{}: the optimizer seems to have state of FSDP1's flat parameters, but the model in {} does not record which \
+                 modules FSDP1 wraps (`_metadata` of its state dict)",
+                files.first().map_or(FilePath::new(""), |file| &file.path).display(),
+                self.file.display()
+            )));
+        }
         let lengths = state_lengths(files, at);
         let first = files.first().and_then(|file| at.find(&file.contents.value)?.as_dict());
         let groups = first.and_then(group_numbers).unwrap_or_default();
         let count = groups.iter().flatten().count();
         let found = if count == self.units.len() { self.flat(&lengths) } else { None };
         let Some((mut layout, numbered)) = found.or_else(|| self.views(count, &lengths)) else {
-            return Err(unknown_layout_error(format!(
+            return Err(unknown_layout(format!(
                 "{}: the optimizer has {count} parameters, and its state does not match the {} units with {} parameters of \
                  the model in {}",
                 files.first().map_or(FilePath::new(""), |file| &file.path).display(),
@@ -191,6 +210,14 @@ pub fn assumed_ties(layout: &FlatLayout) -> Vec<String> {
     shared.map(warning).collect()
 }
 
+/// Returns the error for an optimizer whose flat layout is not found. A checkpoint with the shapes would not help, because
+/// the model beside the optimizer has them.
+fn unknown_layout(what: String) -> Error {
+    let hint = "give options::flat_layout FILE (docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model), or \
+                leave the optimizer out with options::series model";
+    Error::unsupported(what, hint)
+}
+
 /// Returns the only item of an iterator.
 fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
     items.next().filter(|_| items.next().is_none())
@@ -249,6 +276,20 @@ fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
         }
     }
     lengths
+}
+
+/// Returns the lengths of a 1-d tensor: of the whole tensor, and of the part in the file.
+fn lengths_of_vector(node: &TensorNode) -> Vec<u64> {
+    match node {
+        TensorNode::Plain(view) if view.sizes.len() == 1 => vec![view.sizes[0]],
+        TensorNode::Distributed { local, shape, .. } if shape.len() == 1 => {
+            shape.iter().chain(local.sizes.first()).copied().collect()
+        }
+        TensorNode::Sharded { shape, local, .. } if shape.len() == 1 => {
+            shape.iter().copied().chain(local.iter().map(|(region, _)| region.numel())).collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// Returns the shape and dtype of a parameter that FSDP1 shards, the number of ranks that shard it, and the number of
