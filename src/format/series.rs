@@ -486,6 +486,9 @@ impl Series {
             path::tensors(&file.contents.value, &path::Path::default(), &mut |path, _| _ = names.insert(path.clone()));
             names
         };
+        if fsdp_flat::may_have_flat_state(&loaded) {
+            return false;
+        }
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)

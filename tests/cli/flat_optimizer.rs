@@ -163,7 +163,9 @@ fn state_that_does_not_match_the_model_is_refused() {
     let listed = succeed("inspect", &[&actor], "--series all").stderr;
     assert_contains(&listed, &["its state does not match the 3 units", "its state is left out"]);
     fs::remove_file(&second).unwrap();
-    assert_contains(&expect(2, "reshard", &[&actor, &made], "--mesh fsdp=3").stderr, &["rank 1"]);
+    let refused = expect(2, "reshard", &[&actor, &made], "--mesh fsdp=3").stderr;
+    assert_contains(&refused, &["rank 1"]);
+    assert!(!refused.contains("--allow-missing"), "{refused}");
     assert!(!made.exists());
     succeed("consolidate", &[&actor, &made], "");
 }

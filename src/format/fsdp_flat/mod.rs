@@ -9,6 +9,6 @@ mod read;
 mod unknown_layout;
 mod write;
 
-pub use read::{SeriesFiles, Unflattened, read};
+pub use read::{SeriesFiles, Unflattened, may_have_flat_state, read};
 pub use unknown_layout::unknown_layout_error;
 pub use write::{FlatTarget, PartSurvey, reserve, survey};

@@ -116,6 +116,16 @@ pub fn read(
     Ok(found)
 }
 
+/// Returns whether the files of a series may have optimizer state of flat parameters: an optimizer with numbers, all of
+/// whose state tensors have at most 1 dim.
+pub fn may_have_flat_state(files: &[RankFile]) -> bool {
+    let has_state = |at: &state::Path| {
+        let state = files.first().and_then(|file| optimizer::optimizer_state(&file.contents.value, at));
+        state.is_some_and(state::Value::contains_tensor)
+    };
+    optimizer::find(files).iter().any(|at| has_state(at) && optimizer::may_be_flat(files, at))
+}
+
 /// The paths in rank files at which flat parameters, their optimizer state or their gradients may be. Each path comes
 /// with the index of its series.
 struct Candidates {
