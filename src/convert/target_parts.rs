@@ -122,11 +122,19 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     (taken == dict.entries.len()).then_some(targets)
 }
 
-/// Returns the sidecar files to copy. `fsdp_config.json` is not copied, but written with the new world size.
+/// The values of `fsdp_config.json` that differ in the new job.
+#[derive(Clone, Copy)]
+pub struct NewJob {
+    pub world_size: u32,
+    /// True if the old job used FSDP1 and the new job uses FSDP2.
+    pub changes_to_fsdp2: bool,
+}
+
+/// Returns the sidecar files to copy. `fsdp_config.json` is not copied, but written with the values of the new job.
 pub fn carry_along(
     source: &ConversionSource,
     to: Format,
-    world_size: u32,
+    job: NewJob,
     reservation: &mut Reservation,
 ) -> Result<Vec<SidecarFile>> {
     let root = &source.checkpoint.root;
@@ -137,7 +145,7 @@ pub fn carry_along(
         if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
             let text = std::fs::read(&file.read_path).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
-            file.push_header(with_world_size(&text, world_size));
+            file.push_header(for_new_job(&text, job));
             reservation.files.push(file);
         } else {
             if let Some(peers) = &source.peers {
@@ -187,9 +195,13 @@ pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Res
 /// Name of the file in which trainers (verl) record the number of ranks that saved the checkpoint.
 const FSDP_CONFIG: &str = "fsdp_config.json";
 
-fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
-    let number = Regex::new(r#"("world_size"\s*:\s*)\d+"#).expect("a regular expression");
-    number.replace(text, format!("${{1}}{world_size}").as_bytes()).into_owned()
+fn for_new_job(text: &[u8], job: NewJob) -> Vec<u8> {
+    let set = |text: &[u8], key: &str, value: u32| {
+        let number = Regex::new(&format!(r#"("{key}"\s*:\s*)\d+"#)).expect("a regular expression");
+        number.replace(text, format!("${{1}}{value}").as_bytes()).into_owned()
+    };
+    let text = set(text, "world_size", job.world_size);
+    if job.changes_to_fsdp2 { set(&text, "FSDP_version", 2) } else { text }
 }
 
 /// Checks that the headers of all rank files fit into memory. Every rank file names every tensor, and all headers are
@@ -220,10 +232,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fsdp_config_changes_only_its_world_size() {
-        let text = b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 4\n}";
-        assert_eq!(with_world_size(text, 16), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
-        assert_eq!(with_world_size(b"{}", 16), b"{}");
+    fn fsdp_config_gets_the_values_of_the_new_job() {
+        let text = b"{\n    \"FSDP_version\": 1,\n    \"world_size\": 4\n}";
+        let job = NewJob { world_size: 16, changes_to_fsdp2: false };
+        assert_eq!(for_new_job(text, job), b"{\n    \"FSDP_version\": 1,\n    \"world_size\": 16\n}");
+        let job = NewJob { changes_to_fsdp2: true, ..job };
+        assert_eq!(for_new_job(text, job), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
+        assert_eq!(for_new_job(b"{}", job), b"{}");
     }
 
     #[test]

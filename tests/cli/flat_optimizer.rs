@@ -58,6 +58,8 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
         let run = succeed("reshard", &[&source, &there], "--mesh fsdp=3");
         assert_contains(&run.stderr, &["`optim` keeps state of FSDP1's flat parameters"]);
         assert_same(&unsharded(&there), &truth(name), name);
+        let config = fs::read_to_string(there.join("fsdp_config.json")).unwrap();
+        assert_contains(&config, &["\"FSDP_version\": 1", "\"world_size\": 3"]);
         let first = lengths(&there, 3, 0);
         if use_orig_params {
             // The root unit has 615 elements of the embedding, 1 of padding, 15 of the norm, and 615 of the head.
@@ -120,6 +122,8 @@ fn optimizer_of_another_layout_has_numbers_of_parameters() {
                 assert!(moment["placements"].as_str().unwrap().starts_with("S(0)"), "{name} {options}: {moment}");
             }
             assert_contains(&succeed("verify", &[&source, &made], "--series all").stderr, &["the same: 85 tensors"]);
+            let config = fs::read_to_string(made.join("fsdp_config.json")).unwrap();
+            assert_contains(&config, &["\"FSDP_version\": 2", "\"world_size\": 4"]);
         }
         let dcp = folder.path().join(format!("{name}_dcp"));
         succeed("reshard", &[&source, &dcp], "--mesh fsdp=4 --to dcp");

@@ -13,7 +13,7 @@ use super::prepared::Prepared;
 use super::run::Run;
 use super::source::ConversionSource;
 use super::target_format::target_format;
-use super::target_parts::{PartTarget, carry_along, check_room, parts, warn_of_carried};
+use super::target_parts::{NewJob, PartTarget, carry_along, check_room, parts, warn_of_carried};
 use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, state_dict};
@@ -66,7 +66,8 @@ pub fn lay_out(
     notes.extend(source.conflicts.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;
-    let carried = carry_along(&source, to, layout.world_size, &mut reservation)?;
+    let job = NewJob { world_size: layout.world_size, changes_to_fsdp2: false };
+    let carried = carry_along(&source, to, job, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }

@@ -22,7 +22,7 @@ use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
 use super::target_format::{holds_whole_tensors, target_format};
-use super::target_parts::{self, PartTarget, carry_along, example_of, parts, warn_of_carried};
+use super::target_parts::{self, NewJob, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::whole::check_tied;
 use super::{flatten, partial_values, tied};
 use crate::catalog::flat::FlatLayout;
@@ -94,12 +94,15 @@ pub fn prepare(
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
     let flat_optimizer = flat_optimizer::target_layout(args, &source, &layout.mesh, to)?;
-    if flat_optimizer.is_none() && to == Format::TorchRanks && flat_optimizer::is_beside_dtensors(&source) {
+    let changes_to_fsdp2 =
+        flat_optimizer.is_none() && to == Format::TorchRanks && flat_optimizer::is_beside_dtensors(&source);
+    if changes_to_fsdp2 {
         number_flat_optimizers(&mut source);
     }
     let (mut reservation, more) = reserve(&source, &layout, &job, (wrappers, class, to), flat_optimizer.as_ref(), run)?;
     notes.extend(more);
-    let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
+    let new_job = NewJob { world_size: job.world_size, changes_to_fsdp2 };
+    let carried = carry_along(&source, to, new_job, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
