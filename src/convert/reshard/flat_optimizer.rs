@@ -31,7 +31,11 @@ pub fn target_layout(
     let has_rules = !args.placements.is_empty() || args.layout.is_some() || names.iter().any(|name| name.is_some());
     let has_form = args.split.is_some() || args.tensor_class.is_some();
     let example = example_of(source);
-    let is_kept = to == Format::TorchRanks && example.format == Format::TorchRanks && example.catalog.flat.is_some();
+    // Under `NO_SHARD` the model is whole on each of several ranks.
+    let is_beside_sharded = |flat: &FlatLayout| flat.shard_group_size > 1 || flat.world_size == 1;
+    let is_kept = to == Format::TorchRanks
+        && example.format == Format::TorchRanks
+        && example.catalog.flat.as_ref().is_some_and(is_beside_sharded);
     let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
     let group = match *mesh.shape() {
         [_] => GroupSize::All,
