@@ -142,11 +142,7 @@ fn is_candidate(name: &str) -> bool {
 /// Returns whether a folder of this name may contain a checkpoint, or a subfolder with a checkpoint.
 #[must_use]
 pub fn may_lead_on(name: &str) -> bool {
-    LATEST.contains(&name)
-        || is_candidate(name)
-        || is_model(name)
-        || is_numbered(name, "optimizer", "_", true)
-        || is_lightning(name)
+    LATEST.contains(&name) || is_candidate(name) || is_model(name) || is_optimizer(name) || is_lightning(name)
 }
 
 /// If SRC is a single file, returns the other files of its folder that a reader may also read, or that messages may
@@ -175,6 +171,11 @@ fn is_model(name: &str) -> bool {
     is_numbered(name, "pytorch_model_fsdp", "_", true)
 }
 
+/// Returns whether a folder of this name is an optimizer folder of accelerate.
+fn is_optimizer(name: &str) -> bool {
+    is_numbered(name, "optimizer", "_", true)
+}
+
 /// Returns the model folder that accelerate writes, and the optimizer folders beside it.
 fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<CheckpointLocation>> {
     let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
@@ -184,7 +185,7 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
         several => return Err(ambiguous(folder, several.iter().map(|name| name.as_str()))),
     };
     let read = |name: &String| Ok((PathBuf::from(name), detect(&folder.join(name), options.from)?));
-    let optimizers = names.iter().filter(|name| is_numbered(name, "optimizer", "_", true));
+    let optimizers = names.iter().filter(|name| is_optimizer(name));
     if options.want == Want::Model && options.series != SeriesChoice::All {
         let (_, found) = read(model)?;
         let skipped_folders = optimizers.cloned().collect();
@@ -207,7 +208,7 @@ pub fn warn_of_optimizers(root: &Path) -> Result<Vec<String>> {
         return Ok(Vec::new());
     }
     let mut names = subfolders(root)?;
-    names.retain(|name| is_numbered(name, "optimizer", "_", true));
+    names.retain(|name| is_optimizer(name));
     let warning = |name: &String| {
         format!(
             "{} is a checkpoint of its own and is not read: convert it with another command",
