@@ -303,6 +303,9 @@ fn lost_shard_of_a_rank_is_an_error() {
     let sharded = json!({"type": "ShardedTensor", "shards": [shard(0, "f0")]});
     let entries = json!({"0/m": dict, "1/m": dict, "0/m/w": sharded});
     refuse_entries(entries, 2, &["m: expected an entry `m/w` of rank 1", "entries of other ranks only"]);
+    let list = json!({"type": "list"});
+    let entries = json!({"0/m": dict, "1/m": dict, "0/m/w": list, "1/m/w": list, "0/m/w/0": sharded});
+    refuse_entries(entries, 2, &["m.w: the length of a list differs between rank 0 and rank 1"]);
     let dtensor = |shards: Json| json!({"type": "DTensor", "shards": shards, "mesh": [0, 1], "dim_map": [[0]]});
     for other in [json!([]), json!([shard(0, "f0")])] {
         let entries =

@@ -113,7 +113,7 @@ impl<'a> Inflater<'a> {
         for (rank, content) in entries {
             let EntryContent::Dict { keys: own, .. } = content else { continue };
             let paths = own.iter().map(|key| format!("{path}/{}", escape(key)));
-            let is_missing = |child: &String| self.nodes.contains_key(child.as_str()) && !self.stores(child, *rank);
+            let is_missing = |child: &String| self.nodes.contains_key(child.as_str()) && !self.has_value(child, *rank);
             if let Some(child) = paths.into_iter().find(is_missing) {
                 let expected = format!("an entry `{child}` of rank {rank}, because its dict lists this key");
                 return Err(self.wrong(path, expected, "entries of other ranks only"));
@@ -188,19 +188,6 @@ impl<'a> Inflater<'a> {
     /// Returns whether a rank has a value at a path: its own value, or a value that ranks share.
     fn has_value(&self, path: &str, rank: Rank) -> bool {
         self.nodes[path].entries.iter().any(|(own, content)| *own == rank || is_shared(content))
-    }
-
-    /// Returns whether a rank stores a value at a path, or another rank stores a replica of it.
-    fn stores(&self, path: &str, rank: Rank) -> bool {
-        self.nodes[path].entries.iter().any(|(own, content)| {
-            let is_replica = match content {
-                // The shards of a DTensor are compared with its mesh, because only one of several replicas is stored.
-                EntryContent::Sharded { layout, .. } => layout.is_some(),
-                EntryContent::Unsupported(_) => true,
-                content => is_shared(content),
-            };
-            *own == rank || is_replica
-        })
     }
 
     /// Returns whether a path is a tensor or a dict, or a list that contains one.
@@ -321,8 +308,11 @@ fn is_shared(content: &EntryContent) -> bool {
         EntryContent::Primitive { is_replicated, .. }
         | EntryContent::Object { is_replicated, .. }
         | EntryContent::Tensor { is_replicated, .. } => *is_replicated,
-        EntryContent::Sharded { .. } => true,
-        _ => false,
+        // The shards of a DTensor are compared with its mesh, because only one of several replicas is stored.
+        EntryContent::Sharded { layout, .. } => layout.is_some(),
+        // The manifest may state that the tensor is replicated, but this part of the entry was not read.
+        EntryContent::Unsupported(_) => true,
+        EntryContent::Dict { .. } | EntryContent::List => false,
     }
 }
 
