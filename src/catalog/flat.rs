@@ -89,7 +89,9 @@ impl FlatLayout {
         self.checked_flat(unit).expect("a layout that was checked")
     }
 
-    fn checked_flat(&self, unit: &FlatUnit) -> Option<FlatParameter> {
+    /// Returns the flat parameter of a unit, or `None` if its sizes exceed `u64`, or if its alignment is unknown or 0.
+    #[must_use]
+    pub fn checked_flat(&self, unit: &FlatUnit) -> Option<FlatParameter> {
         let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
         let align = if self.use_orig_params { Some(unit.align_numel()?) } else { None };
         FlatParameter::new(&numels, align, u64::from(self.shard_group_size))

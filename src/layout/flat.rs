@@ -103,6 +103,15 @@ impl FlatParameter {
         start..start.saturating_add(len).min(self.total)
     }
 
+    /// Returns the part of a parameter that a shard stores, as a range of the flat parameter. The range is empty if the
+    /// shard stores no part.
+    #[must_use]
+    pub fn part(&self, param: usize, shard: u64) -> Range<u64> {
+        let (param, shard) = (&self.params[param], self.shard(shard));
+        let start = param.start.max(shard.start);
+        start..param.end.min(shard.end).max(start)
+    }
+
     /// Returns the pieces of a shard, without gaps, from its start to its end.
     pub fn pieces(&self, shard: u64) -> impl Iterator<Item = FlatPiece> + '_ {
         self.pieces_within(self.shard(shard))
@@ -322,12 +331,17 @@ mod tests {
                     offset += piece.len;
                     if let Parameter { index, elements } = piece.content {
                         prop_assert_eq!(elements.end - elements.start, piece.len);
+                        let start = flat.params()[index].start;
+                        prop_assert_eq!(flat.part(index, shard), start + elements.start..start + elements.end);
                         held[index].extend(elements);
                     }
                 }
                 let range = flat.shard(shard);
                 prop_assert_eq!(offset, range.end - range.start);
                 prop_assert!(align.is_none() || offset == flat.shard_len());
+                let parts = (0..numels.len()).map(|param| flat.part(param, shard));
+                let stored: u64 = parts.map(|part| part.end - part.start).sum();
+                prop_assert!(align.is_some() || stored == offset);
                 total += offset;
             }
             prop_assert_eq!(total, flat.total());

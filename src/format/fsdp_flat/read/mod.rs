@@ -148,15 +148,19 @@ impl Candidates {
     /// Returns true if the model series must be read as well: the given series have no flat parameters, but may have
     /// optimizer state or gradients of flat parameters.
     fn need_model(&self, series: &[SeriesFiles]) -> bool {
-        let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
-        self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
+        self.states.is_empty()
+            && (!self.gradients.is_empty() || self.optimizers_may_be_flat(series).any(|may_be| may_be))
+    }
+
+    /// Returns for each optimizer whether its state may be of flat parameters.
+    fn optimizers_may_be_flat(&self, series: &[SeriesFiles]) -> impl Iterator<Item = bool> {
+        self.optimizers.iter().map(|(index, at)| optimizer::may_be_flat(&series[*index].files, at))
     }
 
     /// Returns the model with sharded parameters that is beside optimizer state of flat parameters. `skipped` has the
     /// files of the model series, if no given series has the model.
     fn sharded_model(&self, series: &[SeriesFiles], skipped: &[RankFile]) -> Option<ShardedModel> {
-        let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
-        if self.optimizers.is_empty() || !self.optimizers.iter().all(may_be_flat) {
+        if self.optimizers.is_empty() || !self.optimizers_may_be_flat(series).all(|may_be| may_be) {
             return None;
         }
         let model = series.iter().map(|own| &*own.files).chain([skipped]).find_map(ShardedModel::find)?;

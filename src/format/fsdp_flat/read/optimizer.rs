@@ -343,9 +343,9 @@ impl RankUnflattener<'_> {
     ) -> Result<(Value, Value)> {
         let unit_shard = self.unit_shard(unit);
         let known = &unit_shard.unit.params[param];
-        let (whole, shard) = (&unit_shard.flat.params()[param], unit_shard.flat.shard(self.shard));
-        let (start, end) = (whole.start.max(shard.start), whole.end.min(shard.end));
-        let piece = (start < end).then(|| start - whole.start..end - whole.start);
+        let start = unit_shard.flat.params()[param].start;
+        let part = unit_shard.flat.part(param, self.shard);
+        let piece = (!part.is_empty()).then(|| part.start - start..part.end - start);
         let numel = piece.as_ref().map_or(0, |elements| elements.end - elements.start);
         let empty = Value::Dict(Dict::default());
         // Some optimizers create state even for parameters of which the rank has no part. Such state is never updated,

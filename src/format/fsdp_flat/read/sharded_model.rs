@@ -19,7 +19,6 @@ use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, TensorNode};
-use crate::layout::flat::FlatParameter;
 use crate::layout::{Dims, Placement, TensorDim};
 
 /// The model of an FSDP1 job, as its state dict with sharded parameters describes it.
@@ -98,9 +97,7 @@ impl ShardedModel {
         let sizes = sizes.filter(|(group, world): &(u32, u32)| *group > 0 && world.is_multiple_of(*group))?;
         Some(Self { file: file.path.clone(), units, names, vector_lengths, sizes })
     }
-}
 
-impl ShardedModel {
     /// Returns whether the optimizer at a path has state of flat parameters: FSDP1 wraps modules of the model, or some state
     /// is a 1-d tensor that is as long as no 1-d tensor of the model.
     pub fn has_flat_state(&self, files: &[RankFile], at: &Path) -> bool {
@@ -148,18 +145,17 @@ impl ShardedModel {
 
     /// Returns the layout without `use_orig_params` that matches the lengths, and the names of its flat parameters.
     fn flat(&self, lengths: &StateLengths) -> Option<(FlatLayout, Vec<Fqn>)> {
-        let group = u64::from(self.sizes.0);
+        let layout = self.with_units(Vec::new(), false);
         let unit = |(unit, number): (&FlatUnit, i64)| {
             let fits = |unit: &FlatUnit| {
-                let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
-                let expected = FlatParameter::new(&numels, None, group).map(|flat| flat.shard_len());
+                let expected = layout.checked_flat(unit).map(|flat| flat.shard_len());
                 lengths.get(&number).into_iter().flatten().all(|(_, len)| Some(*len) == expected)
             };
             if fits(unit) { Some(unit.clone()) } else { only(tied(unit).filter(fits)) }
         };
         let units = self.units.iter().zip(0..).map(unit).collect::<Option<Vec<_>>>()?;
         let names = units.iter().map(FlatUnit::key).collect();
-        Some((self.with_units(units, false), names))
+        Some((FlatLayout { units, ..layout }, names))
     }
 
     /// Returns the layout with `use_orig_params` that matches the lengths, and the names of its parameters.
@@ -242,18 +238,12 @@ fn tied(unit: &FlatUnit) -> impl Iterator<Item = FlatUnit> + '_ {
 fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool {
     let numbers: HashMap<&Fqn, i64> = names.iter().zip(0..).collect();
     let unit_fits = |unit: &FlatUnit| {
-        let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
-        let Some(flat) = unit
-            .align_numel()
-            .and_then(|align| FlatParameter::new(&numels, Some(align), layout.shard_group_size.into()))
-        else {
-            return false;
-        };
-        unit.params.iter().zip(flat.params()).all(|(param, whole)| {
+        let Some(flat) = layout.checked_flat(unit) else { return false };
+        unit.params.iter().enumerate().all(|(index, param)| {
             let lengths = numbers.get(&param.fqn).and_then(|number| lengths.get(number));
             lengths.into_iter().flatten().all(|(rank, len)| {
-                let shard = flat.shard(layout.shard_of(*rank));
-                *len == whole.end.min(shard.end).saturating_sub(whole.start.max(shard.start))
+                let part = flat.part(index, layout.shard_of(*rank));
+                *len == part.end - part.start
             })
         })
     };

@@ -186,10 +186,7 @@ impl<'a> FlatPlan<'a> {
     /// Returns the part of a parameter that a shard stores, as a range of the unit's flat parameter. The range is empty
     /// if the shard stores no part.
     pub fn local_range(&self, at: ParameterIndex, shard: u64) -> Range<u64> {
-        let flat = &self.flat_params[at.unit];
-        let (param, shard) = (&flat.params()[at.param], flat.shard(shard));
-        let start = param.start.max(shard.start);
-        start..param.end.min(shard.end).max(start)
+        self.flat_params[at.unit].part(at.param, shard)
     }
 
     /// Returns whether ranks with this shard have the tensor in their files.
