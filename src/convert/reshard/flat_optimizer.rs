@@ -9,8 +9,8 @@ use super::super::flatten::{FlattenRequest, GroupSize};
 use super::super::source::ConversionSource;
 use super::super::target_parts::{PartTarget, example_of};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::optimizer::{self, GROUPS};
-use crate::catalog::{Class, TensorId, state_dict};
+use crate::catalog::parameter_names::named_optimizers;
+use crate::catalog::{Class, Path, TensorId, state_dict};
 use crate::convert::options::ReshardOptions;
 use crate::error::Result;
 use crate::format::{Checkpoint, Format};
@@ -65,6 +65,5 @@ pub fn is_beside_dtensors(source: &ConversionSource) -> bool {
 
 /// Returns whether a part of the target is an optimizer without its model.
 pub fn is_optimizer(part: &PartTarget) -> bool {
-    part.state.as_dict().is_some_and(|dict| dict.get(GROUPS).is_some())
-        && optimizer::named_groups(&part.state).is_some()
+    named_optimizers(&part.state) == [Path::default()]
 }
