@@ -86,11 +86,20 @@ pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> O
     is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?
 }
 
-/// Returns whether the optimizers at a path of two state dicts have the same numbers in the same groups.
+/// Returns whether two optimizers have the same numbers in the same groups.
 #[must_use]
-pub fn has_equal_groups(state: &Value, other: &Value, optimizer: &Path) -> bool {
-    let groups = |state: &Value| optimizer.find(state).and_then(Value::as_dict).and_then(numbers);
-    groups(state) == groups(other)
+pub fn has_equal_groups(optimizer: &Value, other: &Value) -> bool {
+    let groups = |optimizer: &Value| optimizer.as_dict().and_then(numbers);
+    groups(optimizer) == groups(other)
+}
+
+/// Returns whether parameters of an optimizer are numbers: those with state, or those of its groups. The optimizer may be
+/// incomplete.
+#[must_use]
+pub fn has_numbers(optimizer: &Value) -> bool {
+    let Some(dict) = optimizer.as_dict() else { return false };
+    let states = dict.get(STATE).and_then(Value::as_dict);
+    states.is_some_and(|states| states.entries.iter().any(|(key, _)| key.as_i64().is_some())) || numbers(dict).is_some()
 }
 
 /// Replaces the numbers of an optimizer's parameters by these names. Returns false, and changes nothing, if the state has

@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use super::source::ConversionSource;
 use crate::catalog::optimizer;
 use crate::catalog::parameter_names::{
-    has_equal_groups, named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
-    set_parameter_names, set_parameter_numbers,
+    has_equal_groups, has_numbers, named_optimizers, number_parameters, numbered_optimizers, parameter_names,
+    parameter_names_like, set_parameter_names, set_parameter_numbers,
 };
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::clean_name;
@@ -44,8 +44,7 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
         let of = if optimizer.0.is_empty() { String::new() } else { format!(" `{optimizer}`") };
         let names = stored_path(stored, &optimizers, selected, &optimizer)
             .and_then(|path| parameter_names(stored, path).or_else(|| parameter_names_like(stored, path, like?)));
-        let names: Option<Vec<Fqn>> =
-            names.map(|names| names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect());
+        let names = names.map(|names| renamed(names, &new_names));
         notes.push(match names.filter(|names| set_parameter_names(&mut selected.state, &optimizer, names)) {
             Some(names) => format!(
                 "the state of the optimizer{of} has numbers as keys in SRC ({}), and parameter names in DST, as in \
@@ -74,30 +73,39 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<(
         name_selected(stored, selected, Some(filler));
         return Ok(());
     }
+    let stored_optimizers = numbered_optimizers(&stored.state);
+    let new_names = new_names(stored, selected);
     for optimizer in numbered_optimizers(&filler.state) {
         let theirs = parameter_names(filler, &optimizer);
-        let own = numbered_optimizers(&stored.state).into_iter().find(|path| *path == optimizer);
+        if !optimizer.find(&selected.state).is_some_and(has_numbers) {
+            if let Some(theirs) = theirs {
+                set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
+            }
+            continue;
+        }
+        let path = stored_path(stored, &stored_optimizers, selected, &optimizer);
+        let own = path.and_then(|path| parameter_names(stored, path)).map(|names| renamed(names, &new_names));
+        let has_equal_groups = || {
+            let own = path.and_then(|path| path.find(&stored.state));
+            own.zip(optimizer.find(&filler.state)).is_some_and(|(own, other)| has_equal_groups(own, other))
+        };
         match (own, theirs) {
-            (None, Some(theirs)) => drop(set_parameter_numbers(&mut selected.state, &optimizer, &theirs)),
-            (None, None) => {}
-            (Some(own), theirs) => match (parameter_names(stored, &own), theirs) {
-                (Some(own), Some(theirs)) if own == theirs => {}
-                // A name that the filler lacks stays a name, and is then an unknown name.
-                (Some(own), Some(theirs)) => {
-                    set_parameter_names(&mut selected.state, &optimizer, &own);
-                    set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
-                }
-                _ if has_equal_groups(&stored.state, &filler.state, &optimizer) => {}
-                _ => {
-                    return Err(Error::usage(
-                        format!(
-                            "options::fill_from: the parameters of the optimizer `{optimizer}` have numbers, and their names are \
-                             unknown, so equal numbers may mean different parameters"
-                        ),
-                        "leave the optimizer out with options::exclude, or convert it together with its model",
-                    ));
-                }
-            },
+            (Some(own), Some(theirs)) if own == theirs => {}
+            // A name that the filler lacks stays a name, and is then an unknown name.
+            (Some(own), Some(theirs)) => {
+                set_parameter_names(&mut selected.state, &optimizer, &own);
+                set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
+            }
+            _ if has_equal_groups() => {}
+            _ => {
+                return Err(Error::usage(
+                    format!(
+                        "options::fill_from: the parameters of the optimizer `{optimizer}` have numbers, and their names are \
+                         unknown, so equal numbers may mean different parameters"
+                    ),
+                    "leave the optimizer out with options::exclude, or convert it together with its model",
+                ));
+            }
         }
     }
     rename_entries(selected);
@@ -140,6 +148,10 @@ fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
     let old = state_dict::model(&stored.state).tensors.into_iter().map(|(name, id)| (clean(&name), id));
     let changed = old.filter(|(name, id)| kept.get(name) != Some(id));
     changed.filter_map(|(name, id)| Some((name, clean(new.get(&id)?)))).collect()
+}
+
+fn renamed(names: Vec<Fqn>, new_names: &HashMap<Fqn, Fqn>) -> Vec<Fqn> {
+    names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect()
 }
 
 /// Returns the path in the source of an optimizer of the selection: the optimizer with the same state tensors, or the only

@@ -105,6 +105,28 @@ def test_fill_from_refuses_other_parameter_groups(tmp_path):
     assert moments(tmp_path / "made.pt") == {0: 6.0, 1: 5.0}
 
 
+@pytest.mark.parametrize("change", ["nested", "renamed", "left out"])
+def test_fill_from_maps_numbers_of_a_selection(tmp_path, change):
+    """The optimizer has another path in the source than in the filler, its parameter has another name, or it is not
+    selected."""
+    zero = torch.zeros(4)
+    own = "old" if change == "renamed" else "b"
+    # Without names, the numbers of the source could be matched with no numbers of the filler.
+    names = None if change == "left out" else [own]
+    model = {own: torch.ones(4), **({"c": zero} if change == "left out" else {})}
+    torch.save({"model": model, "optimizer": numbered([[0]], [names], 5, 1)}, tmp_path / "source.pt")
+    filler = {"model": {"a": zero, "b": zero.clone(), "c": zero.clone()}, "optimizer": numbered([[0, 1]], [["a", "b"]], 100, 2)}
+    torch.save({"app": filler} if change == "nested" else filler, tmp_path / "filler.pt")
+    options = {"nested": ["--nest", "app", "--exclude", "**.param_groups.**"],
+               "renamed": ["--rename", r"\bold$=b", "--exclude", "optimizer.param_groups.**"],
+               "left out": ["--exclude", "optimizer.**"]}
+    common.dtshard("reshard", tmp_path / "source.pt", tmp_path / "made", "--mesh", "x=1", "--to", "torch-ranks", "--fill-from",
+                   tmp_path / "filler.pt", *options[change])
+    take = ["--root", "app"] if change == "nested" else []
+    common.dtshard("unshard", tmp_path / "made", tmp_path / "made.pt", "--series", "all", *take)
+    assert moments(tmp_path / "made.pt") == {0: 100.0, 1: 101.0 if change == "left out" else 5.0}
+
+
 def test_verify_pairs_numbers_and_names_of_several_optimizers(tmp_path):
     """The optimizers are in a list, and each has its own part of the model."""
     tensors = {name: torch.zeros(4) for name in ("g", "d")}
