@@ -144,7 +144,7 @@ fn region_from(range: &Range<u64>) -> Region {
 }
 
 /// Returns all names of a unit's parameters, including further names of tied parameters. Each name comes with the name
-/// that the layout has for the same parameter.
+/// under which the layout lists the parameter.
 fn all_names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
     let own = unit.params.iter().map(|param| (&param.fqn, &param.fqn));
     own.chain(unit.shared.iter().map(|shared| (&shared.fqn, &shared.with)))

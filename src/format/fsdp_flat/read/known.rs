@@ -96,7 +96,7 @@ impl ModelKnowledge {
     }
 }
 
-/// Returns the layout with the number of ranks and the value of `use_orig_params` of the rank files.
+/// Returns the layout, but with the number of ranks and the value of `use_orig_params` that the rank files have.
 fn adapt_to_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
     let mut layout = layout.clone();
     let Some(state) = states.first() else { return Ok(layout) };

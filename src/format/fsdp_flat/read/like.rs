@@ -31,8 +31,8 @@ pub struct LikeParam {
     id: TensorId,
     pub shape: Dims,
     pub order: ElementOrder,
-    /// If the parameter is tied, and its key in [`LikeModel::params`] is not the first name of the tensor, the first
-    /// name; otherwise `None`.
+    /// The first name of the tensor, if the parameter is tied and its key in [`LikeModel::params`] is a further name;
+    /// otherwise `None`.
     pub shared_with: Option<Fqn>,
 }
 

@@ -81,7 +81,7 @@ pub fn read(
             // if no series has a model.
             ModelKnowledge::Document { layout, .. }
                 if layout.shard_group_size == 1 || candidates.have_no_model(series) => {}
-            // The layout that the user gave may describe the target only.
+            // The layout that the user gave may be meant for the target alone, so it is no error that it has no effect.
             ModelKnowledge::Document { given: true, .. } => return Ok(found),
             ModelKnowledge::Document { path, .. } => {
                 found.warnings.push(format!(
@@ -208,14 +208,14 @@ impl Candidates {
         Ok(found)
     }
 
-    /// Returns whether every series has optimizer state or gradients.
+    /// Returns whether no series is a model, because every series has optimizer state or gradients.
     fn have_no_model(&self, series: &[SeriesFiles]) -> bool {
         let has_some = |index| self.optimizers.iter().chain(&self.gradients).any(|(own, _)| *own == index);
         (0..series.len()).all(has_some)
     }
 
-    /// Replaces flat parameters by parameters in all series, and returns warnings. Stores the names of the parameters
-    /// that the optimizer updates in `layout`.
+    /// Replaces flat parameters by parameters in all series, and returns warnings. Stores in `layout` the names of the
+    /// parameters that the optimizer updates.
     fn unflatten(
         &self,
         series: &mut [SeriesFiles],

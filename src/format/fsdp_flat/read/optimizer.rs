@@ -78,14 +78,14 @@ pub fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
-/// The information, apart from the flat layout, with which numbers of parameters get names.
+/// The information that, together with the flat layout, gives the name for each parameter number.
 #[derive(Clone, Copy)]
 pub struct OptimizerOrder<'a> {
     /// The names of the parameters in the order of their numbers, for an optimizer with one parameter group. Used if the
     /// layout has no parameter groups.
     pub default: Option<&'a [Fqn]>,
-    /// The names of all tensors of the model that are not flat parameters; `None` if these names are not known. An
-    /// optimizer may also update parameters outside all units, which are such tensors.
+    /// The names of all tensors of the model that are not flat parameters; `None` if these names are not known. The
+    /// parameters outside all units are among them, and an optimizer may update these parameters, too.
     pub plain: Option<&'a HashSet<Fqn>>,
 }
 

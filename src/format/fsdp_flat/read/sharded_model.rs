@@ -30,13 +30,14 @@ pub struct ShardedModel {
     units: Vec<FlatUnit>,
     /// The names of all parameters, in the order of registration.
     names: Vec<Fqn>,
-    /// The lengths of the 1-d tensors of the model, whole and on one rank.
+    /// The lengths of the 1-d tensors of the model: of each whole tensor, and of its part on one rank.
     vector_lengths: HashSet<u64>,
     /// The number of ranks that shard a parameter, and the number of ranks in the job.
     sizes: (u32, u32),
 }
 
-/// For each parameter number with state: the ranks that have state, and the length of the first 1-d tensor in it.
+/// For each parameter number with state: the ranks that have the state, each with the length of the first 1-d tensor in
+/// the state.
 type StateLengths = HashMap<i64, Vec<(u32, u64)>>;
 
 impl ShardedModel {
@@ -99,7 +100,7 @@ impl ShardedModel {
     }
 
     /// Returns whether the optimizer at a path has state of flat parameters: FSDP1 wraps modules of the model, or some state
-    /// is a 1-d tensor that is as long as no 1-d tensor of the model.
+    /// is a 1-d tensor with a length that no 1-d tensor of the model has.
     pub fn has_flat_state(&self, files: &[RankFile], at: &Path) -> bool {
         let lengths = || state_lengths(files, at).into_values().flatten();
         !self.units.is_empty() || lengths().any(|(_, len)| !self.vector_lengths.contains(&len))
@@ -185,7 +186,7 @@ impl ShardedModel {
         only((0..self.units.len()).flat_map(with_tie))
     }
 
-    /// Returns a layout of this model with the numbers of ranks of the files.
+    /// Returns `layout`, but with the size of shard groups and the number of ranks of the job that saved this model.
     pub fn with_sizes(&self, layout: &FlatLayout) -> FlatLayout {
         let (shard_group_size, world_size) = self.sizes;
         FlatLayout { world_size, shard_group_size, ..layout.clone() }
@@ -219,7 +220,8 @@ fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
     items.next().filter(|_| items.next().is_none())
 }
 
-/// Returns the unit with two of its parameters tied, for each shape of two or more dims that exactly two parameters have.
+/// Returns variants of a unit, in each of which two parameters are tied: one variant for each shape of two or more dims
+/// that exactly two parameters have.
 fn tied(unit: &FlatUnit) -> impl Iterator<Item = FlatUnit> + '_ {
     let mut by_shape: HashMap<&Dims, Vec<usize>> = HashMap::new();
     for (index, param) in unit.params.iter().enumerate().filter(|(_, param)| param.shape.len() > 1) {

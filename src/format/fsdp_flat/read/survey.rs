@@ -28,7 +28,7 @@ use crate::layout::{Rank, Region};
 #[derive(Debug)]
 pub struct FlatState {
     pub path: Path,
-    /// For each rank file that has this state dict, its content in this file.
+    /// The content of this state dict in each rank file that has the state dict.
     pub ranks: Vec<RankState>,
     /// The position of each module in the order of registration, if the state dict has PyTorch's `_metadata`.
     pub module_positions: Option<HashMap<Box<str>, usize>>,
@@ -228,7 +228,7 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
     if state.flat_parts.is_empty() {
         return Ok(None);
     }
-    // The module, shard range and view of each storage.
+    // For the key of each storage that has a shard: the module of the unit, the range of the shard, and the view.
     let mut storages: HashMap<&str, (&str, &Range<u64>, &View)> = HashMap::new();
     for (module, part) in &state.flat_parts {
         if let Some((range, view)) = &part.shard {

@@ -161,8 +161,9 @@ impl<'v> SourceOptimizer<'v> {
         }
     }
 
-    /// Returns, for each parameter group of the source, a group for the target. This group contains the units whose
-    /// parameters are in the source's group, in the order of the layout, and the parameters outside all units.
+    /// Returns, for each parameter group of the source, a group for the target: the flat parameters of the units whose
+    /// parameters are in the source's group, and the parameters of the source's group that are outside all units, in the
+    /// order of [`FlatLayout::group_of_units`].
     fn unit_groups(
         &self,
         names: &ParameterNames<'_>,
@@ -266,7 +267,7 @@ impl OptimizerNumbers {
         if !numbered {
             return Self(HashMap::new());
         }
-        // Only names that the layout lists as parameters, or in its list of the optimizer, count; all other tensors are
+        // A name counts only if the layout lists it as a parameter, or in its field `optimizer`; all other tensors are
         // buffers.
         let outside: HashSet<&Fqn> = plan.layout.optimizer.iter().flatten().flatten().collect();
         let is_parameter = |fqn: &Fqn| match names.find_trained(fqn.as_str()) {
@@ -328,7 +329,7 @@ fn from_layout_groups(
     pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find_trained(fqn.as_str())?))).collect()
 }
 
-/// Returns the parameter that a group member is, or the parameters in the flat parameter that the member is.
+/// Returns the parameters of a group member: the member itself, or all parameters in it if it is a flat parameter.
 pub fn member_parameters(member: GroupMember, plan: &FlatPlan<'_>) -> Vec<TrainedParameter> {
     match member {
         GroupMember::Parameter(at) => vec![TrainedParameter::InUnit(at)],

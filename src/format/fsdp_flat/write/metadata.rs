@@ -1,8 +1,8 @@
 //! Writes the `_metadata` of a model's state dict, which maps the path of each module to its version.
 //!
 //! A wrapped module has two entries, one for the wrapper and one for the module inside: `layers.0` and
-//! `layers.0._fsdp_wrapped_module`. The names of all modules and parameters inside the wrapped module contain the
-//! wrapper's component.
+//! `layers.0._fsdp_wrapped_module`. This last component is also in the names of all modules and parameters inside the
+//! wrapped module.
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
 //! `torch/distributed/fsdp/_common_utils.py`.

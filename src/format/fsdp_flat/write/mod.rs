@@ -90,9 +90,9 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
 /// Information about one part of the state dict, such as the optimizer. The information about all parts must be known
 /// before any file is laid out.
 pub struct PartSurvey {
-    /// Pairs of source tensors that the target stores once: the tensor that is written, and a tensor whose values must
-    /// be equal. A pair consists of tied parameters that the source stores separately, or of optimizer scalars (step
-    /// counters) of two parameters, because a flat parameter has a single step counter.
+    /// Pairs of source tensors of which the target stores only the first. The second is not written, so its values must
+    /// equal those of the first. A pair consists of tied parameters that the source stores separately, or of optimizer
+    /// scalars (step counters) of two parameters, because a flat parameter has a single step counter.
     pub merged: Vec<(TensorId, TensorId)>,
     /// The names of the parameters to which the optimizer in this part refers by number, one list per parameter group.
     pub numbered: Option<Vec<Vec<Fqn>>>,

@@ -75,7 +75,7 @@ pub struct UnitTensors {
 /// The source tensors of all parameters of a layout.
 pub struct FoundParameters {
     pub units: Vec<UnitTensors>,
-    /// Pairs of tied tensors: the tensor that is written, and a tensor whose values must be equal.
+    /// Pairs of tied tensors. The first is written; the second is not, so its values must equal those of the first.
     pub ties: Vec<(TensorId, TensorId)>,
 }
 

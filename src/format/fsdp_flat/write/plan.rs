@@ -252,7 +252,7 @@ impl<'a> FlatPlan<'a> {
 }
 
 /// Returns the names of the model's tensors that are not parameters of the layout. If the source has no model, returns
-/// the names outside all units in the layout's list of the optimizer.
+/// the names in the layout's field `optimizer` that are in no unit.
 fn outside_names(source: &Catalog, layout: &FlatLayout) -> Vec<Fqn> {
     let mut known: HashSet<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
     known.extend(layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn));

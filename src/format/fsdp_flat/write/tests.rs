@@ -203,7 +203,7 @@ fn numbered_source_optimizer_resolves_to_parameters() {
     let error = PlannedTree::new(&source.catalog, &state, &target).err().unwrap().to_string();
     assert!(error.starts_with("optim: the optimizer has state of number 0, which is not a parameter"), "{error}");
 
-    // A layout with such groups resolves the numbers; so do names next to the numbers.
+    // A layout with such groups resolves the numbers, and so do names (`param_names`) next to the numbers.
     let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
     let listed = FlatLayout { optimizer: listed, ..self::layout(true) };
     let numbered = survey(&source.catalog, &state, &self::target(&listed)).unwrap().numbered;
