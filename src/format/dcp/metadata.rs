@@ -1,4 +1,4 @@
-//! Reads the `.metadata` pickle of a DCP directory into packed columns.
+//! Reads the `.metadata` pickle of a DCP directory into columns of numbers.
 //!
 //! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
 //! tensors has 116 opcodes and 260 bytes per tensor. A tree of Python values would take far more memory than columns of

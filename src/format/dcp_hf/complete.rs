@@ -1,5 +1,6 @@
-//! Checks that a folder of DCP's Hugging Face storage has all of its files. After consolidation the checkpoint has N
-//! files, and `shard-R-model-F-of-N` has the data of rank R for file F. So the check looks for missing R and missing F.
+//! Checks that a folder of DCP's Hugging Face storage has all of its files. PyTorch can consolidate such a folder to N
+//! files of whole tensors, and `shard-R-model-F-of-N` has the data of rank R for file F. So the check looks for missing
+//! R and missing F.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

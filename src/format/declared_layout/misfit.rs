@@ -73,7 +73,7 @@ impl LayoutMisfit<'_> {
         }
     }
 
-    /// Returns a hint with the most similar placements or split that match the local shapes.
+    /// Returns a hint with placements or a split rule that match the local shapes and are similar to the declared ones.
     fn hint(&self) -> String {
         let Some(near) = nearest_fit(self.mesh, self.shared, self.local_shapes) else {
             return String::from(

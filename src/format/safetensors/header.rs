@@ -123,7 +123,7 @@ struct RawHeaderVisitor<'a> {
     fault: &'a mut Fault,
 }
 
-/// Details about an error in the header that the error of serde_json does not have.
+/// Details about an error in the header that are missing from the error of serde_json.
 enum Fault {
     /// The error is not inside an entry of the header.
     None,
@@ -348,7 +348,7 @@ const LENGTH_BYTES: usize = 8;
 ///
 /// # Errors
 /// `Unsupported` if the format has no tag for a dtype, or if the header is too long for readers. `shorter` is the hint
-/// that the second error has.
+/// of the error about a header that is too long.
 pub fn write_header<'a>(
     path: &Path,
     metadata: &Map<String, Json>,

@@ -183,7 +183,7 @@ pub enum FileDivision {
     /// A folder. Each file has at most `max_shard_bytes` bytes of tensor data, but a tensor with more bytes gets a file
     /// of its own.
     Folder { max_shard_bytes: u64 },
-    /// A folder with the file names of the source; each tensor is in the file that has its name in the source.
+    /// A folder with the file names of the source. Each tensor is in the file with the name of its source file.
     Like(Placing),
 }
 

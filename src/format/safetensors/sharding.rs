@@ -1,6 +1,6 @@
 //! Shards of DCP's Hugging Face storage: safetensors files that record the offsets of each box in its tensor.
 //!
-//! After consolidation the checkpoint would have N files. A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors`
+//! PyTorch can consolidate such shards to N files of whole tensors. A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors`
 //! contains the boxes that rank R (counted from 1) has of the tensors in file F. `DCP_SHARDING_INFO` in the
 //! `__metadata__` of the shard file gives the offsets of each box in the whole tensor. The shape of the whole tensor is
 //! not stored. As in PyTorch's reader, a tensor is assumed to end at the end of the last box. So a box that is missing

@@ -1,4 +1,5 @@
-//! The files of each item: those that `metadata.pkl` names, and files `NAME_RANK.pt` of items that it does not list.
+//! The files of each item. `metadata.pkl` names the files of the items that it lists; any other item has files
+//! `NAME_RANK.pt`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -36,8 +37,8 @@ impl<'a> ItemFiles<'a> {
     /// Finds the files of a checkpoint.
     ///
     /// # Errors
-    /// `Malformed` if a path leads out of the folder, or two ranks have one file; `Unsupported` for an item whose
-    /// files have different encodings or no tensors; `Io`.
+    /// `Malformed` if a path leads out of the folder, or two ranks share a file; `Unsupported` for an item whose files
+    /// have different encodings or no tensors; `Io`.
     pub fn of(folder: &Path, metadata: &'a CheckpointMetadata) -> Result<Self> {
         let path = folder.join(METADATA);
         let mut items = Vec::new();
@@ -104,8 +105,8 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Chec
     Ok(CheckpointItem { name: item.name.clone(), metadata: Some(item), encoding, files, missing })
 }
 
-/// Returns the items that the metadata does not list, by the names of their files. Files whose names have a rank that
-/// the checkpoint does not have belong to no item.
+/// Returns the items that the metadata does not list, by the names of their files. Files belong to no item if rank 0 has
+/// none of them, or if a name has a rank that the checkpoint does not have.
 fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<CheckpointItem<'a>>> {
     let mut found: BTreeMap<String, BTreeMap<u32, PathBuf>> = BTreeMap::new();
     for file in list(folder)? {
@@ -120,7 +121,7 @@ fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<Chec
     });
     let item = |(name, files): (String, BTreeMap<u32, PathBuf>)| {
         let mut missing = BTreeMap::new();
-        // An item that only rank 0 saves is complete.
+        // If rank 0 alone has a file, no file is missing: some items are saved by rank 0 only.
         if files.len() > 1 {
             let absent = (0..metadata.world_size).filter(|rank| !files.contains_key(rank));
             missing.extend(absent.take(MAX_LISTED).map(|rank| (rank, format!("{name}_{rank}.pt"))));

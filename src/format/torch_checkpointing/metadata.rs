@@ -1,7 +1,7 @@
 //! Parses `metadata.pkl`: a pickle of plain dicts, lists, tuples, texts and ints.
 //!
-//! Objects of the pickle are read where they are, because many tensors share one mesh and a tree of values would
-//! contain the mesh many times. Meshes and lists of ranks that several tensors share are converted once.
+//! The parser reads the objects of the pickle without building a tree of values: many tensors share one mesh, and the
+//! tree would contain this mesh many times. Meshes and lists of ranks that several tensors share are converted once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -53,7 +53,7 @@ pub enum Encoding {
 pub struct TensorMetadata {
     /// The path in the item.
     pub path: StatePath,
-    /// The shardings of the tensor. Ranks of one mesh have one sharding.
+    /// The sharding of the tensor for each group of ranks. The ranks of one mesh are one group.
     pub groups: Vec<RankGroup>,
 }
 
@@ -104,8 +104,8 @@ struct Parser<'p> {
     world_size: u32,
     ranks: HashMap<NodeId, Arc<[Rank]>, RandomState>,
     meshes: HashMap<NodeId, Arc<DeviceMesh>, RandomState>,
-    /// The amount of work that is left. Objects of a pickle may share others, but a hostile file must not repeat them
-    /// without limit.
+    /// The amount of work that is left. Several objects of a pickle may refer to one object, which is then read several
+    /// times; a hostile file must not make the parser do this without limit.
     budget: usize,
 }
 
@@ -233,7 +233,7 @@ impl Parser<'_> {
         Ok(items.into_values().collect())
     }
 
-    /// Returns a rank that is the key of a dict. The package also accepts text.
+    /// Returns a rank that is the key of a dict. The key may also be a text, as the package accepts it.
     fn rank_key(&self, at: &str, node: Ref<'_>) -> Result<u32> {
         let number = node.as_u64().or_else(|| node.as_str()?.parse().ok());
         let rank = number.and_then(|rank| u32::try_from(rank).ok()).filter(|rank| *rank < self.world_size);

@@ -1,4 +1,5 @@
-//! Checkpoints of the package torch_checkpointing: one file for each item and rank, and `metadata.pkl`.
+//! Checkpoints of the package torch_checkpointing: one file for each item and rank, and `metadata.pkl`. An item is a key
+//! of the dict that a job saves, such as `model`.
 //!
 //! ```text
 //! metadata.pkl                                    the sharding of every tensor, and the file of every item and rank

@@ -57,7 +57,8 @@ pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) 
     Ok(catalog)
 }
 
-/// Returns the entry of a tensor, and takes its parts from the files of `ranks`.
+/// Returns the entry of a tensor. Removes the parts of the tensor from `ranks`, so that in the end only tensors that the
+/// metadata does not list are left there.
 fn entry(
     metadata_path: &Path,
     item: &str,

@@ -49,7 +49,7 @@ fn check(catalog: &Catalog, tensor: &TensorMetadata) -> Result<(), (String, Stri
     let TensorSharding::Mesh { placements, .. } = sharding else { return Ok(()) };
     let is_replicated = placements.iter().all(|placement| *placement == Placement::Replicate);
     match (&entry.sharding, entry.class) {
-        // In the catalog, the placements may be on a larger mesh.
+        // If the tensor is on a slice, the catalog has placements on the larger mesh, so these are not compared.
         (Some(own), Class::DTensor) if own.shared.slice.is_none() && own.shared.placements != *placements => {
             Err((format!("the placements of the files, {}", own.display_placements()), comma_list(placements)))
         }

@@ -1,8 +1,8 @@
 //! Lays out a checkpoint: a torch.save file for each item and rank, and `metadata.pkl`.
 //!
 //! The files of an item are those of the format `torch-ranks`. `metadata.pkl` lists every tensor in a dict, a list or a
-//! tuple of an item, as `DefaultResharder` does. It has plain dicts only, and tuples where the package needs hashable
-//! values.
+//! tuple of an item, as the package's `DefaultResharder` does. It contains plain dicts and lists, but no objects of
+//! classes; it contains tuples where the package needs hashable values.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
@@ -50,7 +50,8 @@ pub fn reserve(target: ShardedTarget<'_>) -> Result<Reservation> {
                 Ok(layout)
             },
         };
-        // `DefaultResharder` loads the files without their data, to find the offsets of storages.
+        // `DefaultResharder` loads the files without their data, to find the offsets of storages. This needs the order of
+        // data that `reserve_ranks` guarantees.
         let reservation = reserve_ranks(source, value, target)?;
         let shared: HashMap<TensorId, Option<SharedTensor>> =
             reservation.tensors.iter().map(|tensor| (tensor.source, tensor.shared.as_deref().cloned())).collect();
@@ -158,7 +159,7 @@ fn collect(source: &Catalog, item: &str, value: &Value, path: &mut Vec<Json>, fo
     Ok(())
 }
 
-/// The items to list: the name, the tensors, and the placements of each tensor; `None` for a plain tensor.
+/// An item to list: its name, its tensors, and the placements of each tensor (`None` for a plain tensor).
 type ListedItem<'a> = (&'a str, ListedTensors, HashMap<TensorId, Option<SharedTensor>>);
 
 /// The `metadata.pkl` of a checkpoint while it is written. Each mesh and each list of ranks is written once, and later
@@ -312,7 +313,7 @@ impl<'a> MetadataPickle<'a> {
         next
     }
 
-    /// Writes the ranks of a mesh in ascending order, which have this memo index.
+    /// Writes the tuple of a mesh's ranks, which are in ascending order. The tuple has the memo index `memo`.
     fn ranks(&mut self, ranks: &[Rank], memo: u32) {
         if !self.written_ranks.insert(memo) {
             self.writer.get(memo);

@@ -19,7 +19,7 @@ pub struct DataFiles<'a> {
     pub files: &'a Files,
     /// The path of the manifest.
     pub manifest: &'a Path,
-    /// The file with each index in the manifest's list of files.
+    /// The opened files, in the order of the manifest's list of files.
     pub ids: Vec<FileId>,
     pub unknown: Unknown,
 }

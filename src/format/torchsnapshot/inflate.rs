@@ -190,7 +190,7 @@ impl<'a> Inflater<'a> {
         self.nodes[path].entries.iter().any(|(own, content)| *own == rank || is_shared(content))
     }
 
-    /// Returns whether a path is a tensor or a dict, or a list that contains one.
+    /// Returns whether the value at a path is a tensor, a dict, or a list that contains a tensor or a dict.
     fn has_tensor_or_dict(&self, path: &str) -> bool {
         let node = &self.nodes[path];
         node.entries.iter().any(|(_, content)| match content {
@@ -308,7 +308,7 @@ fn is_shared(content: &EntryContent) -> bool {
         EntryContent::Primitive { is_replicated, .. }
         | EntryContent::Object { is_replicated, .. }
         | EntryContent::Tensor { is_replicated, .. } => *is_replicated,
-        // The shards of a DTensor are compared with its mesh, because only one of several replicas is stored.
+        // Only one of several replicas of a shard is stored. `tensor::sharded` checks the stored shards against the mesh.
         EntryContent::Sharded { layout, .. } => layout.is_some(),
         // The manifest may state that the tensor is replicated, but this part of the entry was not read.
         EntryContent::Unsupported(_) => true,

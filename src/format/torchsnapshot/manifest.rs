@@ -362,7 +362,7 @@ impl EntryReader<'_> {
         }
     }
 
-    /// Checks a list of shards. The inner result is the reason why dtshard cannot read one of the shards.
+    /// Checks a list of shards. The inner error is the reason why dtshard cannot read one of the shards.
     fn shards(&mut self, shards: Vec<ShardJson>) -> Result<Result<Vec<StoredShard>, String>> {
         let mut found: Vec<StoredShard> = Vec::with_capacity(shards.len());
         for ShardJson { offsets, sizes, tensor } in shards {
@@ -455,7 +455,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Escaped keys have no `/`, and are equal to the key without escapes.
+        /// An escaped key has no `/`, and becomes the original key when it is unescaped.
         #[test]
         fn escaped_keys_are_unescaped_again(key in ".{0,20}") {
             let escaped = escape(&DictKey::Text(key.clone()));

@@ -27,7 +27,8 @@ fn int(text: &str) -> Option<Value> {
         return Some(Value::Int(number));
     }
     let bytes = number.to_le_bytes();
-    // The last byte that is not a redundant sign byte, and one more byte if its sign bit is wrong.
+    // The number needs all bytes up to the last one that is not a redundant sign byte, and one more byte if the sign bit
+    // of this last byte is wrong.
     let sign = if number < 0 { 0xff } else { 0 };
     let mut len = bytes.iter().rposition(|byte| *byte != sign).map_or(1, |last| last + 1);
     if (bytes[len - 1] ^ sign) & 0x80 != 0 {
