@@ -4,15 +4,15 @@
 //! ```text
 //! None, True, 1, 0.5, 'a', [1]     null, true, 1, 0.5, "a", [1]
 //! {'a': 1}                         {"a": 1}
-//! {0: 1}                           {"$dict": [[0, 1]]}          also where a text begins with $
-//! OrderedDict(a=1)                 {"$ordered": {"a": 1}}       and "$attributes", where it has some
+//! {0: 1}                           {"$dict": [[0, 1]]}          also if a key is a text that begins with $
+//! OrderedDict(a=1)                 {"$ordered": {"a": 1}}       and "$attributes", if the dict has attributes
 //! (1, 2), {1}, frozenset({1})      {"$tuple": [1, 2]}, {"$set": [1]}, {"$frozenset": [1]}
 //! nan, 2 ** 64, 1j                 {"$float": "nan"}, {"$int": "0x..."}, {"$complex": [0.0, 1.0]}
 //! b'a', bytearray(b'a')            {"$bytes": "61"}, {"$bytearray": "61"}
 //! torch.float32                    {"$symbol": ["torch", "float32"]}
 //! an object                        {"$object": {"how": "new", "class": ["argparse", "Namespace"], "args": [], ...}}
 //! a tensor                         {"$tensor": "model.embed.weight"}
-//! what differs from rank to rank   {"$ranks": [[[0, 2], 1], [[1], 5]]}
+//! 1 on ranks 0 and 2, 5 on rank 1  {"$ranks": [[[0, 2], 1], [[1], 5]]}
 //! ```
 //!
 //! Invariant: [`super::decode`] returns the encoded value.

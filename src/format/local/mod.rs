@@ -14,7 +14,7 @@
 //! their shapes. The file of a rank contains every tensor of which the rank has a local part, even if this local part
 //! is empty.
 //!
-//! The local part of a rank is that of `DTensor.to_local` and `DTensor.from_local`
+//! The local part of a rank is the tensor that `DTensor.to_local` returns and `DTensor.from_local` accepts
 //! (`torch/distributed/tensor/_api.py`).
 
 mod decode;

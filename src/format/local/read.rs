@@ -72,7 +72,7 @@ fn missing_document_error(folder: &Path) -> Error {
 struct Assembly<'a> {
     document: &'a LocalDocument,
     catalog: Catalog,
-    /// The index in the catalog of each mesh of the document that the catalog already has.
+    /// For each mesh of the document that has been added to the catalog, its id in the catalog.
     meshes: HashMap<MeshId, MeshId>,
 }
 

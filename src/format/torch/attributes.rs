@@ -42,9 +42,9 @@ pub fn attribute<'a>(state: Ref<'a>, name: &str) -> Option<Ref<'a>> {
     found.filter(|value| !value.is_none())
 }
 
-/// Reads the layout in the attributes of a plain tensor. Returns the spec and the global shape if the tensor has a
-/// `DTensorSpec`: spec and local tensor are all that a DTensor consists of. Stores the value of `sharded_dims_mp` in
-/// `reader`.
+/// Reads the layout in the attributes of a plain tensor. If the tensor has a `DTensorSpec`, returns the spec and the
+/// global shape, with which the caller can treat the tensor as the local tensor of a DTensor. Stores the value of
+/// `sharded_dims_mp` in `reader`.
 pub fn read_attributes(
     reader: &mut Reader<'_>,
     view: &View,

@@ -1,5 +1,5 @@
-//! Joins several torch.save files into one flat state dict. Each file has other tensors of the model than the other
-//! files, because `save_pretrained` splits large models in this way.
+//! Joins several torch.save files into one flat state dict. `save_pretrained` writes such files: it divides the tensors
+//! of a large model among several files.
 //!
 //! Invariant: every name is in exactly one file.
 

@@ -307,7 +307,7 @@ fn check_agreement(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that each file has the position in its name, and that every rank has a file.
+/// Checks that the number in the name of each file is the position that the file records, and that every rank has a file.
 fn check_ranks(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     let Some(CommGroup { size, .. }) = grids[0].get(ALL_RANKS) else { return Ok(()) };
     for (file, grid) in files.iter().zip(grids) {
@@ -364,7 +364,7 @@ fn mesh(files: &[RankFile], grids: &[CommGrid], used: &BTreeSet<&Arc<str>>) -> R
     let mut names = finest.ok_or_else(wrong)?;
     names.extend(grids[0].keys().filter(|name| size(name) == 1 && used.contains(name)));
     if names.is_empty() {
-        // A single rank, and no tensor is sharded over any group.
+        // There is a single rank, and no tensor is sharded over any group.
         names.extend(grids[0].keys().next());
     }
     names.sort_by_key(|name| order(name));
@@ -376,7 +376,7 @@ fn mesh(files: &[RankFile], grids: &[CommGrid], used: &BTreeSet<&Arc<str>>) -> R
         sorted.into_iter().map(|(_, rank)| rank).collect::<Vec<Rank>>()
     };
     if !row_major(&names).is_sorted() {
-        // The rank of a position: all other positions are 0.
+        // Finds the rank that has position 1 in the group `name`, and position 0 in all other groups.
         let second = |name: &Arc<str>| {
             let is_it = |grid: &CommGrid| names.iter().all(|other| grid[*other].position == u64::from(*other == name));
             grids.iter().position(is_it).map(|at| ranks[at])
@@ -410,9 +410,9 @@ pub struct MakaniState {
 }
 
 impl GridTarget<'_> {
-    /// Returns the state dict with the `comm_grid` of every rank, and the `sharded_dims_mp` of each tensor in `parts`.
-    /// These are the tensors of which a rank stores its part as a plain tensor. Returns `None`, and adds a note, if
-    /// makani cannot load the ranks of this mesh.
+    /// Returns the state dict with the `comm_grid` of every rank, and the `sharded_dims_mp` of each tensor in `parts`,
+    /// which has the tensors of which a rank stores its part as a plain tensor. Returns `None` if the source is not a
+    /// checkpoint of makani or `parts` is empty; also returns `None`, and adds a note, if makani cannot load the result.
     pub fn plan<'p>(
         &self,
         state: &Value,
@@ -454,8 +454,8 @@ impl GridTarget<'_> {
     }
 
     /// Returns the value of `sharded_dims_mp` for a tensor with these placements; `None` if the attribute cannot
-    /// express them. Groups that shard the tensor in the source, and are no dims of the target mesh, have one rank, and
-    /// are kept.
+    /// express them. If a group shards the tensor in the source, and is no dim of the target mesh, the value still has
+    /// this group: the group has one rank in the target.
     fn dims(&self, entry: &TensorEntry, shared: &SharedTensor) -> Option<ShardedDims> {
         let names = self.mesh.names()?;
         let mut dims: Vec<Option<Arc<str>>> = vec![None; entry.shape.len()];

@@ -188,7 +188,8 @@ impl Merger<'_> {
     }
 
     fn merge_tensor(&mut self, into: TensorId, from: TensorId, file: usize) {
-        // A tied tensor is merged under each of its names. If only this file has a name, the tensor keeps its parts.
+        // This function is called for each name of a tied tensor, but the parts are added only once. If `into` and `from`
+        // are one tensor, this tensor already has its parts.
         let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
         let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
         if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {

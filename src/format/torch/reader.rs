@@ -109,7 +109,7 @@ const MAX_BYTE_ORDER_BYTES: u64 = 64;
 /// archive; `name` is empty if the archive is the complete file.
 ///
 /// A tensor of an unsupported kind becomes a [`TensorNode::Unreadable`], and so does an object of an unknown class unless
-/// `unknown` is [`Unknown::Drop`]. Code that needs the value refuses it.
+/// `unknown` is [`Unknown::Drop`]. It is an error only in code that needs the value.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported` or `Io`, naming the file and the position in it.

@@ -113,7 +113,7 @@ pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
 
 /// Reads the arguments `(storage, offset, size, stride, ...)` of a plain tensor.
 fn read_plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, DecodeError> {
-    // If the last argument is a dict with entries, the data must be conjugated or negated, which is not supported.
+    // If a flag in the last argument is true, the data must be conjugated or negated, which dtshard does not support.
     if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
         && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
     {

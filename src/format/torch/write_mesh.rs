@@ -147,7 +147,7 @@ impl MeshWriter<'_> {
         tuple(writer, &axes, |writer, &(size, stride)| {
             instance(writer, (LAYOUT, "_FlatLayout"));
             writer.empty_dict();
-            // PyTorch writes an axis with one rank without size and stride.
+            // For an axis with one rank, PyTorch writes neither the size nor the stride.
             if size == 1 {
                 write_layout(writer, &[], &[]);
             } else {

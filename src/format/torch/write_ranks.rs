@@ -6,9 +6,9 @@
 //! rank's replica of a tensor. Offsets are in bytes; shapes count elements.
 //!
 //! Invariants: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
-//! different values in the state dict. This is the order in which the pickle refers to storages, and storage keys are
-//! counted in this order: if `torch.load` does not read the data of tensors (in `FakeTensorMode`, or on the meta
-//! device), it computes the offsets of storages from it.
+//! different values in the state dict. The pickle refers to storages in this order, and storage keys are counted in this
+//! order. `torch.load` relies on the order if it does not read the data of tensors (in `FakeTensorMode`, or on the meta
+//! device): it then computes the offsets of storages from the order.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
