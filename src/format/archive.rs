@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{FileId, FileRange, Files, IoMode};
 
-/// A checkpoint file from which archives are read. The file is opened for each read and not kept open, because the
-/// archives of all ranks exist at the same time.
+/// A checkpoint file from which archives are read. The file is opened for each read and not kept open: the archives of
+/// all ranks exist at the same time, and there may be more of them than a process can have open files.
 #[derive(Clone, Copy)]
 pub struct ArchiveSource<'a> {
     files: &'a Files,
@@ -120,8 +120,8 @@ impl SharedBytes {
     }
 }
 
-/// Writes the leaves of a state dict that have no pickle opcode. The closure `tensors` writes a tensor. For a value
-/// that differs between ranks, the value of the rank `rank` is written.
+/// Writes the two kinds of leaves of a state dict that have no pickle opcode: a tensor, with the closure `tensors`; and
+/// a value that differs between ranks, of which it writes the value of the rank `rank`.
 pub struct Leaves<F> {
     /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
     pub rank: Option<Rank>,

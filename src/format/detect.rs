@@ -15,8 +15,8 @@ use crate::storage::lookup;
 /// Detects the format of a path. `from` is the format that the user requires.
 ///
 /// # Errors
-/// `Unsupported` if no format can be read, with a hint for known formats of other frameworks; `Usage` if the path
-/// contains two formats, or a format other than `from`.
+/// `Unsupported` if the path has no format that dtshard reads, with a hint for known formats of other frameworks;
+/// `Usage` if the path contains two formats, or a format other than `from`.
 pub fn detect(path: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     match look(path, from)? {
         Some(found) => Ok(found),
@@ -78,8 +78,8 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     )
 }
 
-/// Returns the only file of a folder that may be a checkpoint, if no file in the folder shows its format by its name.
-/// If one of several files is a model, as shown by its name, this file is returned.
+/// Returns the checkpoint file of a folder in which no file shows its format by its name: the only file that may be a
+/// complete checkpoint. If there are several, files whose names show that they contain no model do not count.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.

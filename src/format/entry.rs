@@ -17,7 +17,7 @@ pub struct FormatEntry {
     pub files: &'static str,
     /// Suffixes of DST that select the format if `--to` is not given.
     pub suffixes: &'static [&'static str],
-    /// The suffix of tensor files that have an index: `safetensors`, because the index is
+    /// The suffix of tensor files that have an index: `safetensors` if the index of the files is
     /// `model.safetensors.index.json`. `None` if the format has no index.
     pub index_suffix: Option<&'static str>,
     /// Suffixes of files that contain metadata but no tensor data.

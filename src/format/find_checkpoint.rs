@@ -1,10 +1,10 @@
 //! Finds the folders of a checkpoint below the folder that the user gives.
 //!
-//! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. If
-//! exactly one subfolder matches, this subfolder is used; if several subfolders match, the error lists these
-//! subfolders. If no name matches, the search continues in a folder's only subfolder, at most [`MAX_UNNAMED`] times:
-//! users choose names such as `out` or `run` themselves. The content of `latest` is untrusted: it may only name a folder
-//! that is in the same folder as `latest`.
+//! Trainers save checkpoints a few folders down: `root/latest` names `global_step_10`, which contains `actor`. The
+//! search knows the names that trainers give to such folders. If exactly one subfolder has such a name, the search
+//! continues there; if several have, the error lists them. If none has, the search continues in a folder's only
+//! subfolder, at most [`MAX_UNNAMED`] times: users choose names such as `out` or `run` themselves. The content of
+//! `latest` is untrusted: it may only name a folder that is in the same folder as `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer

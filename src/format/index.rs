@@ -112,7 +112,7 @@ impl ShardIndex {
     }
 
     /// Returns a shortfall (the missing files of a set) if files that the index names are missing, or if the folder has
-    /// files of the set that the index does not name. `read` are the files that the index names and that exist.
+    /// files of the set that the index does not name. `read` lists the files that the index names and that exist.
     pub fn files_left_out(&self, read: &[PathBuf]) -> Result<Option<Shortfall>> {
         let mut missing = self.names();
         let expected = format!("{} beside it", count(missing.len(), "file"));
@@ -184,9 +184,9 @@ impl ShardIndex {
     }
 
     /// Returns the first difference between an index and the tensors of its files. The index must list every tensor
-    /// with the file that stores the tensor, and may list further names of tied tensors. `holder` returns, for a name,
-    /// the file that stores the tensor. `stored` lists the tensors of the files in `read`. For a tensor without
-    /// elements, the index may list any file.
+    /// with the file that stores the tensor, and may list further names of tied tensors. For a tensor without elements,
+    /// the index may list any file. `holder` returns, for a name, the file that stores the tensor: `None` if there is no
+    /// such tensor, `Some(None)` if the tensor has no elements. `stored` lists the tensors of the files in `read`.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,

@@ -97,8 +97,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Returns the metadata ranges of a file, except for data files. Such a file itself shows which of its bytes are tensor
-/// data.
+/// Returns the metadata ranges of a file that itself shows which of its bytes are tensor data. A data file does not show
+/// this, see [`metadata_ranges_of_items`].
 ///
 /// # Errors
 /// `Io`; `Unsupported` for a document longer than any real document.

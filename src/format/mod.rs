@@ -1,7 +1,7 @@
 //! Checkpoint formats: the conversion between bytes on disk and a [`Catalog`].
 //!
-//! Each format has a folder or file of its own. A format reads a catalog, and lays out the files of a target
-//! ([`Reservation`](crate::catalog::Reservation)). Formats never copy tensor data.
+//! Each format has a module of its own, which reads a checkpoint as a catalog, and lays out the files of a new
+//! checkpoint ([`Reservation`](crate::catalog::Reservation)). Formats never copy tensor data.
 
 pub mod archive;
 pub mod checksum;
@@ -202,7 +202,7 @@ pub struct Checkpoint {
     pub files: Files,
     /// The tensors and the state dict.
     pub catalog: Catalog,
-    /// The checkpoints that were joined to this checkpoint, for example one for each series of rank files.
+    /// The checkpoints that were joined into this checkpoint, for example one for each series of rank files.
     pub parts: Vec<CheckpointPart>,
     /// Regular files below the root that are not part of the checkpoint, relative to the root. Listed only for
     /// [`Want::All`].
@@ -348,8 +348,9 @@ impl Checkpoint {
     }
 }
 
-/// Checks that all names and chunks of all tensors together have fewer than 2^62 bytes, so that sums need no overflow
-/// checks. The check is needed because metadata can state any size, for example with views of stride 0.
+/// Checks that all tensors together have fewer than 2^62 bytes, so that sums need no overflow checks. A tensor counts
+/// once for each of its chunks, and once for each of its places in the state dict. The check is needed because metadata
+/// can state any size, for example with views of stride 0.
 fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
     let claimed = |entry: &TensorEntry, times: usize| u128::from(entry.len_bytes()) * times as u128;
     let mut total: u128 = catalog.tensors.iter().map(|entry| claimed(entry, entry.chunks.len().max(1))).sum();

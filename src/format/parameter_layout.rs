@@ -29,7 +29,8 @@ pub fn follow_parameters(catalog: &mut Catalog) {
     }
 }
 
-/// Marks the plain tensors of the checkpoint at `root` that are parts or may be parts, and have no layout.
+/// Marks the plain tensors of the checkpoint at `root` that are parts or may be parts, and have no layout, as
+/// [`Unreadable`].
 pub fn mark_unknown(catalog: &mut Catalog, root: &FilePath) {
     let plain = plain_tensors(catalog);
     let unknown: Vec<(TensorId, UnreadableKind)> =

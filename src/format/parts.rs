@@ -2,8 +2,8 @@
 //! other.
 //!
 //! Each checkpoint is read separately and becomes one part of a joined state dict: a subtree under the name of the
-//! series or folder, or keys that are merged with the keys of the other parts. The catalog records the origin of each
-//! part, so that the parts can be written separately again.
+//! series or folder, or keys that are merged with the keys of the other parts. A list of [`CheckpointPart`]s records the
+//! origin of each part, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ impl CheckpointPart {
     }
 }
 
-/// The catalog of a folder that was read, and the checkpoints that were joined to this catalog.
+/// The catalog of a folder that was read, and the checkpoints that were joined into this catalog.
 #[derive(Debug)]
 pub struct LoadedFolder {
     pub catalog: Catalog,
@@ -63,7 +63,7 @@ pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
     if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
 }
 
-/// A series that was read: its name, its part as if it were the only series of the folder, and its catalog.
+/// A series that was read: its name, the part that describes it as the only series of its folder, and its catalog.
 pub type LoadedSeries = (String, CheckpointPart, Catalog);
 
 /// Joins the catalogs of the series of one folder. Several series become subtrees of one state dict, under their names.
@@ -157,8 +157,7 @@ const MAX_DEPTH: usize = 16;
 
 /// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
 /// `None` if there are more files or deeper folders than a trainer would make. A link to a file counts as a file. A
-/// dangling link counts as a file, too; a later copy of the dangling link is an error. Links to folders are not
-/// followed.
+/// dangling link counts as a file, too; an attempt to copy it later is an error. Links to folders are not followed.
 ///
 /// # Errors
 /// `Io` if a folder cannot be listed or an entry cannot be examined.

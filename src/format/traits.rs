@@ -81,8 +81,8 @@ pub trait Read: Sync {
         false
     }
 
-    /// Reads all bytes of a container that are not tensor data, so that the byte ranges can be recorded. Damage is
-    /// ignored.
+    /// Reads all bytes of a container that are not tensor data, so that [`Files`] records their byte ranges (see
+    /// [`Files::recording_reads`]). Damage is ignored.
     fn read_header(&self, _: &Files, _: FileId) {}
 
     /// Returns the objects in the data files of a folder, according to its metadata files.
@@ -93,8 +93,8 @@ pub trait Read: Sync {
         Ok(Objects::new())
     }
 
-    /// Reads the given objects from a data file, so that the byte ranges that are read can be recorded. Damage is
-    /// ignored.
+    /// Reads the given objects from a data file, so that [`Files`] records their byte ranges (see
+    /// [`Files::recording_reads`]). Damage is ignored.
     fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
 
