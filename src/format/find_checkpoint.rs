@@ -4,7 +4,7 @@
 //! search knows the names that trainers give to such folders. If exactly one subfolder has such a name, the search
 //! continues there; if several have, the error lists them. If none has, the search continues in a folder's only
 //! subfolder, at most [`MAX_UNNAMED`] times: users choose names such as `out` or `run` themselves. The content of
-//! `latest` is untrusted: it may only name a folder that is in the same folder as `latest`.
+//! `latest` is untrusted: it may only name a folder inside the folder of `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
 //! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer

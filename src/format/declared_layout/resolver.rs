@@ -280,8 +280,8 @@ impl<'a> LayoutResolver<'a> {
         Ok(TensorEntry { unreadable: Some(Box::new(why)), ..entry.clone() })
     }
 
-    /// Returns the origin and the placements of a tensor. Returns `None` if the tensor is optimizer state of an unknown
-    /// parameter.
+    /// Returns the layout of a tensor, and the origin of the layout for messages. Returns `None` if the tensor is
+    /// optimizer state of an unknown parameter.
     fn choose_layout(
         &mut self,
         id: TensorId,

@@ -106,7 +106,7 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
             dict.entries =
                 entries.into_iter().flat_map(|(key, value)| replace_entry(key, value, layout, &ids)).collect();
             if let Some(registered) = &state.module_positions {
-                // The parameters of a unit belong to several modules, with modules of other units between them.
+                // The entries are sorted, because modules of other units may come between the modules of this unit.
                 dict.entries.sort_by_cached_key(|(key, _)| {
                     let name = clean_name(key.as_str().unwrap_or_default());
                     registered.get(module_of(&name)).copied().unwrap_or(usize::MAX)

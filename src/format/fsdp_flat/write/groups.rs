@@ -162,8 +162,8 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// Returns, for each parameter group of the source, a group for the target: the flat parameters of the units whose
-    /// parameters are in the source's group, and the parameters of the source's group that are outside all units, in the
-    /// order of [`FlatLayout::group_of_units`].
+    /// parameters are in the source's group, and the parameters of the source's group that are outside all units. Their
+    /// order is that of [`group_of_units`](crate::catalog::flat::FlatLayout::group_of_units).
     fn unit_groups(
         &self,
         names: &ParameterNames<'_>,
