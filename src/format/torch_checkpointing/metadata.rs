@@ -233,7 +233,7 @@ impl Parser<'_> {
         Ok(items.into_values().collect())
     }
 
-    /// Returns a rank that is the key of a dict. The key may also be a text, as the package accepts it.
+    /// Returns a rank that is the key of a dict. The key may also be a text, because the package accepts both.
     fn rank_key(&self, at: &str, node: Ref<'_>) -> Result<u32> {
         let number = node.as_u64().or_else(|| node.as_str()?.parse().ok());
         let rank = number.and_then(|rank| u32::try_from(rank).ok()).filter(|rank| *rank < self.world_size);
