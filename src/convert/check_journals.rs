@@ -69,7 +69,8 @@ impl JournalSet<'_> {
             known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
         };
         if contradicts(&known, &misfits) {
-            // An invalidation applies to all processes, so a stale file-system cache must not cause the mismatch.
+            // An invalidation applies to all processes. So this process first makes sure that the mismatch does not
+            // come from a stale file-system cache.
             self.staging.confirm(&self.run.stop, "what is recorded as written", || {
                 (known, misfits) = self.known_and_misfits(own)?;
                 Ok(!contradicts(&known, &misfits))

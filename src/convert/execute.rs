@@ -134,7 +134,7 @@ fn bytes_to_write(
         Preflight::Done => Ok(None),
         Preflight::Fresh if !claim.restart => Ok(Some(prepared.len_bytes())),
         Preflight::Fresh | Preflight::Resumes => Ok(Some(0)),
-        // With --resume or --restart, the run continues or starts again, even if another process has ended.
+        // With --resume or --restart, the run can work on DST, whatever the leases of the earlier run show.
         Preflight::Unsure(_) if claim.resume || claim.restart => Ok(Some(0)),
         Preflight::Unsure(error) => Err(error),
     }

@@ -39,7 +39,7 @@ pub fn target_layout(
     let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
     let group = match *mesh.shape() {
         [_] => GroupSize::All,
-        // The second dim shards the model if it is the dim that shards it in the example.
+        // In a mesh of two dims, the last dim shards the model if it has the name of the last dim of the example's mesh.
         [_, shard] if example.catalog.meshes.first().and_then(last_name) == last_name(mesh) => {
             GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers"))
         }

@@ -76,7 +76,7 @@ impl<'a> TensorContexts<'a> {
         let evidence = if catalog.tensors.iter().any(TensorEntry::is_shared) {
             ParameterEvidence::Class
         } else if class == Some(Class::ShardedTensor) && !trained.is_empty() {
-            // FSDP1 loads buffers from plain tensors only.
+            // FSDP1 loads buffers from plain tensors only, so parameters must be distinguished from buffers.
             ParameterEvidence::Optimizer
         } else {
             ParameterEvidence::Nothing
