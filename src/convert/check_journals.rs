@@ -123,8 +123,9 @@ impl JournalSet<'_> {
     }
 
     /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read.
-    /// One check is not enough: a process that creates or extends a file first invalidates the old entries of the file,
-    /// and records new entries afterwards.
+    /// One check is not enough, because another process may create or extend a file at the same time: it first
+    /// invalidates the old entries of the file, and records new entries afterwards. A length from before must not be
+    /// compared with the new entries.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;

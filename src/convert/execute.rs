@@ -117,8 +117,9 @@ fn copy_source(
     copied
 }
 
-/// Returns an estimate of the bytes that will be written to the destination's file system: 0 if the run resumes or
-/// discards earlier work, `None` if DST is already complete.
+/// Returns an estimate of the additional space, in bytes, that the run will need on the destination's file system. It
+/// is 0 if the run resumes or discards earlier work, because the files of this work already occupy space. Returns
+/// `None` if DST is already complete.
 ///
 /// # Errors
 /// The error with which a run would be refused.
