@@ -24,7 +24,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     let Some(mut groups) = named_groups(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
     let in_units: HashSet<&Fqn> = flattened.iter().copied().collect();
-    // Sorted names are not known to be in the order of the model.
+    // A state dict counts as sorted if all groups are sorted, because a single group may be sorted by chance. Sorted
+    // names are not known to be in the order of the model.
     let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
     for group in &mut groups {
         let members: HashSet<&Fqn> = group.iter().collect();
