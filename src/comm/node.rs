@@ -1,4 +1,5 @@
-//! Names of the node on which this process runs. All processes on a node get the same names.
+//! Names of the node on which this process runs. All processes on a node get the same names, except that a container
+//! may have a host name of its own.
 
 /// Returns the host name, if the node has one.
 #[must_use]

@@ -1,9 +1,9 @@
 //! Bucket size: the bytes of tensor data that each process reads, sends and receives in one exchange round.
 //!
-//! `--bucket-size` sets the bucket size. Without that option, the bucket size is at most 64 MB, and at most the memory
-//! that `--max-memory` leaves after the headers of DST; the length of the headers is known after all processes have
-//! laid out DST. All processes must have rounds of equal length, so all processes use the bucket size of the process
-//! with the least memory.
+//! `--bucket-size` sets the bucket size. Without that option, the bucket size is 64 MB. It is smaller if buffers of
+//! this size do not fit into the memory that `--max-memory` leaves after the headers of DST; the length of the headers
+//! is known after all processes have laid out DST. All processes must have rounds of equal length, so all processes use
+//! the bucket size of the process with the least memory.
 //!
 //! All sizes and offsets are in bytes. Invariant: a bucket size that the user chose never changes.
 
@@ -38,8 +38,8 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size, or `None` if processes do not exchange data with these options. A caller can ask before
-    /// SRC is opened.
+    /// Returns the bucket size, or `None` if processes do not exchange data with these options. Only the options are
+    /// needed, so SRC need not be open.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {

@@ -1,9 +1,9 @@
 //! Progress of writing, in bytes of output: reports the bytes of this process to the progress display and to the other
 //! processes, and shows the bytes of all processes.
 //!
-//! A process has one journal per run. So the journal of a range shows whether an earlier run or another process of this
-//! run wrote the range. A process on another node counts as running once its files change. Invariant: the displayed
-//! progress never decreases.
+//! In each run, a process writes a journal of its own. So the journal of a range shows whether an earlier run or
+//! another process of this run wrote the range. The bytes of a process on another node count once its lease has
+//! changed, because an unchanged lease may be from an earlier run. Invariant: the displayed progress never decreases.
 
 use std::collections::HashMap;
 use std::sync::Arc;

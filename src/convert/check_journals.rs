@@ -69,7 +69,8 @@ impl JournalSet<'_> {
             known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
         };
         if contradicts(&known, &misfits) {
-            // An invalidation applies to all processes, so a stale file-system cache must not cause the mismatch.
+            // An invalidation applies to all processes. So this process first makes sure that the mismatch does not
+            // come from a stale file-system cache.
             self.staging.confirm(&self.run.stop, "what is recorded as written", || {
                 (known, misfits) = self.known_and_misfits(own)?;
                 Ok(!contradicts(&known, &misfits))
@@ -122,8 +123,9 @@ impl JournalSet<'_> {
     }
 
     /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read.
-    /// One check is not enough: a process that creates or extends a file first invalidates the old entries of the file,
-    /// and records new entries afterwards.
+    /// One check is not enough, because another process may create or extend a file at the same time: it first
+    /// invalidates the old entries of the file, and records new entries afterwards. A length from before must not be
+    /// compared with the new entries.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;

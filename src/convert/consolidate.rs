@@ -51,7 +51,7 @@ pub fn prepare(
     check_tied(convert.tied, to)?;
     let (written, tied) = names_to_write(&source, tensors, convert.tied);
     let dtypes = source.selection.catalog.dtypes();
-    // A format that does not keep strides needs only names, dtypes and shapes.
+    // A format that does not keep strides needs only names, dtypes and shapes, so the selection can be freed.
     if !to.keeps_order() {
         source.drop_selection();
     }

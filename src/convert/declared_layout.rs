@@ -55,7 +55,7 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
 }
 
 fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOptions<'a> {
-    // A mesh dim along which ranks hold partial values shards nothing.
+    // A mesh dim along which ranks hold partial values does not shard tensors, so it need not have a role in the plan.
     let unused = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
     let names = RoleNames { unused, ..RoleNames::default() };
     PlanOptions {

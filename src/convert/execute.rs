@@ -117,8 +117,9 @@ fn copy_source(
     copied
 }
 
-/// Returns an estimate of the bytes that will be written to the destination's file system: 0 if the run resumes or
-/// discards earlier work, `None` if DST is already complete.
+/// Returns an estimate of the additional space, in bytes, that the run will need on the destination's file system. It
+/// is 0 if the run resumes or discards earlier work, because the files of this work already occupy space. Returns
+/// `None` if DST is already complete.
 ///
 /// # Errors
 /// The error with which a run would be refused.
@@ -134,7 +135,7 @@ fn bytes_to_write(
         Preflight::Done => Ok(None),
         Preflight::Fresh if !claim.restart => Ok(Some(prepared.len_bytes())),
         Preflight::Fresh | Preflight::Resumes => Ok(Some(0)),
-        // With --resume or --restart, the run continues or starts again, even if another process has ended.
+        // With --resume or --restart, the run can work on DST, whatever the leases of the earlier run show.
         Preflight::Unsure(_) if claim.resume || claim.restart => Ok(Some(0)),
         Preflight::Unsure(error) => Err(error),
     }

@@ -270,7 +270,7 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
-                // The parameter lists of SRC may lack names whose state FILLER keeps.
+                // FILLER keeps its parameter list: the list of SRC may lack parameters whose state comes from FILLER.
                 Some(value) if is_list_of_parameters(path) => {
                     if let Some(name) = missing_parameter(value, leaf) {
                         refused.get_or_insert_with(|| self.other_groups(path, &name));
@@ -292,7 +292,7 @@ impl Filling<'_> {
         refused.map_or(Ok(changed), Err)
     }
 
-    /// Returns the error for a parameter that is in another group of FILLER than of SRC.
+    /// Returns the error for a parameter whose parameter group in FILLER is not its parameter group in SRC.
     fn other_groups(&self, path: &Path, name: &str) -> Error {
         Error::usage(
             format!(

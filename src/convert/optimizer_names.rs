@@ -18,9 +18,9 @@ use crate::catalog::{Catalog, Fqn, Path, TensorId, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::quantity::count;
 
-/// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. The checkpoint
-/// of `--like` may have the names; its own numbers are replaced, too. Returns notes about optimizers with and without
-/// names.
+/// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. If SRC does not have
+/// the names, they come from the checkpoint of `--like`. The numbers in the checkpoint of `--like` are replaced, too. Returns
+/// notes about optimizers with and without names.
 pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
     let selected = &mut source.selection.catalog;
     let notes = name_selected(&source.checkpoint.catalog, selected, source.like.as_ref().map(|like| &like.catalog));
@@ -30,8 +30,8 @@ pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
     notes
 }
 
-/// Replaces the parameter numbers of the selected optimizers. `stored` is the source, and `like` is another checkpoint
-/// that may have the names.
+/// Replaces the parameter numbers of the selected optimizers by names. The names come from the source `stored`, otherwise from
+/// the checkpoint `like`.
 fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog>) -> Vec<String> {
     let numbered = numbered_optimizers(&selected.state);
     if numbered.is_empty() {
@@ -66,7 +66,7 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
 /// numbers that the same parameters have there.
 ///
 /// # Errors
-/// `Usage` if both have numbers that may mean different parameters.
+/// `Usage` if the optimizers of both checkpoints have numbers, and equal numbers may mean different parameters.
 pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<()> {
     let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
     if named_optimizers(&selected.state).is_empty() && !named_optimizers(&filler.state).is_empty() {
@@ -91,7 +91,7 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<(
         };
         match (own, theirs) {
             (Some(own), Some(theirs)) if own == theirs => {}
-            // A name that the filler lacks stays a name, and is then an unknown name.
+            // A parameter that the filler lacks keeps its name as its key, so it is later reported as an unknown name.
             (Some(own), Some(theirs)) => {
                 set_parameter_names(&mut selected.state, &optimizer, &own);
                 set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
@@ -112,13 +112,14 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<(
     Ok(())
 }
 
-/// Gives the optimizers of the selection numbers, as optimizers with state of flat parameters have in SRC. Jobs that save
-/// `optimizer.state_dict()` number the parameters in the order of the model.
+/// Replaces the parameter names of the selected optimizers by numbers, because optimizers with state of flat parameters have
+/// numbers in SRC, too. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model.
 pub fn number_flat_optimizers(source: &mut ConversionSource) {
     let selected = &mut source.selection.catalog;
     let model = state_dict::model(&selected.state).tensors;
     let parameters: HashMap<&Fqn, TensorId> = model.iter().map(|(name, id)| (name, *id)).collect();
-    // The numbers do not lead to the parameters, so the state gets the layout of its parameter first.
+    // Once the keys are numbers, the parameter of a state tensor cannot be found, so the state gets the layout of its parameter
+    // first.
     let mut followers = Vec::new();
     tensors(&selected.state, &Path::default(), &mut |path, id| {
         let parameter = optimizer::optimizer_parameter(path).and_then(|name| parameters.get(&name));
@@ -164,8 +165,8 @@ fn stored_path<'p>(stored: &Catalog, paths: &'p [Path], selected: &Catalog, opti
     paths.iter().find(has_first).or(only)
 }
 
-/// Gives the optimizers of two checkpoints that are compared the same keys: if some optimizer has names, the numbers of
-/// the others are replaced by names where the names are known.
+/// Makes the optimizer keys of two checkpoints comparable: if some optimizer has parameter names as keys, the numbers in both
+/// checkpoints are replaced by names where the names are known.
 pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
     if [&source.state, &other.state].into_iter().any(|state| !named_optimizers(state).is_empty()) {
         name_like(source, other);
@@ -187,7 +188,7 @@ fn name_like(catalog: &mut Catalog, named: &Catalog) {
     rename_entries(catalog);
 }
 
-/// Gives each tensor entry of an optimizer the name of its path.
+/// Sets the name in the catalog entry of each optimizer tensor to the path of this tensor.
 fn rename_entries(catalog: &mut Catalog) {
     let mut names = Vec::new();
     tensors(&catalog.state, &Path::default(), &mut |path, id| {

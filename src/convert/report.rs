@@ -359,7 +359,8 @@ impl<'a> ReportSource<'a> {
         ];
         if !self.loads.is_empty() {
             let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
-            // A message to all processes is received once by each of them.
+            // A message to all processes is sent once and received by each of them, so the total is the sum of the
+            // received bytes.
             let ((_, most_sent), (received, most_received)) = (of_all(Load::sent), of_all(Load::received));
             lines.push(format!(
                 "on the wire   {}; at most {} from a process, {} to one",

@@ -49,7 +49,7 @@ pub fn work_options(
     let io = args.io;
     let max_memory = args.max_memory;
     let scratch = scratch_bytes(io, ReadTiming::of(rounds.is_some()));
-    // Threads that the user requested, and at least one thread, have priority over rounds.
+    // The memory goes first to the threads that the user requested, or to one thread, and then to rounds.
     let least = args.threads.unwrap_or(1).min(MAX_THREADS);
     let workers = least as u64 * (DEFAULT_WRITE_BLOCK_BYTES + scratch);
     let room = max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(least));

@@ -45,7 +45,8 @@ struct Tie {
 /// Returns the embeddings that have a known name, each with the name of its output layer.
 fn find(state: &Value) -> Vec<Tie> {
     let model = state_dict::model(state);
-    // A quantised or adapted output layer has tensors with other names below the same module.
+    // A quantised or adapted output layer has tensors with other names below the same module, so any tensor of the
+    // module counts as a stored output layer.
     let is_stored = |name: &str| {
         let module = name.strip_suffix("weight").unwrap_or(name);
         model.tensors.iter().any(|(fqn, _)| fqn.as_str().starts_with(module))

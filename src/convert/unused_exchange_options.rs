@@ -16,7 +16,7 @@ const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
 /// Returns warnings about options without effect, as far as they are known before the work begins. Processes that
-/// exchange data are already connected.
+/// exchange data must already be connected.
 pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);

@@ -63,7 +63,7 @@ pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> Destinat
 }
 
 /// Returns, for each tensor, the file in which the checkpoint of `--like` stores it. Returns `None` unless that
-/// checkpoint and DST are both folders and have one format.
+/// checkpoint and DST are both folders and have the same format.
 ///
 /// # Errors
 /// Errors from reading the checkpoint.

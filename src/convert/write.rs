@@ -249,8 +249,9 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// Invalidates replicas that are only partly written, and returns the completed work. NCCL must reduce all replicas
-    /// of a value in one operation, because otherwise the replicas may differ in their last bits. Collective.
+    /// Invalidates the journal entries of replicas that are only partly written, and returns the completed work. NCCL
+    /// must reduce all replicas of a value in one operation, because otherwise the replicas may differ in their last
+    /// bits. Collective.
     fn without_partial_replicas(&self, peers: &Peers) -> Result<CompletedWork> {
         // The first barrier waits until no process invalidates entries any more. The second barrier prevents that a
         // process writes before process 0 has invalidated entries.
@@ -316,8 +317,8 @@ impl DestinationWriter<'_> {
         Ok(true)
     }
 
-    /// Continues although some processes did not start or did not report that they finished. The journals must record
-    /// all work of these processes: then the processes finished their work before they ended.
+    /// Continues although some processes did not start or did not report that they finished. This is correct only if
+    /// the journals record all work of these processes: they then finished their work before they ended.
     ///
     /// # Errors
     /// An error with the missing parts if their work is not recorded.

@@ -79,8 +79,8 @@ impl Topology {
     /// # Errors
     /// Returns the errors of [`Communicator::gather`].
     pub fn gather_nodes(communicator: &impl Communicator) -> Result<Vec<u32>> {
-        // Containers on one node may have different host names, and nodes that were started from one image may have the
-        // same host name.
+        // Host name and boot id together identify a node. Nodes that were started from one image may have the same host
+        // name. Containers on one node may have different host names; they then count as different nodes.
         let host = node::this_host().unwrap_or_default();
         let boot = node::this_boot().unwrap_or_default();
         let identities = communicator.gather(format!("{host}\n{boot}").as_bytes())?;

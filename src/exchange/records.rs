@@ -11,8 +11,8 @@
 //!         7-2                          the message of process 2 in the 7th operation
 //! ```
 //!
-//! Process 0 decides which processes form a session. It lists the leases whose processes it has seen alive and that no
-//! earlier session contains. Therefore the lease of a killed process does not block a new run. Invariant: a message
+//! Process 0 decides which processes form a session. It lists each lease that no earlier session contains and whose
+//! process it has seen alive. Therefore the lease of a killed process does not block a new run. Invariant: a message
 //! file appears by a rename, so no process reads an incomplete message.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -171,7 +171,8 @@ impl Records {
         }
     }
 
-    /// Sets the reporter that prints each long wait for a process: its number, its node, and whether it is alive.
+    /// Sets the reporter of long waits. For each long wait for a process, it prints the number of that process, its
+    /// node, and whether it is alive.
     #[must_use]
     pub fn reporting(self, reporter: WaitReporter) -> Self {
         Self { reporter, ..self }

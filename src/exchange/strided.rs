@@ -1,4 +1,4 @@
-//! Strided copies between buffers, of which the work of a round consists. All sizes and offsets are in bytes.
+//! Strided copies between buffers. The work of a round consists of such copies. All sizes and offsets are in bytes.
 //! Invariant: messages have no gaps, so the sender packs exactly the bytes that the receiver unpacks.
 
 use smallvec::SmallVec;

@@ -116,7 +116,7 @@ impl<'a> Checksums<'a> {
     }
 
     /// Puts all checksums that are known now into the bytes of a write block. All other bytes must be complete. `parts`
-    /// are the checksums of those bytes of this block that a checksum covers.
+    /// are the CRCs of those bytes of this block that belong to spans.
     pub fn fill_sites(
         &self,
         file: u32,

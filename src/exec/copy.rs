@@ -181,7 +181,7 @@ pub trait TileSource {
     /// caller has already written the previous tiles.
     ///
     /// # Errors
-    /// Errors of planning, reading or receiving them.
+    /// Errors of planning, reading or receiving the tiles.
     fn next(&mut self, tiles: &mut Vec<PlannedTile>) -> Result<Option<TileBatch>>;
 }
 

@@ -227,9 +227,10 @@ impl<'a> WriteBlocks<'a> {
 }
 
 /// Returns how many of the next `rest` bytes, starting at offset `at`, fit into a write block that can take `fits`
-/// bytes. If not all fit, returns the bytes up to a file block boundary, so that neighbouring write blocks do not touch
-/// the same file block. If no element ends at that boundary, returns the bytes up to the end of an element. The result
-/// is 0 if `at` is the last boundary within reach; the write block then ends at `at` and is shorter than its capacity.
+/// bytes. If not all fit, returns the bytes up to the last file block boundary within reach, so that neighbouring write
+/// blocks do not touch the same file block. If there is no such boundary, or no element ends at it, returns the bytes
+/// of the complete elements that fit. The result is 0 if `at` is the last boundary within reach; the write block then
+/// ends at `at` and is shorter than its capacity.
 fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;

@@ -107,7 +107,8 @@ impl fmt::Debug for TileElements {
 #[derive(Debug)]
 struct LocatedPlan {
     plan: TilePlan,
-    /// The location of the source chunk of each overlap in `plan`.
+    /// For each overlap in `plan` (the elements that the tile shares with one source chunk): the location of this
+    /// chunk.
     located: SmallVec<[StridedLocation; 1]>,
 }
 

@@ -45,8 +45,8 @@ pub struct Outputs {
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// The incomplete file blocks of files that are written past the page cache.
     joiner: BlockJoiner,
-    /// True once a write has failed. The system reports a failed write only once, and joined blocks that could not be
-    /// written are not kept in memory.
+    /// True once a write has failed. Every later sync must then fail: the system reports a failed write only once, and
+    /// joined blocks that could not be written are not kept in memory.
     has_failed: AtomicBool,
     /// The first error of closing a file, or `None` if there was no error or the error was already reported.
     close_error: Arc<Mutex<Option<Error>>>,
@@ -310,8 +310,8 @@ fn write_direct(file: &File, offset: u64, blocks: [&[u8]; 3], len: usize) -> std
     }
 }
 
-/// Reserves `len` bytes for the file. If the file system cannot reserve, this only sets the length, and a full disk
-/// shows when writing.
+/// Reserves `len` bytes for the file. If the file system cannot reserve space, only the length is set; a full disk is
+/// then an error only when data is written.
 fn allocate(file: &File, len: u64) -> std::io::Result<()> {
     use rustix::fs::FallocateFlags;
 

@@ -347,7 +347,8 @@ impl Number<16> for i128 {
         self.saturating_add(other)
     }
 
-    /// A product that overflows 128 bits is too large for every dtype, unless a later factor is 0.
+    /// Returns the product, or the nearest 128-bit integer if the product overflows. Such a product is too large for
+    /// every dtype, unless a later factor is 0; the result is then 0.
     fn times(self, other: Self) -> Self {
         self.saturating_mul(other)
     }

@@ -38,8 +38,9 @@ const GAP_BYTES: u64 = 64 << 10;
 /// call.
 const MAX_TILES: usize = 128;
 
-/// The minimum total length, in bytes, of consecutive copies in a file that get write blocks of their own. Only a copy
-/// that is shorter than this may share a write block with the next copy.
+/// The minimum total length, in bytes, of consecutive copies in a file that get write blocks of their own. Shorter
+/// sequences of copies are written like tiles without a group. A copy shares a write block with the next copy only if
+/// both copies are shorter than this.
 const MIN_COPY_BYTES: u64 = 256 << 10;
 
 /// The position of a tile in an output file.

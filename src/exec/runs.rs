@@ -107,9 +107,9 @@ pub fn read_piece(
     match mapped {
         Some(()) => Ok(()),
         None => {
-            // The levels are ordered by their source step, so that the loops run in the order of the source file. For a
-            // transposed view in target order, each scratch block would give only a few elements and would be read
-            // again for the next elements.
+            // The levels are ordered by their source step, so that the loops run in the order of the source file. In
+            // the order of the target, each scratch block of a transposed view would give only a few elements, and
+            // would be read again for the next elements.
             let mut levels = piece.levels.clone();
             levels.sort_by_key(|level| Reverse(level.source_step));
             read_blocks(file, base + piece.source, piece, &levels, &mut target_block[target..], block)

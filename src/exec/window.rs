@@ -116,7 +116,7 @@ impl<'a> Windows<'a> {
                 bytes += tensor.chunk_bytes(chunk);
                 tiles = tensor.tiles_read_by_chunk(chunk, source).saturating_add(tiles);
             }
-            // A tensor without stored data is also checked for coverage.
+            // A tensor without stored data is put into a window, too, because its coverage must be checked.
             let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.file_offset(chunk).is_none());
             if tiles > before || is_nowhere() {
                 window.push(tensor);

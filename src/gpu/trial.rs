@@ -52,7 +52,8 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Makes all copies, `times` times in total. In each pair, the number is added to the target offsets of the copy.
+    /// Makes all copies, `times` times in total. Each pair has a copy, and a number that is added to the target offsets
+    /// of this copy.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.

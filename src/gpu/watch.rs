@@ -35,9 +35,8 @@ impl AbortReason {
         words
     }
 
-    /// The time for which this rank waits until the failure notes (which state the rank that has ended, and why)
-    /// contain the failure that NCCL has already reported. If the cause is another rank, the time is longer, because
-    /// that rank must first record its reason.
+    /// Returns the time for which this rank waits after NCCL has reported a failure, until the failure notes state which rank
+    /// has ended, and why. If the cause is another rank, the time is longer, because that rank must first record its reason.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),

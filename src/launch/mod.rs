@@ -290,7 +290,8 @@ fn part_from_environment(env: Env<'_>) -> Result<Option<AssignedPart>> {
         return Ok(Some(assigned));
     }
     let plain = rank_variables(env)?.filter(is_one_of_several);
-    // A PMIx server of Slurm numbers the tasks of the Slurm step.
+    // `PMIX_RANK` does not matter if another launcher is known: a PMIx server of Slurm, for example, numbers the tasks
+    // of the Slurm step.
     let started = slurm_step(env)?.is_some() || open_mpi(env)?.is_some() || pmi(env)?.is_some();
     match number(env, "PMIX_RANK")? {
         Some(rank) if plain.is_none() && !started => Err(Error::usage(
@@ -308,16 +309,18 @@ fn is_one_of_several(assigned: &AssignedPart) -> bool {
 /// Returns the part from the innermost launcher that started several processes, including this process.
 fn part_from_launcher(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if let Some(assigned) = torchrun(env)? {
-        // torchrun sets `RANK` itself, and an outer launcher has started one torchrun agent on each node.
+        // The variables of other launchers need not agree: torchrun sets `RANK` itself, and an outer launcher has
+        // started one torchrun agent on each node.
         return Ok(Some(assigned).filter(is_one_of_several));
     }
     let step = slurm_step(env)?;
     let assigned = match (open_mpi(env)?, pmi(env)?) {
-        // The daemons of mpirun may be tasks of a step that has more nodes than mpirun uses.
+        // The step need not agree: the daemons of mpirun may be tasks of a step that has more nodes than mpirun uses.
         (Some(assigned), _) => Some(assigned),
         (None, Some(assigned)) => {
             if let Some(step) = step.filter(|step| step.part.of > assigned.part.of) {
-                // A process manager starts its daemons as tasks, and each daemon starts at least one process.
+                // A process manager starts its daemons as tasks, and each daemon starts at least one process. So it
+                // cannot have started fewer processes than the step has tasks.
                 return Err(contradiction(&step, &assigned, "PMI_RANK and PMI_SIZE"));
             }
             Some(assigned)

@@ -101,7 +101,8 @@ pub(super) fn preflight(
                 Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
             }
         }
-        // A process that was killed right after publishing may have left the partial folder.
+        // A process that was killed right after publishing may have left the partial folder, so this folder does not
+        // matter here.
         FoundPartial::Nothing | FoundPartial::Partial(_)
             if claim.accepts_finished_output() && published_xattr::is(path, plan.fingerprint) =>
         {

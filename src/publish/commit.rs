@@ -92,7 +92,8 @@ impl Staging {
             folder.sync().map_err(Error::io("sync", folder))?;
         }
         fault::point("commit-synced-parent");
-        // If the partial folder no longer exists, another run may be replacing the destination at this moment.
+        // If the partial folder no longer exists, another run may be replacing the destination at this moment, so this
+        // process deletes nothing.
         if self.find()?.is_none() {
             return Ok(());
         }
@@ -244,7 +245,8 @@ pub(super) fn finish_replacement(destination: &Destination) -> Result<()> {
         if FileIdentity::of(&backup) == Some(replaced) {
             return destination.discard(&backup);
         }
-        // The checkpoint at `.NAME.dtshard-old` belongs to a later replacement. Only one replacement runs at a time.
+        // Another run has begun a replacement since the check, so this process has renamed the old checkpoint of that
+        // run. It is renamed back; the name is free, because only one replacement runs at a time.
         return backup.rename_new(&old).map_err(Error::io("put back", &old));
     }
     match old.rename_new(&target) {

@@ -433,8 +433,8 @@ impl LeaseWatch {
 
 /// Leases that existed when this process acquired its own lease, and whose processes were not known to be alive. If
 /// such a lease changes later, its process belongs to this run. If the lease does not change, the lease is from an
-/// earlier run, and this process expects that the part starts again. A part is not expected if its lease records that
-/// the part failed in this launch.
+/// earlier run, and this process expects that the part starts again. The part is not expected to start again if its
+/// lease records that the part failed in this launch. Without `--resume`, every recorded failure is from this launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,

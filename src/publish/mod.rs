@@ -360,8 +360,8 @@ impl Drop for Staging {
         if !is_published && !self.is_kept() && is_ours() {
             let _ = self.destination.rename_away(&self.partial, TRASH);
         }
-        // The lease is released only here, so that its file is in the trash folder. Network file systems keep a deleted
-        // file for as long as it is open.
+        // The lease is released after the folder was renamed, so that the lease file is in the trash folder, and before
+        // the trash is deleted: a network file system keeps a deleted file for as long as it is open.
         drop(self.lease.take());
         // If a temporary folder exists next to a partial folder, a slower process created it; that process creates
         // another one if it is alive. Deleting the trash may take long, so a process that is to be resumed leaves this

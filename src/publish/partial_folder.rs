@@ -158,7 +158,7 @@ impl FoundPartial {
             found => found.map_err(Error::io("read", folder)),
         };
         match look()? {
-            // The file system has now looked up the name again.
+            // The file system has now looked up the name again, so the second result is not from its cache.
             Self::Unclear => look(),
             found => Ok(found),
         }

@@ -151,7 +151,8 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
         let is_over = record
             .as_ref()
             .is_some_and(|record| record.phase.is_over() || record.process.is_alive(&here) == Some(false));
-        // A live process on another node rewrites its lease at short intervals.
+        // A live process on another node rewrites its lease at short intervals, so a lease that is older than a day has
+        // no live process.
         let modified = folder.join(format!("{name}.lease")).metadata().and_then(|metadata| metadata.modified());
         let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
         !is_over && !is_old
@@ -283,7 +284,8 @@ impl Members {
                 self.observer.gone(rank, self.generations[index])
             })
             .collect();
-        // A process that ended without a reason may have ended as a consequence of the failure of another process.
+        // A process that ended without a reason may have ended as a consequence of the failure of another process. So a
+        // process that gave a reason is preferred.
         let is_dropped = |gone: &&PeerFailure| gone.why == DROPPED.into();
         all.iter().find(|gone| !is_dropped(gone)).or(all.first()).cloned()
     }

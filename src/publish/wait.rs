@@ -187,7 +187,8 @@ impl Staging {
             format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
         };
         let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
-        // If a launcher chose the number of parts, the user may not know it.
+        // If a launcher chose the number of parts, the user may not know the options for this number, so the hint names
+        // them.
         let alone = if self.claim.run.is_some() {
             "; use options::part 0 options::parts 1 to do all of the work in one process"
         } else {
@@ -318,7 +319,7 @@ impl Staging {
             let seen = leases.get(&LeaseRole::Part(part)).copied();
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
-            // Without such a lease, the journal contains only work of an earlier run.
+            // A stale lease is from an earlier run, and its journal contains only work of that run.
             let now = seen.filter(|seen| !self.stale.contains(seen));
             if state != OtherState::Working && finished.contains(&index) {
                 state = OtherState::Finished;

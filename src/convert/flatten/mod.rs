@@ -108,7 +108,7 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
 /// Lays out an optimizer whose model is not flattened.
 ///
 /// # Errors
-/// `Conflict` if the state of two parameters differs, of which the target stores one value.
+/// `Conflict` if the target stores one value for the state of two parameters, but these two states differ.
 pub fn reserve_optimizer(
     source: &ConversionSource,
     part: &PartTarget,

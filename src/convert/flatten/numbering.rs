@@ -24,7 +24,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     let Some(mut groups) = named_groups(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
     let in_units: HashSet<&Fqn> = flattened.iter().copied().collect();
-    // If there is only one group, its names may be sorted by chance.
+    // A state dict counts as sorted if all groups are sorted, because a single group may be sorted by chance. Sorted
+    // names are not known to be in the order of the model.
     let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
     for group in &mut groups {
         let members: HashSet<&Fqn> = group.iter().collect();
@@ -36,7 +37,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
         match registered {
             Some(registered) if registered == *group => {}
             Some(registered) if as_flattened && registered.len() == group.len() => *group = registered,
-            // With one unit, both orders are the same, unless the group has parameters outside the unit.
+            // With one unit, the flat parameter has the order of the model, unless the group has parameters outside the
+            // unit.
             None if as_flattened && layout.units.len() == 1 && !has_outside => {}
             None if !as_flattened && !are_sorted => {}
             _ => {

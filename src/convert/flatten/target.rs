@@ -114,7 +114,7 @@ impl FlattenRequest {
     /// Adds the layout of the target from `--layout`, otherwise from `--flat-layout`.
     ///
     /// # Errors
-    /// `Usage` if both give the units; errors of reading the file.
+    /// `Usage` if both options give units; errors of reading the file.
     pub fn with_layout(
         mut self,
         args: &ConvertOptions,

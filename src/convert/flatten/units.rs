@@ -201,7 +201,7 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         }
         let is_trained = trained.as_ref().map(|names| names.contains(fqn));
         let last = fqn.as_str().rsplit('.').next().unwrap_or_default();
-        // FSDP1 does not support 0-d parameters.
+        // A 0-d tensor without optimizer state is a buffer, because FSDP1 does not support 0-d parameters.
         if is_trained != Some(true) && (BUFFERS.contains(&last) || entry.shape.is_empty()) {
             buffer_names.push(fqn.as_str());
             continue;

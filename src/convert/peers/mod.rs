@@ -135,7 +135,7 @@ impl Peers {
                 "name DST, also with options::dry_run",
             )
         })?;
-        // Files of SRC are never changed, so the folder of the connection must not be inside SRC.
+        // SRC is never changed, so DST, and with it the work folder beside DST, must not be inside SRC.
         refuse_nesting("the source", &args.src, destination)?;
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);

@@ -31,7 +31,7 @@ pub fn target_layout(
     let has_rules = !args.placements.is_empty() || args.layout.is_some() || names.iter().any(|name| name.is_some());
     let has_form = args.split.is_some() || args.tensor_class.is_some();
     let example = example_of(source);
-    // Under `NO_SHARD` the model is whole on each of several ranks.
+    // Under `NO_SHARD`, each of several ranks has the whole model, so the model is not sharded.
     let is_beside_sharded = |flat: &FlatLayout| flat.shard_group_size > 1 || flat.world_size == 1;
     let is_kept = to == Format::TorchRanks
         && example.format == Format::TorchRanks
@@ -39,7 +39,7 @@ pub fn target_layout(
     let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
     let group = match *mesh.shape() {
         [_] => GroupSize::All,
-        // The second dim shards the model if it is the dim that shards it in the example.
+        // In a mesh of two dims, the last dim shards the model if it has the name of the last dim of the example's mesh.
         [_, shard] if example.catalog.meshes.first().and_then(last_name) == last_name(mesh) => {
             GroupSize::Of(u32::try_from(shard).expect("ranks are 32-bit numbers"))
         }

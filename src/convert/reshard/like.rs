@@ -93,8 +93,8 @@ impl<'a> LikeLayout<'a> {
     }
 }
 
-/// Returns true if a tensor that `--like` lacks is replicated because it is 0-d, or because each rank has its own
-/// value.
+/// Returns true if a tensor needs no layout from `--like`: a 0-d tensor, which cannot be sharded, or random state, of
+/// which each rank has its own value.
 pub fn is_whole_anyway(path: &Path, entry: &TensorEntry) -> bool {
     entry.shape.is_empty() || state_dict::is_random_state(path.fqn().as_str())
 }

@@ -84,7 +84,7 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     }
     let theirs = &like.catalog.meshes;
     if theirs.is_empty() {
-        // ShardedTensors are sharded by rows, on any mesh.
+        // ShardedTensors are sharded by rows, on any mesh, so the names of its dims do not matter.
         return rows_of(like).map(|_| mesh).ok_or_else(|| without_mesh(like));
     }
     if names(theirs) == names(std::slice::from_ref(&mesh)) {
@@ -232,7 +232,8 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
 fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
-    // makani has one meaning for each of its groups, so each group that is a mesh dim shards what it shards in SRC.
+    // Each group of makani has a fixed meaning, so a mesh dim with the name of a group shards tensors as this group
+    // does in SRC.
     if !own.is_empty() && own.iter().all(|name| catalog.model_parallel_groups.contains(name)) {
         let is_in_source = |name: &str| catalog.meshes.iter().any(|theirs| theirs.dim_by_name(name).is_some());
         return match own.iter().find(|name| !is_in_source(name)) {
@@ -271,7 +272,7 @@ fn unused_group(mesh: &DeviceMesh, group: &str, catalog: &Catalog) -> Error {
     )
 }
 
-/// Returns the error that a tensor has no placements on the target mesh. `fqn` is absent if no tensor has any.
+/// Returns the error that a tensor has no placements on the target mesh. `fqn` is `None` if no tensor has placements.
 pub fn without_placements(mesh: &DeviceMesh, fqn: Option<&String>) -> Error {
     let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
     let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {

@@ -343,8 +343,9 @@ impl<'a> PlacementResolver<'a> {
         Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
     }
 
-    /// Returns true if a trained tensor that is plain in SRC is outside all units of FSDP1: other parameters of SRC are
-    /// ShardedTensors, as in DST. FSDP1 loads such a parameter from a plain tensor only.
+    /// Returns true if a trained tensor that is plain in SRC must be outside all units of FSDP1. This is so if other
+    /// parameters are ShardedTensors, in SRC and in DST. FSDP1 loads a parameter outside its units from a plain tensor
+    /// only.
     fn is_outside_units(&self) -> bool {
         let class = self.class.unwrap_or(self.usual_class);
         self.subjects.has_sharded_tensors && class == Class::ShardedTensor

@@ -21,7 +21,7 @@ pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     let has_rows = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
     let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(has_rows).collect();
     let most = sharded.iter().map(|entry| entry.chunks.len()).min()?;
-    // Every replica has at least one chunk of each tensor.
+    // Every replica has at least one chunk of each tensor, so there are at most `most` replicas.
     let mut copies = (1..=world_size).take(most).filter(|copies| world_size.is_multiple_of(*copies));
     let fits = |copies: &u32| sharded.iter().all(|entry| is_cut(entry, world_size, world_size / copies));
     let mesh = match copies.find(fits)? {

@@ -27,8 +27,8 @@ pub struct TensorContexts<'a> {
     owners: Owners<'a>,
     /// Names of tensors that have optimizer state. Such a tensor is a parameter, even if it is not a DTensor.
     trained: HashSet<Fqn>,
-    /// True if some tensor of the model is a ShardedTensor in the source. Under `NO_SHARD`, only optimizer state is
-    /// sharded.
+    /// True if some tensor of the model is a ShardedTensor in the source. Optimizer state does not count, because under
+    /// `NO_SHARD` only optimizer state is sharded.
     pub has_sharded_tensors: bool,
 }
 
@@ -76,7 +76,7 @@ impl<'a> TensorContexts<'a> {
         let evidence = if catalog.tensors.iter().any(TensorEntry::is_shared) {
             ParameterEvidence::Class
         } else if class == Some(Class::ShardedTensor) && !trained.is_empty() {
-            // FSDP1 loads buffers from plain tensors only.
+            // FSDP1 loads buffers from plain tensors only, so parameters must be distinguished from buffers.
             ParameterEvidence::Optimizer
         } else {
             ParameterEvidence::Nothing

@@ -62,7 +62,7 @@ impl Source {
     }
 }
 
-/// Reserves one file with every tile of the layouts behind a header, each followed by its checksum of 4 bytes.
+/// Reserves one file: a header, and then each tile of the layouts, followed by the 4-byte checksum of the tile.
 fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("out");

@@ -27,7 +27,7 @@ struct F64 {
     // The first type is the type in which elements are stored; the second type is the type of computations.
     typedef u64 Bits;
     typedef double Sum;
-    // The format has no infinities, so they are treated as values beyond the largest finite value.
+    // True if the format has no infinities. They are then treated as values beyond the largest finite value.
     static const bool loses_infinity = false;
 
     static __device__ Loaded loaded(u64 bits) {
@@ -46,7 +46,7 @@ struct F64 {
     static __device__ double number(u64 bits) { return __longlong_as_double(bits); }
     static __device__ double divisor(u64 bits) { return __longlong_as_double(bits); }
 
-    // The format has only one NaN.
+    // Every NaN becomes the quiet NaN without sign and payload.
     static __device__ u64 rounded(double number) {
         return number == number ? __double_as_longlong(number) : 0x7ff8ull << 48;
     }

@@ -5,8 +5,8 @@ typedef unsigned __int128 u128;
 
 #define LEAST ((i128)((u128)1 << 127))
 
-// Returns the product, or the nearest 128-bit number if the product overflows. The magnitude of the second factor has
-// 64 bits.
+// Returns the product, or the nearest 128-bit number if the product overflows. The magnitude of the second factor fits
+// in 64 bits.
 __device__ inline i128 saturating_product(i128 a, i128 b) {
     bool is_negative = a < 0 != b < 0;
     u128 size = a < 0 ? -(u128)a : (u128)a, most = (u128)~LEAST + is_negative;

@@ -210,7 +210,8 @@ proptest! {
 fn errors_equal_the_host() {
     let reducer = |op, divisor| Reducer::new(Dtype::I64, op, divisor).unwrap();
     let i64s = |values: &[i64]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-    // Two elements overflow; the later one is in an earlier block and thread.
+    // Two elements overflow. The element with the higher index is in a later block, but in an earlier thread of its
+    // block.
     let mut partial_values = [vec![i64::MAX; 5000], vec![0; 5000], vec![0; 5000]];
     (partial_values[1][4100], partial_values[1][1700], partial_values[2][1700]) = (1, 5, -3);
     let memory = i64s(&partial_values.concat());
