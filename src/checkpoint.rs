@@ -35,7 +35,7 @@ pub struct OpenOptions {
     /// If true, a set (files that form one checkpoint together) is opened even if some of its files are missing.
     /// [`Checkpoint::missing`] lists the missing files.
     pub incomplete: bool,
-    /// If true, FSDP1 flat parameters are read as 1-d tensors if the shapes of their parameters are unknown. If false,
+    /// If true, an FSDP1 flat parameter is read as a 1-d tensor when the shapes of its parameters are unknown. If false,
     /// unknown shapes are an error.
     pub raw_flat: bool,
     /// If true, patterns are compared with names that keep wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`). If
@@ -45,7 +45,7 @@ pub struct OpenOptions {
     pub setup: Setup,
     /// The options of the conversion that follows; `None` if no conversion follows. Processes that exchange bytes must
     /// set this field, because they check that these options are equal on all processes. With `None`, it is an error to
-    /// set `like` or `raw_flat` for a source without FSDP1 flat parameters.
+    /// set `like`, or `flat_layout` in `source`, for a source without FSDP1 flat parameters.
     pub writes: Option<Writes>,
 }
 

@@ -6,8 +6,8 @@
 //!
 //! 1. [`Checkpoint::open`] reads names, shapes and chunk positions. It never reads tensor data.
 //! 2. [`Conversion`] describes the result: which tensors, under which names, in which dtypes, on which mesh.
-//! 3. [`Conversion::plan`] checks the description against the source, proves that every element of every tensor is written
-//!    exactly once, and lays out every file of the result. Nothing is written before a [`Plan`] exists.
+//! 3. [`Conversion::plan`] checks the description against the source, proves that the chunks of each source tensor hold
+//!    every element exactly once, and lays out every file of the result. Nothing is written before a [`Plan`] exists.
 //! 4. [`Plan::execute`] moves the bytes and publishes the result with one rename. It returns a [`Report`].
 //!
 //! ```
@@ -138,7 +138,7 @@
 //           -> convert::source::open -> format::find_checkpoint (the folder) -> format::detect (the format)
 //           -> the entry of the format reads -> catalog
 //           The catalog has the file, offset and length of every chunk. An item of a DCP file is an exception:
-//           format::resolve locates it when exec::window prepares the window of its tensor.
+//           format::resolve locates it when exec::window prepares the window (a group of tensors) that has its tensor.
 //
 // plan      conversion -> convert::source::choose -> select (names and dtypes)
 //           -> convert::reshard (or unshard, flatten, consolidate), which drives the next steps in this order:

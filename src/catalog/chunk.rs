@@ -1,10 +1,10 @@
 //! The chunks of a tensor and their locations in files, stored in packed columns.
 //!
 //! Bounds, sizes and strides count elements; locations are in bytes. A chunk is a [`Tile`] of its tensor (nearly always
-//! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a row stores
-//! only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for chunks that are
-//! not contiguous, and tiles only for chunks of several boxes. Some checkpoints have a hundred thousand tensors with a
-//! single chunk each, so the first row of a table is stored without allocation. PyTorch's counterpart is
+//! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a chunk is a
+//! table row with only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for
+//! chunks that are not contiguous, and tiles only for chunks of several boxes. Some checkpoints have a hundred thousand
+//! tensors with a single chunk each, so the first row of a table is stored without allocation. PyTorch's counterpart is
 //! `TensorStorageMetadata.chunks`.
 
 use std::collections::BTreeMap;

@@ -53,8 +53,8 @@ impl CoverageKind {
 }
 
 impl CatalogError {
-    /// Returns the error about a chunk outside its tensor. `what` is the saved checkpoint in words, such as `checkpoint`,
-    /// and `metadata` is the file that lists the chunk.
+    /// Returns the error about a chunk outside its tensor. `what` is the word for the saved data in the hint, such as
+    /// `snapshot`, and `metadata` is the file that lists the chunk.
     #[must_use]
     pub fn chunk_out_of_bounds(entry: &TensorEntry, region: &Region, what: &str, metadata: &Path) -> Self {
         let metadata = metadata.display();

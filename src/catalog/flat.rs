@@ -1,4 +1,4 @@
-//! The flat layout of an FSDP1 model: its units, and the parameters of each flat parameter in order.
+//! The flat layout of an FSDP1 model: its units (the wrapped modules), and the parameters of each unit in order.
 //!
 //! Sizes and alignments count elements. Names are relative to the model. FSDP1 files record this layout only in part or
 //! not at all. If the order of two parameters with equal shapes were wrong, their values would be swapped without an
@@ -40,8 +40,8 @@ pub struct FlatUnit {
     /// The path of the module; empty for the root.
     pub module: Box<str>,
     pub dtype: Option<Dtype>,
-    /// The alignment of parameters in elements, if `use_orig_params` is true: the number of elements of the forward
-    /// pass's dtype in 16 bytes.
+    /// The alignment of parameters in elements, if `use_orig_params` is true: the number of elements that 16 bytes hold
+    /// in the dtype of the forward pass.
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
     /// Additional names of tied parameters. A parameter with an additional name may belong to this unit or to another

@@ -77,7 +77,7 @@ impl fmt::Display for Fqn {
 }
 
 /// The index of a mesh in [`Catalog::meshes`]. Each tensor has its own mesh id, because tensors of a checkpoint may be
-/// on several meshes: under FSDP2 with TP, norm weights are on a 1-d submesh that differs from rank to rank.
+/// on several meshes: under FSDP2 with TP, norm weights are on a 1-d slice that differs from rank to rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MeshId(pub u32);
 
@@ -126,9 +126,10 @@ pub struct TensorEntry {
     pub stride: Option<Box<Dims>>,
     /// The assignment of chunks to partial values, if the tensor has a `Placement::Partial`; otherwise `None`.
     pub partial_values: Option<Box<PartialValues>>,
-    /// The reason why dtshard cannot read the tensor; otherwise `None`. The entry describes the parts of a tensor whose
-    /// layout is unknown. Otherwise it has no chunks, and its dtype and shape have no meaning.
-    /// [`select`](crate::select::select) refuses the tensor if it is selected.
+    /// If dtshard cannot read the tensor, the reason; otherwise `None`. If the layout is unknown or does not match the
+    /// tensor, the dtype, shape and chunks of the entry describe the stored parts of the tensor. With any other reason,
+    /// the entry has no chunks, and its dtype and shape have no meaning. [`select`](crate::select::select) refuses the
+    /// tensor if it is selected.
     pub unreadable: Option<Box<Unreadable>>,
     /// Every stored chunk, including replicas.
     pub chunks: ChunkTable,
@@ -211,8 +212,9 @@ impl TensorEntry {
         parts
     }
 
-    /// Returns the tensor that the local parts of the ranks form. In `self`, each part is a full tensor. `parts` are
-    /// the local shapes, and `found` is the result of [`assemble`](crate::layout::whole::assemble) for them.
+    /// Returns the tensor that the local parts of the ranks form. In `self`, each chunk is a complete tensor, because the
+    /// layout was not known. `parts` are the local shapes, and `found` is the result of
+    /// [`assemble`](crate::layout::whole::assemble) for them.
     ///
     /// # Errors
     /// `MixedReduction` if the ops of two mesh dims do not commute.
@@ -231,7 +233,7 @@ impl TensorEntry {
         }
         let partial_values = PartialValues::new(MeshPlacement { mesh, shared: &shared }, &chunks)?.map(Box::new);
         let stride = self.stride.clone().filter(|_| found.shape == self.shape);
-        // A tensor with one element cannot be sharded and is written as a plain tensor.
+        // A 0-d tensor cannot be sharded and is written as a plain tensor.
         let is_scalar = found.shape.is_empty() && partial_values.is_none();
         let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: id, shared }));
         Ok(Self { shape: found.shape, sharding, stride, partial_values, chunks, ..self.clone() })

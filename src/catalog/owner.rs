@@ -205,8 +205,8 @@ fn resolve_numbers(
 /// The keys of state that PyTorch's optimizers keep for each element of a parameter.
 const ELEMENTWISE: [&str; 5] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"];
 
-/// Returns whether state that has an element for each element of its parameter has another shape than the parameter. Only
-/// whole tensors are compared.
+/// Returns whether a state tensor that must have one element for each element of its parameter ([`ELEMENTWISE`]) has
+/// another shape than the parameter. Tensors that are sharded or unreadable are not compared.
 fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, TensorId)]) -> bool {
     let states = optimizer.as_dict().and_then(|dict| dict.get(STATE)?.as_dict());
     let differs = |state: &TensorEntry, parameter: &TensorEntry| {

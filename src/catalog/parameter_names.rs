@@ -93,8 +93,8 @@ pub fn has_equal_groups(optimizer: &Value, other: &Value) -> bool {
     groups(optimizer) == groups(other)
 }
 
-/// Returns whether parameters of an optimizer are numbers: those with state, or those of its groups. The optimizer may be
-/// incomplete.
+/// Returns whether an optimizer state dict refers to parameters by number: in the keys of `state`, or in the groups. One
+/// of the two may be missing.
 #[must_use]
 pub fn has_numbers(optimizer: &Value) -> bool {
     let Some(dict) = optimizer.as_dict() else { return false };
@@ -112,7 +112,7 @@ pub fn set_parameter_names(state: &mut Value, optimizer: &Path, names: &[Fqn]) -
 /// Replaces the names of an optimizer's parameters by their positions in `names`. Returns false, and changes nothing, if
 /// the state has another name.
 pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
-    // If a name occurs twice, the first number is the one in the map.
+    // If a name occurs twice, the map has its first number.
     let numbers: HashMap<&Fqn, usize> = names.iter().enumerate().rev().map(|(number, name)| (name, number)).collect();
     let number = |key: &Value| Some(Value::Int((*numbers.get(&clean(key.as_str()?))?).try_into().ok()?));
     replace_parameters(state, optimizer, &number)
@@ -152,8 +152,8 @@ fn sort_params(group: &mut Value) {
     }
 }
 
-/// Replaces the keys of the state of an optimizer, and the items of `params` of its groups. Returns false, and changes
-/// nothing, if `new` has no value for one of them.
+/// Replaces the keys of the state of an optimizer, and the items of `params` of its groups, by the results of `new`.
+/// Returns false, and changes nothing, if `new` returns `None` for a key or an item.
 fn replace_parameters(state: &mut Value, optimizer: &Path, new: &dyn Fn(&Value) -> Option<Value>) -> bool {
     let Some(Value::Dict(optimizer)) = optimizer.find_mut(state) else { return false };
     let mut replaced = optimizer.clone();
@@ -224,7 +224,7 @@ mod tests {
         let groups: [(&[i64], &[&str]); 2] = [(&[0, 2], &["module.b", "module._orig_mod.c"]), (&[1], &["module.a"])];
         let found = catalog(&["a", "b", "c"], optimizer(&[0, 1], &groups));
         assert_eq!(names(&found).unwrap(), ["b", "a", "c"]);
-        // A name that the model lacks, a name that occurs twice, and a number without a name.
+        // Names are refused if the model lacks a name, a name occurs twice, or a number has no name.
         let groups: [(&[i64], &[&str]); 1] = [(&[0, 1], &["a", "x"])];
         assert_eq!(names(&catalog(&["a", "b", "c"], optimizer(&[], &groups))), None);
         let groups: [(&[i64], &[&str]); 1] = [(&[0, 1], &["a", "a"])];

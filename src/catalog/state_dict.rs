@@ -7,12 +7,12 @@ use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
 use super::{Dict, Fqn, Key, Path, TensorId, Value};
 
-/// The keys under which trainers store the model. The first keys, [`IS_MODULE_NAME`] in number, are also names of modules.
+/// The keys under which trainers store the model. The first [`IS_MODULE_NAME`] keys are also usual names of modules.
 const MODEL: [&str; 6] = ["model", "module", "network", "state_dict", "model_state_dict", "model_state"];
 const IS_MODULE_NAME: usize = 3;
 
-/// The keys of a dict that has the model beside the state of the optimizer: `app` of applications that save one
-/// `Stateful`, `state` of Composer.
+/// The keys under which trainers store a dict that contains the model and the optimizer: `app` if an application saves
+/// one `Stateful`, `state` in Composer.
 const OUTER: [&str; 2] = ["app", "state"];
 
 /// Keys at the top level of a state dict that do not belong to the model, even if the tensors of the model are at the

@@ -10,8 +10,8 @@ use crate::error::Error;
 /// The reason why a leaf of the state dict cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unreadable {
-    /// The file with the leaf. If several ranks have the leaf, this is the file of the lowest rank. If the layout is
-    /// unknown, this is the checkpoint.
+    /// The path of the file with the leaf. If several ranks have the leaf, the path is that of the lowest rank's file. If
+    /// the layout is unknown, the path is that of the checkpoint.
     pub file: PathBuf,
     pub kind: UnreadableKind,
 }

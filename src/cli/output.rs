@@ -143,8 +143,8 @@ pub enum Backend {
     Mpi,
 }
 
-/// The heading of positional arguments. There is none, so they precede the options of a verb, whatever heading those
-/// options have.
+/// The heading of positional arguments in the help: none. Without a heading, these arguments precede the options of a
+/// verb, whatever heading the options have.
 const NO_HEADING: Option<&str> = None;
 
 /// Arguments that all verbs which write share.

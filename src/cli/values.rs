@@ -7,8 +7,8 @@ use dtshard::Format;
 use dtshard::options::IoMode;
 use dtshard::options::Split;
 
-/// Returns a parser that accepts the name of any format. Help lists only the formats in `shown`; a verb explains itself
-/// why it does not write another format.
+/// Returns a parser that accepts the name of any format. Help lists only the formats in `shown`. If the user gives
+/// another format, the verb itself reports the error, and explains why it does not write this format.
 pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {
     let value = |format: &Format| PossibleValue::new(format.name()).hide(!shown.contains(&format));
     let names: Vec<PossibleValue> = Format::ALL.iter().map(value).collect();

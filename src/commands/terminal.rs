@@ -20,7 +20,7 @@ impl Terminal {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
     }
 
-    /// Moves the cursor by `number` positions in a direction.
+    /// Moves the cursor by `number` positions. `direction` is the last letter of the ANSI escape: A (up) to D (left).
     fn go(&self, number: usize, direction: char) {
         if number > 0 {
             self.push(&format!("\x1b[{number}{direction}"));

@@ -8,7 +8,7 @@ use dtshard::{Result, Setup, verify};
 /// Verifies SRC, or compares it with OTHER.
 ///
 /// # Errors
-/// `Usage` and `Io`; damage and differences are findings.
+/// `Usage` and `Io`. Damage and differences are not errors: the report lists them as findings.
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let setup = Setup { stop: signals_and_limits::prepare()?, ..Setup::default() };
     let verification = verify(&args.options(), &setup, TerminalProgress::new(printer))?;

@@ -1,8 +1,8 @@
 //! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
 //!
-//! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The most frequent list
-//! of placements becomes the fallback, which is the list for all tensors without a rule. Tensors of the model with
-//! other placements get rules. Then the [`PlacementResolver`] reads the finished document. Tensors that get a wrong
+//! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The list of placements
+//! that fits the most tensors becomes the fallback, which is the list for all tensors without a rule. Tensors of the
+//! model with other placements get rules. Then the [`PlacementResolver`] reads the finished document. Tensors that get a wrong
 //! layout from the document then get rules, too. Invariant: a printed document gives every tensor the layout that it
 //! has in the checkpoint.
 

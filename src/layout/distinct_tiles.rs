@@ -127,7 +127,8 @@ pub fn shards(shape: &[u64], MeshPlacement { mesh, shared }: MeshPlacement<'_>) 
     }
     const NEW: u32 = u32::MAX;
     let mut shards: Vec<HeldTile> = Vec::new();
-    // Each cell is a combination of mesh coordinates, so there are no more cells than ranks.
+    // For each cell (a combination of parts), the index of its tile in `shards`. Each cell belongs to at least one rank,
+    // so there are no more cells than ranks.
     let mut known = vec![NEW; axes.iter().map(|axis| axis.parts.len()).product()];
     for (rank, coordinate) in mesh.coordinates() {
         let parts: SmallVec<[usize; 4]> = axes.iter().map(|axis| axis.part_at(&coordinate)).collect();

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 
 use super::{MeshDim, Rank, ReduceOp, TensorDim};
 
-/// Returns a text of the user in backticks, or a word for no text.
+/// Returns the text that the user wrote, in backticks; for an empty text, returns the word `nothing`.
 fn quoted(found: &str) -> String {
     if found.is_empty() { String::from("nothing") } else { format!("`{found}`") }
 }

@@ -2,8 +2,9 @@
 //!
 //! Shapes and offsets count elements. Parameters are in the order of registration, and each parameter is flattened in
 //! the order of its storage. With `use_orig_params`, each parameter starts at a multiple of the alignment, and the
-//! total is padded so that all shards are equal. Without `use_orig_params`, only the last shard is padded, in memory
-//! only, and the last shards may be short or empty. Shard boundaries do not depend on parameter boundaries:
+//! total is padded so that all shards have equal lengths. Without `use_orig_params`, no padding is stored: the last
+//! shards may be shorter or empty, and PyTorch pads them in memory. Shard boundaries do not depend on parameter
+//! boundaries:
 //!
 //! ```text
 //!     a (15)          b (15)          c (5)            with use_orig_params, alignment 4, 2 shards

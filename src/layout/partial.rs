@@ -8,7 +8,7 @@
 //! ```text
 //!     target dim      source                            a rank gets
 //!     P(sum)          P(sum) on the same mesh           its own partial value, unchanged
-//!     P(sum)          S(d) or _S(d,f), same mesh        the elements that ranks at its coordinate held, else zeros
+//!     P(sum)          S(d) or _S(d,f), same mesh        the elements that the source has at its coordinate, else zeros
 //!     P(sum)          anything else                     the value divided by the size of the mesh dim
 //!     P(avg|max|min)  anything but another P            the value
 //!     P(product|...)  anything but the same P           an error
@@ -44,7 +44,7 @@ impl PartialReduction {
     /// Returns the reduction of these placements, or `None` if none of them is Partial.
     ///
     /// # Errors
-    /// `MixedReduction` if the ops of two mesh dims do not commute. Only sum and avg commute.
+    /// `MixedReduction` if two mesh dims have different ops. Only sum and avg may occur together, because they commute.
     pub fn new(mesh_shape: &[u64], placements: &[Placement]) -> Result<Option<Self>, LayoutError> {
         let mut found: Option<Self> = None;
         for (&size, &placement) in mesh_shape.iter().zip(placements) {
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(share("S(0),R", "P(max),R", SourceMesh::Same, &[1, 1]), Ok("[0] /1".into()));
         assert_eq!(share("R,P(max)", "P(sum),R", SourceMesh::Same, &[1, 0]), Ok("[0, 1] /2".into()));
         assert_eq!(share("P(max),S(0)", "R,P(sum)", SourceMesh::Same, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
-        // Each element stays at its coordinate along the mesh dim: rows 0 and 2 at the first, 1 and 3 at the second.
+        // Each element keeps its coordinate along the mesh dim: rows 0 and 2 have the first, rows 1 and 3 the second.
         assert_eq!(share("S(0),S(0)", "R,P(sum)", SourceMesh::Same, &[1, 0]), Ok("[0] /1 [0:1+2:3, 0:4]".into()));
         assert_eq!(share("S(0),S(0)", "P(sum),R", SourceMesh::Same, &[1, 0]), Ok("[0] /1 [2:4, 0:4]".into()));
         assert_eq!(share("S(0),S(0)", "P(sum),P(sum)", SourceMesh::Same, &[1, 0]), Ok("[0] /1 [2:3, 0:4]".into()));

@@ -214,8 +214,8 @@ impl MeshLayout {
         }
     }
 
-    /// Returns the source's placements on mesh dims of the same names, and Replicate on mesh dims whose name the
-    /// source's mesh does not have.
+    /// Returns placements for the mesh of the layout. Each mesh dim has the placement that the tensor has in the source
+    /// on the mesh dim of the same name, or Replicate if the source has no mesh dim of this name.
     #[must_use]
     pub fn source_placement(&self, source: MeshPlacement<'_>) -> SharedTensor {
         let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;

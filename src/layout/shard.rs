@@ -39,7 +39,7 @@ pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
     start..start.saturating_add(len).min(n)
 }
 
-/// Returns part `r` of each of `blocks` blocks of `n` positions.
+/// Divides `n` positions into `blocks` blocks, splits each block into `k` parts, and returns part `r` of every block.
 ///
 /// All blocks except the last have the same length, so the result is one run of equal intervals and one last interval,
 /// for any number of blocks.

@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(of("_S(0,2),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,4),S(0)");
         assert_eq!(of("_S(-1,2),S(-1)", "dp=2,tp=2", "dp=4,tp=1"), "S(-1),S(-1)");
         assert_eq!(of("R,_S(0,6),S(0),S(0)", "r=2,dp=2,cp=3,tp=2", "r=1,dp=2,cp=3,tp=4"), "R,_S(0,12),S(0),S(0)");
-        // Fused weights, and split factors that are not the size of a mesh dim.
+        // Split factors that are not the product of mesh dims stay the same, such as those of fused weights.
         assert_eq!(of("S(1),_S(0,3)", "dp=2,tp=2", "dp=2,tp=4"), "S(1),_S(0,3)");
         assert_eq!(of("_S(0,3),S(0)", "dp=2,tp=2", "dp=2,tp=4"), "_S(0,3),S(0)");
         assert_eq!(of("_S(0,1),R", "dp=2,tp=2", "dp=2,tp=2"), "_S(0,1),R");

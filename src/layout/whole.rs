@@ -189,7 +189,7 @@ mod tests {
                 let shared = shared(list, split.clone(), &mesh);
                 let part =
                     |(rank, at): (Rank, Dims)| Ok(RankPart { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
-                // A strided shard has no parts with a split that differs from torch.chunk.
+                // A strided shard is an error if its split rule gives other parts than torch.chunk.
                 let Ok(parts) = mesh.coordinates().map(part).collect::<Result<Vec<_>, LayoutError>>() else { continue };
                 let found = assemble(&mesh, &shared, &parts, &|_| false);
                 assert_eq!(found.unwrap().shape.as_slice(), shape, "{list} of {shape:?} on {mesh}, {split:?}");

@@ -58,8 +58,8 @@ pub struct ReportedFile {
     pub mirrored: Arc<Ranges>,
     /// The ranks that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// The ranks whose file at this path differs from the file of the lowest rank. Only for files that are not part of
-    /// the checkpoint.
+    /// The ranks whose file at this path differs from the file of the lowest rank. The list is empty for a file that may
+    /// be part of the checkpoint, because a difference is then an error.
     pub differing_ranks: Vec<u32>,
     /// The rank that writes this file into the mirror.
     pub writer: u32,

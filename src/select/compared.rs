@@ -22,7 +22,8 @@ pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> 
     }
     let survey = Survey::new(source, options.wrappers);
     let kept = filter::keep(&survey, options);
-    // The own filters of OTHER: if SRC is renamed, `--include` is a pattern of names that OTHER does not have.
+    // OTHER is filtered as well. If SRC is renamed, only `--exclude` is applied to OTHER, because the patterns of
+    // `--include` are for old names of SRC, which OTHER need not have.
     let include = if is_renamed(options) { Vec::new() } else { options.include.clone() };
     let filters = NameOptions { include, exclude: options.exclude.clone(), ..unfiltered(options) };
     let other_survey = Survey::new(other, options.wrappers);
@@ -62,7 +63,7 @@ pub fn select_and_list_left_out(source: &Catalog, options: &NameOptions) -> Resu
     Ok((selected, left_out))
 }
 
-/// Returns the names that the leaves left out by the filters would have.
+/// Returns, for each leaf that the filters leave out, the name that the leaf would have in the result.
 fn left_out_names(
     source: &Catalog,
     survey: &Survey<'_>,

@@ -1,4 +1,4 @@
-//! Filters leaves by `options::include` and `options::exclude`.
+//! Filters the leaves of a state dict (the tensors and objects) by `options::include` and `options::exclude`.
 //!
 //! A pattern is matched with all names of a leaf: its own name, its name in the model, and, if the leaf is optimizer
 //! state, the names of its parameter. So excluding a parameter also excludes the parameter's optimizer state.

@@ -270,7 +270,7 @@ impl AnchoredPath {
         self.in_folder(|folder, name| Ok(rustix::fs::symlinkat(target, folder, name)?))
     }
 
-    /// Creates a hard link `to` of this file.
+    /// Creates the path `to` as a hard link to this file.
     pub fn hard_link(&self, to: &Self) -> io::Result<()> {
         self.with_both(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
     }
@@ -280,7 +280,7 @@ impl AnchoredPath {
         self.with_both(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
     }
 
-    /// Renames this path to a path that must not exist, or that is an empty folder.
+    /// Renames this path to the path `to`. Fails if `to` exists, unless both paths are folders and `to` is empty.
     pub fn rename_new(&self, to: &Self) -> io::Result<()> {
         let flags = RenameFlags::NOREPLACE;
         let renamed =

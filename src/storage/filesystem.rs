@@ -75,7 +75,7 @@ fn magic_of(info: &StatFs) -> u64 {
 
 /// The magic numbers of file systems that can write complete blocks in place, bypassing the page cache, from several
 /// threads at the same time. File systems that copy on write or compute checksums of blocks are slow at such writes,
-/// and each network file system behaves differently.
+/// and each network file system behaves differently, so the list has neither.
 const IN_PLACE: &[u64] = &[
     0xEF53,      // ext4
     0x5846_5342, // XFS

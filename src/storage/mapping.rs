@@ -5,8 +5,8 @@
 //! by a page of zeros and marks the mapping as failed, so that the thread continues. Every read from a mapping ends
 //! with a check of this mark, so that the zeros are never used.
 //!
-//! Invariant: a region is never freed, because the handler follows pointers to regions without a lock. The next mapping
-//! reuses a region.
+//! The addresses of a mapping are in a *region*. Invariant: a region is never freed, because the handler follows pointers
+//! to regions without a lock. A later mapping reuses the region of a mapping that no longer exists.
 
 #![expect(unsafe_code, reason = "files are mapped, and a signal handler is installed through libc")]
 

@@ -161,14 +161,14 @@ fn written_files_equal_those_of_pytorch() {
                 dict.attributes = metadata.map(Box::new);
             }
             let optimizer = truth.optimizer(sub, &layout);
-            // Each alone, or both.
+            // Writes the model and the optimizer to one file, or to a file each.
             let series: Vec<(&str, Value, Option<Path>)> = if one_file {
                 let whole = vec![(text("model"), model), (text("optim"), optimizer), (text("step"), Value::Int(7))];
                 vec![("checkpoint", dict(DictKind::Plain, whole), Some(key("model")))]
             } else {
                 vec![("model", model, Some(Path::default())), ("optim", optimizer, None)]
             };
-            // What the layout says of the optimizer is what its groups say.
+            // The result is the same with the parameter groups in the layout and without them.
             for optimizer in [layout.optimizer.clone(), None] {
                 let layout = FlatLayout { optimizer, ..layout.clone() };
                 let folder = tempfile::tempdir().unwrap();

@@ -113,7 +113,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
                     local_shard(&expected.shape, mesh.shape(), list, &at).unwrap()
                 }
             };
-            // A table keeps no more of an empty tile than its bounds.
+            // A chunk table stores only the bounds of an empty tile, so two empty tiles may differ.
             let kept = found.chunks.tile(index);
             assert!(kept == tile || kept.is_empty() && tile.is_empty(), "{name} on rank {rank}");
             assert_eq!(found.chunks.tile(index), reserved.entry.chunks.tile(index), "{name} on rank {rank}");
@@ -193,7 +193,7 @@ fn ranks_outside_of_the_mesh() {
     );
 }
 
-/// If ranks of the source have different values, each rank of the target gets the value of the source rank with its
+/// If ranks of the source have different values, each rank of the target gets the value of the source rank with the same
 /// number. If the source has no rank `r`, rank `r` of the target gets value `r mod n` of the `n` values. The order of
 /// the data in a file does not depend on the values.
 #[test]
@@ -209,7 +209,7 @@ fn ranks_that_differ() {
     check_order(&reservation);
     let folder = tempfile::tempdir().unwrap();
     fill(&source, &reservation, folder.path());
-    // Ranks 0, 1 and 2 have their own; 3 to 7 those of 0, 1, 2, 0, 1.
+    // Ranks 0, 1 and 2 get their own values, and ranks 3 to 7 get the values of ranks 0, 1, 2, 0, 1.
     for (rank, is_first) in [true, false, true, true, false, true, true, false].into_iter().enumerate() {
         let name = &reservation.files[rank].path;
         let mut files = crate::storage::Files::new(crate::storage::IoMode::Read);

@@ -123,7 +123,7 @@ mod tests {
     fn illegal_access_of_a_kernel_is_an_error() {
         let heap = Heap::new(1 << 16);
         let table = heap.allocate(64).unwrap();
-        // A job is longer than this table, and no job crosses the end of the address space.
+        // The first table is shorter than a job, and the second table would cross the end of the address space.
         for table in [table, u64::MAX - 15] {
             let arguments = [table.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec()];
             let launch = Launch { blocks: 1, threads: 1, arguments: &arguments, heap: &heap };

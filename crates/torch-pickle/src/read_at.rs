@@ -20,7 +20,7 @@ pub trait ReadAt {
     }
 }
 
-/// Returns `len` bytes from `offset` on. It is an error if `bytes` ends before.
+/// Returns `len` bytes from `offset` on. It is an error if `bytes` ends before `offset + len`.
 fn part(bytes: &[u8], offset: u64, len: u64) -> io::Result<&[u8]> {
     let range = usize::try_from(offset).ok().zip(offset.checked_add(len).and_then(|end| usize::try_from(end).ok()));
     range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())

@@ -96,8 +96,8 @@ impl GridAxis {
         order.sort_unstable();
         let mut classes: Vec<Intervals> = Vec::new();
         let mut class_of = vec![0; tile_dims.len()];
-        // Disjoint classes have at most the elements of the dim. This check comes first, because overlapping classes
-        // may have very many intervals.
+        // Disjoint classes have together at most `n` indices. This is checked before intervals are compared, because
+        // overlapping classes may have very many intervals.
         let mut left = n;
         for (first, at) in order {
             let class = tile_dims[at as usize];

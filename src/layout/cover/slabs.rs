@@ -1,9 +1,9 @@
 //! Covers of irregular tiles: the tensor is split recursively along lines that split no tile.
 //!
 //! Shapes and offsets count elements. Tiles are sorted along a dim. If all earlier tiles end before the next tile
-//! starts, the tensor is split at this index into two slabs, which are disjoint in that dim. Each slab is split again
-//! along the other dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap) form a leaf of
-//! the tree, and a sweep compares these tiles.
+//! starts, the tensor is split at the start of the next tile into two slabs, which are disjoint in this dim. Each slab
+//! is split again along the other dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap)
+//! form a leaf of the tree, and a sweep compares these tiles.
 //!
 //! ```text
 //!     a a b       a pinwheel: every straight line splits a tile, so five tiles are one leaf

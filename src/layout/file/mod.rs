@@ -6,17 +6,17 @@
 //! version = 1
 //! mesh = "dp=2,tp=2"               # outermost dim first; for dims without names, a list of sizes: [2, 2]
 //! mesh_ranks = [0, 2, 1, 3]        # row-major order of the cells
-//! placements = "S(0),R"            # for every tensor without a rule; R if it does not fit
+//! placements = "S(0),R"            # for every tensor without a rule; R where a placement does not fit
 //! split = "chunk"                  # chunk, balanced or makani, for all tensors
 //! plan = "llama"                   # a built-in plan, tried after the styles below
-//! tp = "tp"                        # mesh dims of plan and styles; also fsdp, replicate, ddp
+//! tp = "tp"                        # the mesh dim of tensor parallelism; other roles: fsdp, replicate, ddp
 //!
-//! [styles]                         # styles of modules; tables nest, keys join with dots; the first match wins
+//! [styles]                         # styles of modules; keys of nested tables are joined with dots; the first match wins
 //! tok_embeddings = "rowwise-embedding"
 //! [styles."layers.*"]
 //! "attention.{wq,wk,wv}" = "colwise"
 //!
-//! [[rules]]                        # before styles; the first match wins
+//! [[rules]]                        # tried before plan and styles; the first match wins
 //! tensors = "**.norm.weight"       # a pattern
 //! placements = "S(0),R"            # or "plain": complete on every rank, no DTensor
 //! slice = "dp"                     # mesh dims of the tensor's own mesh, if that is a slice

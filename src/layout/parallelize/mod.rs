@@ -14,7 +14,7 @@
 //!     colwise-conv1d         S(1)      S(0)      transformers' Conv1D, whose weight is (in, out)
 //!     rowwise-conv1d         S(0)      R
 //!     colwise(3)             _S(0,3)   _S(0,3)   a fused weight of three (q, k, v), each sharded separately
-//!     pairwise                                   colwise, rowwise, ... for linear children; an odd last one is skipped
+//!     pairwise                                   colwise, rowwise, ... for linear children; skips an unpaired last one
 //!     pairwise(a,b)                              colwise for the child a, rowwise for b
 //!     sequence, replicate    R         R         a DTensor that is not sharded
 //!     none                                       the module has no style
@@ -24,8 +24,8 @@
 //! end. A parameter without a style is sharded by FSDP only, on the FSDP slice of the mesh. Without FSDP it is a plain
 //! tensor.
 //!
-//! Invariant: a fused weight is never sharded as if it were a single weight. If its blocks cannot be sharded
-//! separately, the weight is replicated on that mesh dim, and [`ParameterPlacement::uncut`] has the reason.
+//! Invariant: a fused weight is never sharded as if it were a single weight. If a mesh dim cannot shard its blocks
+//! separately, the weight is replicated on this mesh dim, and [`ParameterPlacement::uncut`] has the reason.
 //!
 //! Source: `torch/distributed/tensor/parallel/style.py` and `api.py`,
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`. `PairwiseParallel`, which PyTorch had up to 2.3, and Conv1D,

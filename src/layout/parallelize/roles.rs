@@ -55,7 +55,7 @@ pub struct RoleNames {
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
     pub ddp: Option<String>,
-    /// The names of mesh dims that may have no role.
+    /// The names of the mesh dims without a role. Any other mesh dim without a role is an error.
     pub unused: Vec<String>,
 }
 

@@ -1,7 +1,8 @@
 //! Parallel styles: the tensor dim that each style shards, and the name of the style in a layout file.
 //!
-//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. Each style shards
-//! parameters as the PyTorch style of this name does (`torch/distributed/tensor/parallel/style.py`).
+//! Dims are numbered from the end, so that a stack of weights is sharded like a single weight. If PyTorch has a class for
+//! a style, such as `ColwiseParallel` for `colwise`, the style shards parameters as the class does
+//! (`torch/distributed/tensor/parallel/style.py`).
 
 use std::collections::HashSet;
 use std::{fmt, str::FromStr};

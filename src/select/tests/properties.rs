@@ -81,7 +81,7 @@ proptest! {
         let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
         let options = NameOptions { wrappers, ..NameOptions::default() };
         prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
-        // A rename that changes no name still makes the state dict be rebuilt.
+        // With a rename, the state dict is built again, even if no name changes.
         let options = NameOptions { wrappers, ..renaming(&[r"(.)=\1"]) };
         prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
     }

@@ -4,8 +4,9 @@
 //! and neither walking nor dropping the graph recurses. A node is 16 bytes, because text and bytes stay in the input
 //! and children are in side tables.
 //!
-//! Invariants: a node takes at least one input byte. A node that is not *pinned* (fetched from the memo, or duplicated)
-//! has exactly one owner, so the node is freed together with its owner. A pinned node is never freed.
+//! Invariants: each node comes from at least one byte of the input, so the length of the input bounds the number of nodes.
+//! A node is *pinned* if it is fetched from the memo or duplicated. A pinned node is never freed. Any other node has
+//! exactly one owner, and is freed together with its owner.
 
 use smallvec::SmallVec;
 
@@ -355,7 +356,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Replaces an object made by a call by a row, and frees the nodes that only the object owned.
+    /// Puts a row in the place of an object that a call made, and frees the nodes that only the object owned.
     pub(super) fn put_row(&mut self, id: NodeId, make: Make, row: Row) {
         self.set(id, Node::Row(row));
         let mut parts = SmallVec::<[NodeId; 16]>::new();

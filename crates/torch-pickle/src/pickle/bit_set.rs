@@ -38,7 +38,7 @@ impl BitSet {
     pub fn contains_any(&self, range: Range<u32>) -> bool {
         let ((first, from), (last, to)) = (place(range.start), place(range.end));
         let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
-        // Each mask has all bits from a position on: one from the start of the range, the other below its end.
+        // `from` has all bits of its word from the start of the range on, and `to` all bits below the end of the range.
         let (from, to) = (from.wrapping_neg(), to - 1);
         if first == last {
             return bits(first) & from & to != 0;

@@ -81,8 +81,8 @@ pub fn decode_with<T, X>(
 }
 
 /// Decodes a node. An object whose name is not on a list is replaced by the result of `unknowns`, like a tensor. The
-/// replaced object is the smallest dict value, list item or tuple item that contains the name. So a dict with the name in
-/// a key is replaced, and a set that contains the name.
+/// replaced object is the smallest dict value, list item or tuple item that contains the name. So a dict that has the
+/// name in a key is replaced as a whole, and so is a set that contains the name.
 pub fn decode_replacing<T, X>(
     r: Ref<'_>,
     tensors: &mut Tensors<'_, T>,

@@ -366,7 +366,7 @@ fn read_entries<S: ReadAt + ?Sized>(
             return Err(Fault::Malformed(format!("two entries `{full}`")));
         }
     }
-    // If a header offset or a size were damaged, the bytes of another zip record would be returned.
+    // Zip records that overlap are an error: a damaged offset or size would give the bytes of another zip record.
     let mut spans: Vec<(u64, u64)> = Vec::with_capacity(records.len());
     for (name, record) in &records {
         spans.push((record.header, name.len() as u64 + record.len));

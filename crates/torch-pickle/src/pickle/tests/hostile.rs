@@ -28,7 +28,7 @@ fn invalid_stack_operations_are_errors() {
     for bytes in [
         &b"."[..],          // STOP with an empty stack
         b"(.",              // a mark is not a value
-        b"((.",             // nor are two
+        b"((.",             // two marks are not a value either
         b"N(.",             // a value under a mark is out of reach
         b"NN.",             // a value left over
         b"(N.",             // a mark left over
