@@ -118,7 +118,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
         let known = digits.parse().ok().filter(|group| *group < regex.captures_len());
         known.map(ReplacementPiece::Group).ok_or_else(|| {
             let groups = regex.captures_len() - 1;
-            format!("the regular expression has no group {digits}, only {groups}")
+            format!("the regular expression has no group {digits}; the number of its groups is {groups}")
         })
     };
     let mut pieces = Vec::new();
@@ -207,7 +207,7 @@ mod tests {
             (r"a\=b", "expected REGEX=REPL, found no `=`"),
             ("=b", "the regular expression is empty"),
             ("(a=b", "unclosed group"),
-            (r"(a)=\2", "the regular expression has no group 2, only 1"),
+            (r"(a)=\2", "the regular expression has no group 2; the number of its groups is 1"),
             (r"(a)=${b}", "the regular expression has no group `b`; its named groups: none"),
             (r"(?<c>a)=${b}", "the regular expression has no group `b`; its named groups: c"),
             (r"(a)=$1", "write $$ for a literal $, or ${1} for a group"),
