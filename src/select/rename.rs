@@ -213,7 +213,10 @@ mod tests {
             (r"(a)=$1", "write $$ for a literal $, or ${1} for a group"),
             (r"(a)=${1", "expected } after ${"),
             (r"(a)=\n", r"write \\ for a literal backslash, or \1 for a group"),
-            (r"(a)=\99999999999999999999", "the regular expression has no group 99999999999999999999, only 1"),
+            (
+                r"(a)=\99999999999999999999",
+                "the regular expression has no group 99999999999999999999; the number of its groups is 1",
+            ),
         ] {
             let error = Rename::parse(rename).unwrap_err();
             assert_eq!(error.to_string(), format!("options::rename {rename}: {problem}"));
