@@ -80,7 +80,8 @@ Examples:
   dtshard verify step-1000
   dtshard verify step-1000 out --root model
 
-Exit status: 0 if SRC is sound and both hold the same values; 1 if there is damage or a difference; 2 if verify could not run.";
+Exit status: 0 if SRC is sound and OTHER, if given, holds the same values; 1 if there is damage or a difference; 2 \
+if verify could not run.";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
@@ -168,9 +169,9 @@ pub struct Inspect {
 pub struct Reshard {
     /// Distribute the tensors over this mesh, such as dp=4,tp=2
     ///
-    /// Dimensions have names, and ranks are in row-major order. Without placements, a tensor keeps its placements on
-    /// mesh dimensions whose names SRC has, and a mesh of one dimension gets S(0). [default: the mesh of SRC, if it has
-    /// one]
+    /// Dimensions have names, and ranks are in row-major order. Without placements, a tensor keeps its placements in SRC
+    /// if the mesh has all dimension names of SRC; otherwise, it gets S(0) on a mesh of one dimension, and a mesh of
+    /// several dimensions needs placements or a plan. [default: the mesh of SRC, if it has one]
     #[arg(long, value_name = "DIMS")]
     pub mesh: Vec<String>,
     /// List the ranks of the mesh, in row-major order of its cells
@@ -187,14 +188,15 @@ pub struct Reshard {
     pub placements: Vec<String>,
     /// Read mesh, placement rules, styles and flat units from a layout file (TOML or JSON)
     ///
-    /// --mesh with the same dimension names replaces the mesh of the file, --placements rules precede its rules, and a
-    /// bare list replaces its fallback.
+    /// --mesh with the same dimension names replaces the mesh of the file, --placements rules come before the rules of
+    /// the file, and a bare list replaces the `placements` of the file.
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub layout: Option<PathBuf>,
     /// Shard modules by a parallelize plan, such as llama
     ///
     /// Plans are llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2, and the styles of a
-    /// layout file. FSDP then shards over the other mesh dimensions: `--mesh dp_shard=8,tp=8 --plan llama` is complete.
+    /// layout file. FSDP then shards over the other mesh dimensions, so `--mesh dp_shard=8,tp=8 --plan llama` needs no
+    /// further options.
     #[arg(long, value_name = "NAME|FILE")]
     pub plan: Option<String>,
     /// Name the mesh dimension over which --plan shards modules
@@ -204,17 +206,17 @@ pub struct Reshard {
     pub tp: Option<String>,
     /// Name the mesh dimension over which FSDP shards dimension 0 of every parameter
     ///
-    /// [default: with --plan, fsdp, dp_shard or dp]
+    /// [default: fsdp, dp_shard or dp, if --plan is given]
     #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub fsdp: Option<String>,
     /// Name the mesh dimension of replicas, as in HSDP
     ///
-    /// [default: with --plan or --fsdp, dp_replicate or replicate]
+    /// [default: dp_replicate or replicate, if --plan or --fsdp is given]
     #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub replicate: Option<String>,
     /// Name the mesh dimension of DistributedDataParallel (DDP), whose ranks hold copies
     ///
-    /// DTensors are on the other mesh dimensions only. [default: with --plan, ddp]
+    /// DTensors are on the other mesh dimensions only. [default: ddp, if --plan is given]
     #[arg(long, value_name = "DIM", hide_short_help = true)]
     pub ddp: Option<String>,
     /// Choose how an uneven dimension is cut
@@ -361,7 +363,7 @@ pub struct Consolidate {
     /// [default: the model, without its prefix]
     #[arg(long, conflicts_with = "root")]
     pub everything: bool,
-    /// Copy config and tokenizer files from this folder, or from nowhere with `none`
+    /// Copy config and tokenizer files from this folder; `none` copies no files
     ///
     /// [default: SRC/huggingface, then SRC]
     #[arg(long, value_name = "DIR|none")]
@@ -378,7 +380,7 @@ pub struct Verify {
     pub src: PathBuf,
     /// Checkpoint to compare with, in any layout and format, or the saved output of `inspect --digest --json`
     ///
-    /// Options of names and --dtype apply to SRC.
+    /// Options that select or change names, and --dtype, apply to SRC before it is compared.
     pub other: Option<PathBuf>,
     /// Compare only names that both checkpoints have
     #[arg(long, requires = "other")]
@@ -427,11 +429,11 @@ pub fn command() -> clap::Command {
         let by_suffix =
             Format::ALL.iter().map(|format| format.entry().suffixes).filter(|suffixes| !suffixes.is_empty());
         let groups: Vec<String> = by_suffix.map(|suffixes| format!(".{}", suffixes.join(" ."))).collect();
-        format!("by its suffix ({}), else {rest}", groups.join("; "))
+        format!("by the suffix of DST ({}), else {rest}", groups.join("; "))
     };
     let defaults = [
         ("reshard", String::from("the format of SRC; dcp if SRC is not a folder of shards")),
-        ("unshard", by_suffix("torch; with --all-ranks or --unit rank files, as in SRC")),
+        ("unshard", by_suffix("torch; with --all-ranks or --unit: rank files, as in SRC")),
         ("flatten", String::from("fsdp-flat")),
         ("consolidate", by_suffix("safetensors")),
     ];

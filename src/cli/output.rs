@@ -74,7 +74,7 @@ pub struct DestinationArgs {
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Running")]
 pub struct PartArgs {
-    /// Do part K of the parts that --parts counts, from 0
+    /// Do part K of the work, a number from 0 to N-1, where N is the value of --parts
     ///
     /// [default: set by srun, torchrun, mpirun or a Slurm array]
     #[arg(long, value_name = "K", value_parser = number::<u32>, hide_short_help = true)]
@@ -86,7 +86,7 @@ pub struct PartArgs {
     pub parts: Option<u32>,
     /// Exit when this part is done
     ///
-    /// The part that is done last publishes DST. [default: in Slurm arrays; other processes wait]
+    /// The part that is done last publishes DST. [default: on in Slurm arrays, else off]
     #[arg(long, hide_short_help = true)]
     pub no_wait: bool,
 }

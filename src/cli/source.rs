@@ -83,8 +83,8 @@ pub struct SourceLayoutArgs {
     pub src_plan: Option<String>,
     /// Declare the layout of plain tensors of SRC by a layout file
     ///
-    /// --src-mesh replaces the mesh of the file, --src-placements rules precede its rules, and a bare list replaces its
-    /// fallback.
+    /// --src-mesh replaces the mesh of the file, --src-placements rules come before the rules of the file, and a bare
+    /// list replaces the `placements` of the file.
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub src_layout: Option<PathBuf>,
     /// Declare the mesh dimensions along which ranks store partial values of plain tensors, such as gradients of each
@@ -117,7 +117,7 @@ pub struct SelectArgs {
     /// module takes everything below it. Repeatable.
     #[arg(long, value_name = "PATTERN")]
     pub include: Vec<String>,
-    /// Leave out names that a pattern matches, and the optimizer state of these parameters
+    /// Leave out names that a pattern matches, and the optimizer state of matching parameters
     ///
     /// Repeatable.
     #[arg(long, value_name = "PATTERN")]
@@ -201,7 +201,7 @@ pub enum Tied {
     Keep,
     /// Write the tensor under its first name, and record the other names (safetensors)
     Drop,
-    /// Write the tensor under every name, and under a name that SRC leaves out if the config.json of SRC has
-    /// tie_word_embeddings
+    /// Write the tensor under every name; if the config.json of SRC has tie_word_embeddings, write it also under the
+    /// name that SRC leaves out
     Write,
 }

@@ -49,7 +49,7 @@ impl IoArg {
 pub enum SplitArg {
     /// Cut as torch.chunk does
     Chunk,
-    /// Give the first n mod k ranks one more element
+    /// Divide n elements among k ranks; the first n mod k ranks get one more
     Balanced,
     /// Cut as the region mappings of makani do
     Makani,

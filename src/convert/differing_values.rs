@@ -180,7 +180,7 @@ impl ResolvedConflicts {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {
             let (differing, ranks) = (differ_between_ranks(&self.per_rank), list_ranks(&self.ranks));
-            let mut note = format!("{differing}, so each rank keeps its own value: {ranks}");
+            let mut note = format!("{differing}, so each rank keeps its own value (SRC has the values of {ranks})");
             let source = self.ranks.len();
             if target_ranks.is_some_and(|target| target as usize > source) {
                 note.push_str(&format!("; rank r of the new job gets the value of old rank r mod {source}"));
@@ -241,15 +241,15 @@ mod tests {
         assert_eq!(
             resolved.notes(Some(4)),
             [
-                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value: ranks 0, 1, 2; rank r of the \
-                 new job gets the value of old rank r mod 3"
+                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value (SRC has the values of ranks 0, \
+                 1, 2); rank r of the new job gets the value of old rank r mod 3"
             ]
         );
         assert_eq!(
             resolved.notes(Some(2)),
             [
-                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value: ranks 0, 1, 2; the values of \
-                 rank 2 are left out, because the new job has no such ranks"
+                "1 value differs between ranks (`rng.cpu`), so each rank keeps its own value (SRC has the values of ranks 0, \
+                 1, 2); the values of rank 2 are left out, because the new job has no such ranks"
             ]
         );
     }

@@ -107,7 +107,7 @@ pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
     (peak > max_memory).then(|| {
         format!(
             "this run may use {}, more than options::max_memory {}, which limits the buffers and the headers of DST, but \
-             not the catalog of SRC and the plans for many chunks",
+             neither the description of SRC in memory nor the plans for many chunks",
             human_bytes(peak),
             human_bytes(max_memory)
         )

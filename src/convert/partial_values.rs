@@ -24,7 +24,7 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
         tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
             let hint = match error {
                 LayoutError::NoPartialValues { .. } => {
-                    "use P(sum), P(avg), P(max) or P(min), which can be computed from a value"
+                    "use P(sum), P(avg), P(max) or P(min), for which dtshard computes the partial values"
                 }
                 _ => "reduce the tensor: use S or R placements for it",
             };

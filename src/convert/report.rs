@@ -245,11 +245,11 @@ impl<'a> ReportSource<'a> {
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());
-        let objects = (!reservation.left_out.is_empty()).then_some("options::to torch also writes objects");
+        let objects = (!reservation.left_out.is_empty()).then_some("use options::to torch to write objects, too");
         let has_series = !source.checkpoint.skipped_series.is_empty();
-        let series = has_series.then_some("options::series all also reads the other series");
+        let series = has_series.then_some("use options::series all to include the series that are left out");
         let has_folders = !source.checkpoint.skipped_folders.is_empty();
-        let folders = has_folders.then_some("options::series all also reads the other folders");
+        let folders = has_folders.then_some("use options::series all to include the folders that are left out");
         let remedies: Vec<&str> = [tensors, objects, series, folders].into_iter().flatten().collect();
         (!remedies.is_empty()).then(|| remedies.join("; "))
     }

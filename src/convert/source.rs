@@ -79,8 +79,8 @@ fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'stat
         return None;
     }
     match defaults.root {
-        Root::Model => Some("options::everything writes all tensors"),
-        _ => defaults.without_gradients.then_some("options::with_grads also writes gradients"),
+        Root::Model => Some("use options::everything to write all tensors"),
+        _ => defaults.without_gradients.then_some("use options::with_grads to write gradients, too"),
     }
 }
 

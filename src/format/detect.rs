@@ -58,7 +58,7 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<DetectedFiles>) -> R
         let (last, others) = names.split_last().expect("two formats at least");
         return Err(Error::usage(
             format!("{} contains {number} formats: {} and {last}", path.display(), others.join(", ")),
-            format!("choose one with options::from {}", names[0]),
+            format!("choose one of them, such as options::from {}", names[0]),
         ));
     }
     Ok(found.pop())

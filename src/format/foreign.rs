@@ -142,7 +142,7 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
 }
 
 const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
-const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
+const MEGATRON: &str = "in Megatron-LM, save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
 
 /// The name that Megatron-LM gives to the file of every rank.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";

@@ -210,8 +210,8 @@ impl PlannedModel {
             PlanSide::Target => "replicated",
         };
         let what = format!(
-            "{replicated} on {fsdp}, because {tp} shards each block, and no placement can express a further shard on \
-             {fsdp}"
+            "{replicated} on {fsdp}, because {tp} shards each block of a fused weight, and no placement can express a \
+             further shard on {fsdp}"
         );
         note(
             self.names(|placement| placement.uncut == Some(UncutReason::BlocksWithinFsdp)),

@@ -215,8 +215,8 @@ fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Assi
                 "{options}: {} selects part {}, but SLURM_ARRAY_TASK_ID={element} selects part {element}",
                 assigned.by, assigned.part.index
             ),
-            "start one process for each element; or omit options::parts to make each element a run of its own; or add \
-             options::part",
+            "start only one process in each task of the array; or omit options::parts, so that each array task is a run of \
+             its own; or give the part of each process with options::part",
         )),
         (None, None, Some(element)) => array_element(element, parts, env),
         (part, Some(assigned), None)

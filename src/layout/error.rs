@@ -88,8 +88,8 @@ pub enum LayoutError {
 
     /// A strided shard needs a tensor dim that divides evenly, but the dim does not divide evenly under the split rule.
     #[error(
-        "_S with split factor {split_factor} on mesh dim {mesh_dim} needs a dim that divides evenly under the split rule \
-         `{split}`, but the dim has {numel} elements"
+        "_S with split factor {split_factor} on mesh dim {mesh_dim} needs a tensor dim that divides evenly under the split \
+         rule `{split}`, but this tensor dim has {numel} elements"
     )]
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
@@ -108,8 +108,8 @@ pub enum LayoutError {
     /// The target needs partial values of an operation for which a complete value cannot be converted to partial
     /// values.
     #[error(
-        "a value without Partial cannot be converted to P({op}), because many different partial values would give this \
-         value"
+        "a value that is not Partial cannot be converted to P({op}), because there are many ways to choose the partial \
+         values"
     )]
     NoPartialValues { op: ReduceOp },
 

@@ -118,7 +118,7 @@ fn parse_replacement(text: &str, regex: &Regex) -> Result<Vec<ReplacementPiece>,
         let known = digits.parse().ok().filter(|group| *group < regex.captures_len());
         known.map(ReplacementPiece::Group).ok_or_else(|| {
             let groups = regex.captures_len() - 1;
-            format!("the regular expression has no group {digits}, only {groups}")
+            format!("the regular expression has no group {digits}; the number of its groups is {groups}")
         })
     };
     let mut pieces = Vec::new();
@@ -207,13 +207,16 @@ mod tests {
             (r"a\=b", "expected REGEX=REPL, found no `=`"),
             ("=b", "the regular expression is empty"),
             ("(a=b", "unclosed group"),
-            (r"(a)=\2", "the regular expression has no group 2, only 1"),
+            (r"(a)=\2", "the regular expression has no group 2; the number of its groups is 1"),
             (r"(a)=${b}", "the regular expression has no group `b`; its named groups: none"),
             (r"(?<c>a)=${b}", "the regular expression has no group `b`; its named groups: c"),
             (r"(a)=$1", "write $$ for a literal $, or ${1} for a group"),
             (r"(a)=${1", "expected } after ${"),
             (r"(a)=\n", r"write \\ for a literal backslash, or \1 for a group"),
-            (r"(a)=\99999999999999999999", "the regular expression has no group 99999999999999999999, only 1"),
+            (
+                r"(a)=\99999999999999999999",
+                "the regular expression has no group 99999999999999999999; the number of its groups is 1",
+            ),
         ] {
             let error = Rename::parse(rename).unwrap_err();
             assert_eq!(error.to_string(), format!("options::rename {rename}: {problem}"));

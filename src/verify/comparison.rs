@@ -300,7 +300,8 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     if let Some(root) = root {
         found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add options::root {root}"));
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
-        found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add options::add_prefix {prefix}."));
+        let hint = format!("in OTHER, the names of SRC begin with `{prefix}.`: add options::add_prefix {prefix}.");
+        found.hints.push(hint);
     }
 }
 

@@ -152,7 +152,7 @@ fn optimizer_folder_that_is_not_read_is_counted() {
         let run = succeed("unshard", &[&source, &model], "");
         assert_contains(
             &run.stderr,
-            &["hint: --series all also reads the other folders", "; left out: folder optimizer_0"],
+            &["hint: use --series all to include the folders that are left out", "; left out: folder optimizer_0"],
         );
         let run = succeed("unshard", &[&source, &all], "--series all");
         assert!(!run.stderr.contains("left out"), "{}", run.stderr);

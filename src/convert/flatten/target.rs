@@ -207,7 +207,7 @@ impl FlattenRequest {
         if group == 0 || !world_size.is_multiple_of(group) {
             return Err(Error::usage(
                 format!("{world_size} ranks cannot be divided into groups of {group}"),
-                "give a number with options::shard_group_size that divides the world size",
+                "give options::shard_group_size a number that divides the world size",
             ));
         }
         Ok((world_size, group))

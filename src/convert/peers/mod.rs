@@ -132,7 +132,7 @@ impl Peers {
         let destination = args.dst.as_deref().ok_or_else(|| {
             Error::usage(
                 format!("{option}: processes connect through a folder beside DST, but no DST is given"),
-                "name DST, also with options::dry_run",
+                "give DST, even with options::dry_run",
             )
         })?;
         // SRC is never changed, so DST, and with it the work folder beside DST, must not be inside SRC.

@@ -309,7 +309,9 @@ impl<'a> DcpMetadata<'a> {
         let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
         let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
             let found = match (root.state(), field("state_dict_metadata")) {
-                (None, _) => format!("{} instead of an object with fields", root.describe()),
+                (None, _) => {
+                    format!("no such field, because the pickle contains {} instead of an object", root.describe())
+                }
                 (Some(_), None) => String::from("no field of this name"),
                 (Some(_), Some(node)) => node.describe(),
             };

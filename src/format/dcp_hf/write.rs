@@ -100,10 +100,10 @@ fn one_box(fqn: &Fqn, tile: &Tile, shape: &[u64]) -> Result<Region> {
     tile.as_region().ok_or_else(|| {
         Error::unsupported(
             format!(
-                "{fqn}: a rank would have {} boxes of the tensor, but a dcp-hf file stores one box per tensor",
+                "{fqn}: a rank would have {} separate parts of the tensor, but a dcp-hf file stores one part per tensor",
                 tile.regions().count()
             ),
-            "write a DCP directory (options::to dcp), which stores every box",
+            "write a DCP directory (options::to dcp), which stores every part",
         )
     })
 }

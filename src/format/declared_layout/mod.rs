@@ -126,7 +126,7 @@ fn check_ranks(mesh: &DeviceMesh, ranks: &BTreeSet<Rank>, allow_missing: bool) -
             mesh.world_size(),
             ranks.len()
         ),
-        "give sizes in options::src_mesh whose product is the number of ranks; place the ranks with \
-         options::src_mesh_ranks",
+        "give sizes in options::src_mesh whose product is the number of ranks; if the ranks are not numbered from 0 on, \
+         list them with options::src_mesh_ranks",
     ))
 }

@@ -129,7 +129,8 @@ impl Parser<'_> {
     }
 
     fn field<'a>(&self, at: &str, node: Ref<'a>, key: &str) -> Result<Ref<'a>> {
-        node.get(key).ok_or_else(|| self.wrong(at, format!("a dict with the key `{key}`"), node.describe()))
+        let found = || format!("{} without this key", node.describe());
+        node.get(key).ok_or_else(|| self.wrong(at, format!("a dict with the key `{key}`"), found()))
     }
 
     fn text<'a>(&self, at: &str, node: Ref<'a>) -> Result<&'a str> {
@@ -380,7 +381,8 @@ impl Parser<'_> {
             None => None,
         };
         let mesh = DeviceMesh::new(shape, ranks.to_vec(), names);
-        let mesh = Arc::new(mesh.map_err(|error| self.wrong(name, "a mesh", error.to_string()))?);
+        let mesh =
+            Arc::new(mesh.map_err(|error| self.wrong(name, "a valid mesh", format!("an invalid mesh ({error})")))?);
         self.meshes.insert(node.id(), Arc::clone(&mesh));
         Ok(mesh)
     }

@@ -367,7 +367,7 @@ impl EntryReader<'_> {
         let mut found: Vec<StoredShard> = Vec::with_capacity(shards.len());
         for ShardJson { offsets, sizes, tensor } in shards {
             if offsets.len() != sizes.len() || sizes != tensor.shape {
-                let expected = "offsets, sizes and a tensor that have the same dims";
+                let expected = "offsets and sizes that fit the shape of the tensor";
                 let sizes = format!("offsets {offsets:?}, sizes {sizes:?} and a tensor of shape {:?}", tensor.shape);
                 return Err(self.wrong(expected, sizes));
             }
@@ -408,7 +408,8 @@ impl EntryReader<'_> {
         if !collect_ranks(ranks, &shape, &mut all) {
             return Err(self.wrong("a mesh whose lists have equal lengths", "lists of different lengths"));
         }
-        let mesh = DeviceMesh::new(shape, all, None).map_err(|error| self.wrong("a mesh", error.to_string()))?;
+        let mesh = DeviceMesh::new(shape, all, None)
+            .map_err(|error| self.wrong("a valid mesh", format!("an invalid mesh ({error})")))?;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
         for (tensor_dim, mesh_dims) in dim_map.iter().enumerate() {
             for mesh_dim in mesh_dims.iter().filter(|dim| **dim != -1) {

@@ -150,7 +150,8 @@ fn default_split(at: FilePosition<'_>, text: &str) -> Result<Split, LayoutError>
     match text.parse() {
         Ok(Split::Sizes(_)) | Err(_) => {
             let problem = format!("expected chunk, balanced or makani, found `{text}`");
-            Err(at.error(problem, Some(String::from("use a rule with sizes: explicit sizes fit only some tensors"))))
+            let hint = "use one of these names; give explicit sizes in a rule, because they fit only some tensors";
+            Err(at.error(problem, Some(String::from(hint))))
         }
         Ok(split) => Ok(split),
     }

@@ -191,7 +191,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             "split = \"3+1\"",
-            "l.toml line 1: split: expected chunk, balanced or makani, found `3+1` (use a rule with sizes: explicit sizes fit only some tensors)",
+            "l.toml line 1: split: expected chunk, balanced or makani, found `3+1` (use one of these names; give explicit sizes in a rule, because they fit only some tensors)",
         ),
         (
             "tp = \"tpp\"",

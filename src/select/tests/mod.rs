@@ -266,7 +266,8 @@ fn numbered_state_is_kept_with_a_note() {
     assert_eq!(
         selected.notes,
         [
-            "kept all 2 tensors of optimizer state: their keys are numbers, which do not show the parameters that are left out"
+            "kept all 2 tensors of optimizer state, although parameters are left out: the keys of the state are numbers, so \
+             the parameter of each tensor is unknown"
         ]
     );
 }

@@ -190,7 +190,7 @@ fn numbered_state_of_unknown_layout_is_refused_if_selected() {
         env.write(&format!("src/ckpt_mp{rank}_v0.tar"), with_numbered_state(rank));
     }
     let source = env.path("src");
-    let words = ["optimizer_state_dict.state.0.exp_avg", "the parameter of this number is unknown"];
+    let words = ["optimizer_state_dict.state.0.exp_avg", "the parameter with this number is unknown"];
     dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&words);
     dtshard(&[&"reshard", &source, &env.path("out"), &"--mesh", &"h=4"]).assert_refused(&words);
     dtshard(&[&"inspect", &source]).assert_succeeded().assert_mentions(&["exp_avg  f32    [2, 3]  unknown"]);

@@ -316,7 +316,9 @@ fn on_conflict_selects_a_value_of_plain_tensors() {
         }
         assert_contains(
             &each.run.stderr,
-            &["1 value differs between ranks (`differs`), so each rank keeps its own value: ranks 0, 1"],
+            &[
+                "1 value differs between ranks (`differs`), so each rank keeps its own value (SRC has the values of ranks 0, 1)",
+            ],
         );
     }
 }

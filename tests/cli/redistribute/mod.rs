@@ -279,7 +279,7 @@ fn undefined_redistributions_are_refused_with_the_reason() {
         let list = format!("--placements=P({op}),R");
         assert_error_mentions(
             &["--include", whole, &list],
-            &[whole, &format!("a value without Partial cannot be converted to P({op})")],
+            &[whole, &format!("a value that is not Partial cannot be converted to P({op})")],
         );
     }
     assert_error_mentions(

@@ -51,7 +51,7 @@ fn dry_run_without_dst_is_refused() {
     let outcome: Outcome = command(&[&"consolidate", &nodes.source(0)]).args(words).output().unwrap().into();
     outcome.assert_refused(&[
         "processes connect through a folder beside DST, but no DST is given",
-        "hint: name DST, also with --dry-run",
+        "hint: give DST, even with --dry-run",
     ]);
 }
 
