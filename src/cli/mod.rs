@@ -440,7 +440,7 @@ pub fn command() -> clap::Command {
     let command = defaults.into_iter().fold(Cli::command(), |command, (verb, default)| {
         let written: Vec<&Format> = Format::ALL.iter().filter(|format| format.writers().contains(&verb)).collect();
         let help = "Choose the format of DST";
-        let long_help = format!("{help}.\n\n[default: {default}]");
+        let long_help = format!("{help}\n\n[default: {default}]");
         let to = |arg: clap::Arg| arg.help(help).long_help(long_help).value_parser(values::formats(&written));
         command.mut_subcommand(verb, |verb| verb.mut_arg("to", to))
     });

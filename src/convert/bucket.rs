@@ -41,7 +41,7 @@ impl Bucket {
     /// Returns the bucket size, or `None` if processes do not exchange data with these options. Only the options are
     /// needed, so SRC need not be open.
     #[must_use]
-    pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
+    pub fn of_exchange(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
             Backend::Auto => args.source == SourceVisibility::PerRank,
             Backend::Cpu => false,

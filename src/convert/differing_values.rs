@@ -41,9 +41,9 @@ pub struct ResolvedConflicts {
     pub rank0: Vec<String>,
 }
 
-/// Replaces a plain tensor by one tensor per rank, in the source and in the selection `wanted`. If the tensor is inside
+/// Replaces a plain tensor by one tensor per rank, in the source and in the selection `selected`. If the tensor is inside
 /// a tuple or an object, whose items have no names, each rank gets its own copy of the complete tuple or object.
-pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
+pub fn split_by_rank(source: &mut Catalog, selected: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
     let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
     let copies: Vec<(TensorEntry, Option<Rank>)> = (entry.chunks.iter())
@@ -54,11 +54,11 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
             (TensorEntry { chunks, ..entry.clone() }, rank)
         })
         .collect();
-    let dtype = wanted.tensor(id).dtype;
+    let dtype = selected.tensor(id).dtype;
     for (copy, rank) in copies {
-        let selected = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
+        let own_entry = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
         let own = source.push_tensor(copy);
-        assert_eq!(own, wanted.push_tensor(selected), "the wanted catalog has the tensors of the source");
+        assert_eq!(own, selected.push_tensor(own_entry), "the selected catalog has the tensors of the source");
         own_tensors.push((own, rank));
     }
     let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<RankValue> {
@@ -73,7 +73,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
         };
         own_tensors.map(holding).collect()
     };
-    path::edit_leaves(&mut wanted.state, &mut |_, leaf| {
+    path::edit_leaves(&mut selected.state, &mut |_, leaf| {
         if !holds(leaf, id) {
             return LeafAction::Keep;
         }
@@ -108,11 +108,11 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 /// # Errors
 /// `Conflict` for the first value that differs between ranks, if `choice` is `None`. Random number state is never a
 /// conflict.
-pub fn resolve(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
+pub fn resolve(selected: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut resolved = ResolvedConflicts::default();
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
-    let Catalog { state, tensors, .. } = wanted;
+    let Catalog { state, tensors, .. } = selected;
     path::edit_leaves(state, &mut |path, leaf| {
         let Value::Other(holdings) = leaf else { return LeafAction::Keep };
         let choice = choice.or_else(|| state_dict::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));

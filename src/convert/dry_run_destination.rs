@@ -27,11 +27,11 @@ pub fn describe_destination(
         check_destination(conversion, args, destination)?;
         let claim = claim(conversion, args, options, run);
         let about = about(conversion, args, reducing, run);
-        let foreseen = Staging::preflight(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
-        if matches!(foreseen, Preflight::Fresh) {
+        let preflight = Staging::preflight(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
+        if matches!(preflight, Preflight::Fresh) {
             check_folder(conversion, nearest_folder(destination))?;
         }
-        Ok(foreseen)
+        Ok(preflight)
     };
     match look(conversion.source.reducing()) {
         Ok(Preflight::Fresh) => None,

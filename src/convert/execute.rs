@@ -48,9 +48,9 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
         }
         None => copy::dry_run(input(source), &prepared.reservation, &run.stop)?,
     };
-    let foreseen =
+    let destination_state =
         args.dst.as_deref().and_then(|destination| describe_destination(prepared, args, destination, options, run));
-    Ok(account.preview(&stats, foreseen))
+    Ok(account.preview(&stats, destination_state))
 }
 
 /// Executes the plan. If several processes divide the work, executes only the share of this process.

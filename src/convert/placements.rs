@@ -10,7 +10,7 @@ use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
 /// Parses `plain` or a list of placements. Returns `None` for any other text.
-fn lies(list: &str) -> Option<PlacementChoice> {
+fn parse_choice(list: &str) -> Option<PlacementChoice> {
     match list.trim() {
         "plain" => Some(PlacementChoice::Plain),
         list => parse_placements(list).ok().map(|list| PlacementChoice::Shared(list.into())),
@@ -26,11 +26,11 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     let mut rules = Vec::new();
     let mut fallback = None;
     for text in texts {
-        match text.rsplit_once('=').and_then(|(pattern, list)| Some((pattern, lies(list)?))) {
-            Some((pattern, lies)) if parse_placements(text).is_err() => {
+        match text.rsplit_once('=').and_then(|(pattern, list)| Some((pattern, parse_choice(list)?))) {
+            Some((pattern, choice)) if parse_placements(text).is_err() => {
                 rules.push(Rule {
                     pattern: Pattern::parse(pattern.trim())?,
-                    choice: lies,
+                    choice,
                     origin: format!("{option} {text}"),
                 });
             }

@@ -188,13 +188,13 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns the preview. `foreseen` describes the state of the destination that a run would find.
-    pub fn preview(&self, stats: &Stats, foreseen: Option<String>) -> Preview {
+    /// Returns the preview. `destination_state` describes the state of the destination that a run would find.
+    pub fn preview(&self, stats: &Stats, destination_state: Option<String>) -> Preview {
         let mut document = self.document(stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {
-            warnings.extend(foreseen.iter().map(|warning| json!(warning)));
+            warnings.extend(destination_state.iter().map(|warning| json!(warning)));
         }
-        let warnings = self.memory_warning(stats).into_iter().chain(foreseen).collect();
+        let warnings = self.memory_warning(stats).into_iter().chain(destination_state).collect();
         Preview { text: self.dry_run_text(stats), document, warnings }
     }
 

@@ -67,7 +67,7 @@ impl Engine {
         let is_alone = setup.launch.part.is_alone();
         let sync = sync || !is_alone;
         let pace = if sync && is_alone { Bottleneck::of_synced(destination) } else { Bottleneck::Processor };
-        Self::new(source, (sync, pace), Bucket::wanted(exchange), setup)
+        Self::new(source, (sync, pace), Bucket::of_exchange(exchange), setup)
     }
 
     fn new(

@@ -284,8 +284,8 @@ impl ConversionSource {
     /// very many tensors, the selection and the state dict take half of the memory. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {
         let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
-        let wanted = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
-        rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
+        let selected = std::mem::replace(&mut self.selection.catalog, Catalog::empty());
+        rayon::join(|| drop((state, selected.state)), || drop(selected.tensors));
     }
 
     /// Returns every selected tensor under each of its names.
@@ -383,7 +383,7 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
 ///
 /// # Errors
 /// `Usage` with the option that selects them.
-fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
+fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, selected: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
     let is_gradients = |name: &&String| state_dict::GRADIENTS.contains(&name.as_str());
     // Only gradients are partial values. Other series have complete values, which must not be reduced.
@@ -393,7 +393,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
         _ if layout.reduce.is_empty() => return Ok(()),
         Some(_) if with_grads && series.is_empty() => String::from("include the gradients with options::with_grads"),
         Some(name) => format!("convert only the gradients with options::series {name}"),
-        None => match left_out_gradients(checkpoint, wanted) {
+        None => match left_out_gradients(checkpoint, selected) {
             Some(_) if with_grads => String::from("include the gradients with options::with_grads"),
             Some(root) => format!("convert only the gradients with options::root {root}"),
             None => return Ok(()),
@@ -405,13 +405,13 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
 }
 
 /// Returns the path of the gradients in the source if none of them is selected, otherwise `None`.
-fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
+fn left_out_gradients(checkpoint: &Checkpoint, selected: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = state_dict::gradients_root(state, &state_dict::model_root(state))?;
     let gradients: HashSet<TensorId> =
         state_dict::all_tensors(root.find(state)?).into_iter().map(|(_, id)| id).collect();
     let mut taken = false;
-    path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
+    path::tensors(&selected.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
     (!taken && !gradients.is_empty()).then_some(root)
 }
 

@@ -81,9 +81,9 @@ pub fn work_options(
 pub struct Workers(Option<rayon::ThreadPool>);
 
 impl Workers {
-    /// Starts `wanted` threads, or fewer if the system does not allow so many threads for this process.
-    pub fn start(wanted: usize) -> Self {
-        let threads = startable_threads(wanted);
+    /// Starts `requested` threads, or fewer if the system does not allow so many threads for this process.
+    pub fn start(requested: usize) -> Self {
+        let threads = startable_threads(requested);
         let pool = (threads > 0).then(|| rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok());
         Self(pool.flatten())
     }
@@ -103,9 +103,9 @@ impl Workers {
     }
 }
 
-/// Returns how many of `wanted` threads the system can start in addition to the threads for signals, leases and
+/// Returns how many of `requested` threads the system can start in addition to the threads for signals, leases and
 /// progress.
-fn startable_threads(wanted: usize) -> usize {
+fn startable_threads(requested: usize) -> usize {
     const OTHERS: usize = 4;
     let gate = Arc::new(Mutex::new(()));
     let closed = gate.lock();
@@ -113,7 +113,7 @@ fn startable_threads(wanted: usize) -> usize {
         let gate = Arc::clone(&gate);
         std::thread::Builder::new().spawn(move || drop(gate.lock())).ok()
     };
-    let started: Vec<_> = (0..wanted + OTHERS).map_while(start).collect();
+    let started: Vec<_> = (0..requested + OTHERS).map_while(start).collect();
     drop(closed);
     let count = started.len();
     started.into_iter().for_each(|thread| drop(thread.join()));

@@ -36,7 +36,7 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
         let flat: Json = serde_json::from_str(&text).expect("a document that was just written");
         return Ok(json!({ "flat": flat }));
     }
-    let mesh = shared_mesh(checkpoint).ok_or_else(|| untold(checkpoint))?;
+    let mesh = shared_mesh(checkpoint).ok_or_else(|| no_recorded_layout(checkpoint))?;
     Ok(file::document(&of_tensors(&checkpoint.catalog, checkpoint.format, mesh)?))
 }
 
@@ -48,11 +48,11 @@ fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Mes
     let unmatched: BTreeSet<usize> = unmatched.map(|(index, _)| index).collect();
     layout.rules = rules_of(&tensors, &unmatched, RuleNames::InModel, &layout)?;
     for naming in [RuleNames::Wide, RuleNames::Whole] {
-        let unmatched = misled(catalog, format, &layout, &tensors)?;
+        let unmatched = differently_laid_out(catalog, format, &layout, &tensors)?;
         let more = rules_of(&tensors, &unmatched, naming, &layout)?;
         layout.rules.splice(..0, more);
     }
-    match misled(catalog, format, &layout, &tensors)?.first() {
+    match differently_laid_out(catalog, format, &layout, &tensors)?.first() {
         None => Ok(layout),
         Some(index) => Err(Error::unsupported(
             format!("{}: no rule by name can describe its layout", tensors[*index].path),
@@ -62,7 +62,7 @@ fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Mes
 }
 
 /// Returns the error for a checkpoint that records no layout, or more than one layout.
-fn untold(checkpoint: &Checkpoint) -> Error {
+fn no_recorded_layout(checkpoint: &Checkpoint) -> Error {
     let (root, meshes) = (checkpoint.root.display(), &checkpoint.catalog.meshes);
     if !meshes.is_empty() {
         let meshes: Vec<String> = meshes.iter().map(ToString::to_string).collect();
@@ -96,14 +96,14 @@ struct NamedTensor {
     name: String,
     of_model: bool,
     ndim: usize,
-    lies: PlacementChoice,
+    choice: PlacementChoice,
 }
 
 impl NamedTensor {
     /// Returns true if the tensor needs no rule: the fallback gives the tensor exactly the layout that it has, or the
     /// tensor is a plain 0-d tensor.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
-        match &self.lies {
+        match &self.choice {
             PlacementChoice::Plain => self.ndim == 0,
             PlacementChoice::Shared(spec) => *spec == usual(layout, self.ndim),
         }
@@ -129,7 +129,7 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
 }
 
 /// Returns the layout that `reshard` would give a tensor if `reshard` wrote the format of the source.
-fn lies(
+fn reshard_layout(
     resolver: &mut PlacementResolver,
     format: Format,
     mesh: &DeviceMesh,
@@ -173,11 +173,11 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensor = |(path, id): (Path, TensorId)| {
         let entry = catalog.tensor(id);
-        let lies = lies(&mut resolver, format, mesh, &path, entry)?;
+        let choice = reshard_layout(&mut resolver, format, mesh, &path, entry)?;
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
-        Ok(NamedTensor { name: name.unwrap_or_default(), path, id, of_model, ndim: entry.shape.len(), lies })
+        Ok(NamedTensor { name: name.unwrap_or_default(), path, id, of_model, ndim: entry.shape.len(), choice })
     };
     paths.into_iter().map(tensor).collect()
 }
@@ -190,7 +190,7 @@ fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
     for tensor in tensors {
-        if let PlacementChoice::Shared(spec) = &tensor.lies {
+        if let PlacementChoice::Shared(spec) = &tensor.choice {
             *lists.entry(spec.placements.clone()).or_default() += 1;
             let words = spec.splits.iter().filter(|split| !matches!(split, Split::Chunk | Split::Sizes(_)));
             splits.extend(words.cloned().map(Some));
@@ -264,23 +264,23 @@ fn rules_of(
         check_size(found.len() + mixed.len(), tensors.len())?;
         let name = name_of(tensor);
         let wider = naming.wider(&literal(&name));
-        if wider.iter().any(|pattern| found.get(pattern).is_some_and(|known| **known == tensor.lies)) {
+        if wider.iter().any(|pattern| found.get(pattern).is_some_and(|known| **known == tensor.choice)) {
             continue;
         }
         let mut chosen = literal(&name);
         for wider in wider.into_iter().filter(|wider| !mixed.contains(wider)).collect::<Vec<_>>() {
             let pattern = Pattern::parse(&wider)?;
             let mut others = tensors.iter().filter(|other| !matches!(naming, RuleNames::InModel) || other.of_model);
-            if others.all(|other| other.lies == tensor.lies || !pattern.covers(&name_of(other))) {
+            if others.all(|other| other.choice == tensor.choice || !pattern.covers(&name_of(other))) {
                 chosen = wider;
                 break;
             }
             mixed.insert(wider);
         }
-        found.insert(chosen, &tensor.lies);
+        found.insert(chosen, &tensor.choice);
     }
-    let rule = |(pattern, lies): (String, &PlacementChoice)| {
-        let lies = match lies {
+    let rule = |(pattern, choice): (String, &PlacementChoice)| {
+        let choice = match choice {
             PlacementChoice::Shared(spec) if layout.split.is_some() && spec.splits == usual_splits(spec, layout) => {
                 PlacementChoice::Shared(PlacementList { splits: Vec::new(), ..spec.clone() })
             }
@@ -292,7 +292,7 @@ fn rules_of(
             }
             other => other.clone(),
         };
-        Ok(Rule { origin: pattern.clone(), pattern: Pattern::parse(&pattern)?, choice: lies })
+        Ok(Rule { origin: pattern.clone(), pattern: Pattern::parse(&pattern)?, choice })
     };
     found.into_iter().map(rule).collect()
 }
@@ -335,19 +335,25 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
 
 /// Reads the printed layout again, and returns the indices of the tensors whose layout in the checkpoint differs from
 /// the layout that the printed layout gives them.
-fn misled(catalog: &Catalog, format: Format, layout: &MeshLayout, tensors: &[NamedTensor]) -> Result<BTreeSet<usize>> {
+fn differently_laid_out(
+    catalog: &Catalog,
+    format: Format,
+    layout: &MeshLayout,
+    tensors: &[NamedTensor],
+) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = MeshLayout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
     let mut resolver = PlacementResolver::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let is_right = match lies(&mut resolver, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
-            Ok(found) => found == tensor.lies,
-            // The pattern of another tensor also covers this tensor: `w` covers `w.scale`.
-            Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
-            Err(error) => return Err(error),
-        };
+        let is_right =
+            match reshard_layout(&mut resolver, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
+                Ok(found) => found == tensor.choice,
+                // The pattern of another tensor also covers this tensor: `w` covers `w.scale`.
+                Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
+                Err(error) => return Err(error),
+            };
         if !is_right {
             wrong.insert(index);
         }

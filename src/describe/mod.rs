@@ -116,41 +116,45 @@ fn model_root(catalog: &Catalog) -> Option<String> {
     Some(state_dict::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// Returns the tensors that `wanted` selects. An entry of `wanted` is an exact name, or a pattern if no tensor has that
-/// name. Returns all tensors if `wanted` is empty.
-fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
-    if wanted.is_empty() {
+/// Returns the tensors that `requested` selects. An entry of `requested` is an exact name, or a pattern if no tensor has that
+/// name. Returns all tensors if `requested` is empty.
+fn choose(
+    requested: &[String],
+    model_root: Option<String>,
+    names: Vec<(Fqn, TensorId)>,
+) -> Result<Vec<(Fqn, TensorId)>> {
+    if requested.is_empty() {
         return Ok(names);
     }
     let mut chosen = BTreeSet::new();
-    for wanted in wanted {
-        let within = model_root.as_ref().map(|root| format!("{root}.{wanted}"));
-        let is_it = |name: &Fqn| name.as_str() == wanted || Some(name.as_str()) == within.as_deref();
+    for requested in requested {
+        let within = model_root.as_ref().map(|root| format!("{root}.{requested}"));
+        let is_it = |name: &Fqn| name.as_str() == requested || Some(name.as_str()) == within.as_deref();
         let exact = names.iter().position(|(name, _)| is_it(name));
         if let Some(index) = exact {
             chosen.insert(index);
             continue;
         }
-        let pattern = Pattern::parse(wanted)?;
+        let pattern = Pattern::parse(requested)?;
         let inner = |name: &'_ str| Some(name.strip_prefix(model_root.as_deref()?)?.strip_prefix('.')?.to_owned());
         let covers = |name: &str| pattern.covers(name) || inner(name).is_some_and(|name| pattern.covers(&name));
         let covered = names.iter().enumerate().filter(|(_, (name, _))| covers(name.as_str()));
         let covered: Vec<usize> = covered.map(|(index, _)| index).collect();
         if covered.is_empty() {
-            return Err(unknown(wanted, &names));
+            return Err(unknown(requested, &names));
         }
         chosen.extend(covered);
     }
     Ok(names.into_iter().enumerate().filter(|(index, _)| chosen.contains(index)).map(|(_, name)| name).collect())
 }
 
-fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
+fn unknown(requested: &str, names: &[(Fqn, TensorId)]) -> Error {
     let names: Vec<String> = names.iter().map(|(name, _)| name.to_string()).collect();
-    let hint = match nearest(wanted, &names).as_slice() {
+    let hint = match nearest(requested, &names).as_slice() {
         [] => String::from("the checkpoint has no tensors"),
         nearest => format!("the nearest names are {}", nearest.join(", ")),
     };
-    Error::usage(format!("options::tensor {wanted}: no tensor name matches"), hint)
+    Error::usage(format!("options::tensor {requested}: no tensor name matches"), hint)
 }
 
 fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) -> Result<BTreeMap<TensorId, String>> {

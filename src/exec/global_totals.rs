@@ -25,11 +25,11 @@ impl GlobalTotals {
     pub fn sum_over_processes(self, communicator: &impl Communicator) -> Result<Self> {
         let messages = communicator.gather(&self.to_bytes())?;
         (0..).zip(&messages).try_fold(Self::default(), |sum, (rank, message)| {
-            let Self { received, nccl_reduced: folded } = Self::from_bytes(message)
+            let Self { received, nccl_reduced } = Self::from_bytes(message)
                 .ok_or_else(|| Error::comm(rank, "sum counters", "expected two 64-bit numbers"))?;
             Ok(Self {
                 received: sum.received.saturating_add(received),
-                nccl_reduced: sum.nccl_reduced.saturating_add(folded),
+                nccl_reduced: sum.nccl_reduced.saturating_add(nccl_reduced),
             })
         })
     }
@@ -40,8 +40,8 @@ impl GlobalTotals {
 
     fn from_bytes(message: &[u8]) -> Option<Self> {
         let (numbers, []) = message.as_chunks() else { return None };
-        let [received, folded] = <[[u8; 8]; 2]>::try_from(numbers).ok()?.map(u64::from_le_bytes);
-        Some(Self { received, nccl_reduced: folded })
+        let [received, nccl_reduced] = <[[u8; 8]; 2]>::try_from(numbers).ok()?.map(u64::from_le_bytes);
+        Some(Self { received, nccl_reduced })
     }
 }
 

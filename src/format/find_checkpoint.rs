@@ -382,7 +382,9 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     // The text is shown in messages and used as a path, so only ordinary names are accepted.
     if text.chars().any(char::is_control) || relative_to_folder(folder, &text, &file).is_err() {
         let found = format!("{:?}", text.chars().take(60).collect::<String>());
-        return Err(Error::malformed(&file, "content", "the name of a folder next to this file", found));
+        let expected = String::from("the path of a folder below the folder of this file");
+        let hint = Some("correct this file, or give the folder of one checkpoint as SRC".into());
+        return Err(FormatError::Malformed { path: file, at: String::from("content"), expected, found, hint }.into());
     }
     Ok(Some(Pointer { file, text }))
 }

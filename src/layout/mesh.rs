@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn submesh_keeps_its_rank_numbers() {
+    fn slice_keeps_the_rank_numbers_of_the_mesh() {
         let mesh = DeviceMesh::new([2_u64, 2].as_slice(), ranks(&[7, 3, 1, 9]), None).unwrap();
         assert!(!mesh.ranks_are_row_major());
         for (rank, coordinate) in mesh.coordinates() {

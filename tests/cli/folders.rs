@@ -175,7 +175,7 @@ fn latest_file_that_leads_outside_is_refused() {
         assert_refused(
             &root.path().join("run"),
             &ReadOptions::default(),
-            &["latest: content", "the name of a folder next to this file"],
+            &["latest: content", "the path of a folder below the folder of this file"],
         );
     }
     let root = temporary_folder();

@@ -402,9 +402,9 @@ fn hostile_metadata_is_refused() {
     made.refuse(&format!("{data}/placements"), json!([{"type": "Partial"}]), &["Shard, StridedShard or Replicate"]);
     made.refuse(&format!("{data}/placements"), json!([]), &["1 placements"]);
     made.refuse(&format!("{data}/placements"), json!([{"type": "Replicate"}]), &["f32 [4, 3]", "f32 [2, 3]"]);
-    made.refuse(&format!("{mesh}/mesh_data"), json!([0, 0]), &["a mesh"]);
+    made.refuse(&format!("{mesh}/mesh_data"), json!([0, 0]), &["a valid mesh"]);
     made.refuse(&format!("{mesh}/mesh_data"), json!([0, 7]), &["a rank below 2"]);
-    made.refuse(&format!("{mesh}/mesh_shape"), json!([u64::MAX]), &["a mesh"]);
+    made.refuse(&format!("{mesh}/mesh_shape"), json!([u64::MAX]), &["a valid mesh"]);
     made.refuse(&format!("{W}/0/ranks"), json!([0]), &["a.w", "only tensors that metadata.pkl lists for rank 1"]);
     made.refuse(W, json!([]), &["model.a.w", "an empty list"]);
     made.refuse("/metadata/model/nested_path_to_metadata", json!({}), &["only tensors that metadata.pkl lists"]);

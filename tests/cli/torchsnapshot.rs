@@ -232,7 +232,7 @@ fn lost_shard_of_a_dtensor_is_an_error() {
     });
     damaged.assert_refused(&["tables.s0_s1: expected every shard of the mesh, found no shard of rank 3"]);
     damaged.refuse(SHARDED, "/mesh", json!([[0, 1], [2]]), &["lists of different lengths"]);
-    damaged.refuse(SHARDED, "/mesh", json!([[0, 1], [2, 2]]), &["a mesh"]);
+    damaged.refuse(SHARDED, "/mesh", json!([[0, 1], [2, 2]]), &["a valid mesh"]);
     damaged.refuse(SHARDED, "/mesh", json!([[0, 1], [3, 2]]), &["one mesh and dim_map on all ranks"]);
     damaged.refuse(SHARDED, "/dim_map", json!([[0], [7]]), &["distinct mesh dims below 2"]);
 }

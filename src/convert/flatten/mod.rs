@@ -78,9 +78,9 @@ pub fn lay_out(
 /// # Errors
 /// `Conflict` if two tensors that share one position differ.
 pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: &Run<'_>) -> Result<Reservation> {
-    let wanted = &source.selection.catalog;
-    let root = state_dict::model_root(&wanted.state);
-    let gradients = state_dict::gradients_root(&wanted.state, &root);
+    let selected = &source.selection.catalog;
+    let root = state_dict::model_root(&selected.state);
+    let gradients = state_dict::gradients_root(&selected.state, &root);
     let parts = parts(source, to);
     let within = |path: &Path, at: &Path| path.0.strip_prefix(at.0.as_slice()).map(|rest| Path(rest.to_vec()));
     let model = |part: &PartTarget| within(&root, &part.at);
@@ -89,7 +89,7 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
     for part in &parts {
         let name = &|_: Rank| PathBuf::new();
         let target = FlatTarget { layout: &layout, model: model(part), gradients: gradients(part), name };
-        let PartSurvey { merged, numbered } = fsdp_flat::survey(wanted, &part.state, &target)?;
+        let PartSurvey { merged, numbered } = fsdp_flat::survey(selected, &part.state, &target)?;
         for (kept, other) in merged {
             require_same(source, kept, other, run)?;
         }
@@ -100,7 +100,7 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
         let names = part.names.as_ref().expect("rank files have names");
         let name = &|rank: Rank| PathBuf::from(names.render(rank.0, layout.world_size));
         let target = FlatTarget { layout: &layout, model: model(part), gradients: gradients(part), name };
-        whole.append(&part.folder, fsdp_flat::reserve(wanted, &part.state, target)?);
+        whole.append(&part.folder, fsdp_flat::reserve(selected, &part.state, target)?);
     }
     Ok(whole)
 }
@@ -115,14 +115,14 @@ pub fn reserve_optimizer(
     layout: &FlatLayout,
     run: &Run<'_>,
 ) -> Result<Reservation> {
-    let wanted = &source.selection.catalog;
+    let selected = &source.selection.catalog;
     let names = part.names.as_ref().expect("rank files have names");
     let name = &|rank: Rank| PathBuf::from(names.render(rank.0, layout.world_size));
     let target = FlatTarget { layout, model: None, gradients: None, name };
-    for (kept, other) in fsdp_flat::survey(wanted, &part.state, &target)?.merged {
+    for (kept, other) in fsdp_flat::survey(selected, &part.state, &target)?.merged {
         require_same(source, kept, other, run)?;
     }
-    fsdp_flat::reserve(wanted, &part.state, target)
+    fsdp_flat::reserve(selected, &part.state, target)
 }
 
 /// Checks that two tensors are equal. Only `kept` is written, because the two tensors share one position in a flat

@@ -216,11 +216,11 @@ impl FlattenRequest {
     /// Sets the dtype and alignment of each unit from the tensors to write. A cast parameter gets the alignment of its
     /// new dtype, unless the alignment comes from mixed precision.
     fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
-        let wanted = &source.selection.catalog;
-        let tensors: HashMap<Fqn, TensorId> = state_dict::model(&wanted.state).tensors.into_iter().collect();
+        let selected = &source.selection.catalog;
+        let tensors: HashMap<Fqn, TensorId> = state_dict::model(&selected.state).tensors.into_iter().collect();
         for unit in &mut layout.units {
             let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
-            if let Some(dtype) = first.map(|id| wanted.tensor(*id).dtype) {
+            if let Some(dtype) = first.map(|id| selected.tensor(*id).dtype) {
                 let mixed = unit.align_numel.filter(|align| unit.dtype.map(default_align) != Some(*align));
                 unit.align_numel = Some(mixed.unwrap_or(default_align(dtype)));
                 unit.dtype = Some(dtype);
@@ -261,8 +261,8 @@ impl FlattenRequest {
             }
             Some(like) => return Err(units::unordered(&not_kept(like))),
             None if source.checkpoint.format.keeps_order() => {
-                let wanted = &source.selection.catalog;
-                OrderedModel { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
+                let selected = &source.selection.catalog;
+                OrderedModel { checkpoint: &source.checkpoint, catalog: selected, state: &selected.state }
             }
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };

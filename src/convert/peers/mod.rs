@@ -312,12 +312,12 @@ impl Peers {
     /// # Errors
     /// The errors of [`Bucket::agree`].
     pub fn agree_on_bucket(&mut self, room: u64, progress: &dyn Progress) -> Result<()> {
-        let wanted = self.bucket;
-        self.bucket = wanted.within(room).agree(&self.link)?;
-        if self.bucket != wanted {
-            let (wanted, possible) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
+        let requested = self.bucket;
+        self.bucket = requested.within(room).agree(&self.link)?;
+        if self.bucket != requested {
+            let (requested, possible) = (human_bytes(requested.bytes()), human_bytes(self.bucket.bytes()));
             progress.detail(&format!(
-                "options::bucket_size is reduced to {possible}, because six buffers of {wanted} do not fit into options::max_memory"
+                "options::bucket_size is reduced to {possible}, because six buffers of {requested} do not fit into options::max_memory"
             ));
         }
         Ok(())

@@ -113,7 +113,7 @@ fn gives_shapes_only(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
         let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
-        // A DCP directory records no layout. The user probably wanted its layout, so it is refused later.
+        // A DCP directory records no layout. The user probably selected its layout, so it is refused later.
         like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
     };
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
@@ -141,10 +141,11 @@ fn reserve(
     flat_optimizer: Option<&FlatLayout>,
     run: &Run<'_>,
 ) -> Result<(Reservation, Vec<String>)> {
-    let wanted = &source.selection.catalog;
+    let selected = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
-    let resolver =
-        PlacementResolver::new(wanted, layout, wrappers, class).like(like).left_out(&source.selection.left_out.tensors);
+    let resolver = PlacementResolver::new(selected, layout, wrappers, class)
+        .like(like)
+        .left_out(&source.selection.left_out.tensors);
     let mut resolver = resolver.plan(source.checkpoint.format.order())?;
     for detail in resolver.details() {
         run.progress.detail(&detail);
@@ -162,7 +163,7 @@ fn reserve(
         }
         let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
         let reservation = writer.reserve(ShardedTarget {
-            source: wanted,
+            source: selected,
             state: &part.state,
             mesh: &layout.mesh,
             world_size: job.world_size,

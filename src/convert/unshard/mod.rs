@@ -49,23 +49,23 @@ pub fn prepare(
     let (to, reservation, shape) = if let Some(to) = whole {
         let writer = whole_writer("unshard", to)?;
         check_tied(convert.tied, to)?;
-        let wanted = &source.selection.catalog;
-        let reservation = if let Some(nested) = writer.reserve_state(wanted, destination)? {
+        let selected = &source.selection.catalog;
+        let reservation = if let Some(nested) = writer.reserve_state(selected, destination)? {
             nested
         } else {
             let written;
             (written, tied) = names_to_write(&source, source.tensors(), convert.tied);
             notes.extend(elsewhere(placing.as_ref(), &written));
             let mut reservation = writer.reserve(WholeTarget {
-                source: wanted,
-                dtypes: &wanted.dtypes(),
+                source: selected,
+                dtypes: &selected.dtypes(),
                 tensors: &written,
                 aliases: &tied,
                 destination,
                 max_shard_bytes: args.shards.max_shard_size,
                 placing,
             })?;
-            reservation.left_out = path::object_names(&wanted.state);
+            reservation.left_out = path::object_names(&selected.state);
             reservation
         };
         let shape = shape_of(writer, destination);

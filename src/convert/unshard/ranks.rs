@@ -161,7 +161,7 @@ fn in_ranks(
     version: Option<&str>,
     choose: &mut dyn FnMut(&Path, &TensorEntry) -> Result<torch::RankLayout>,
 ) -> Result<Reservation> {
-    let wanted = &source.selection.catalog;
+    let selected = &source.selection.catalog;
     let LoadingJob { world_size, style } = LoadingJob::new(mesh, Some(&source.checkpoint), source, version)?;
     let mut whole = Reservation::default();
     for part in parts(source, Format::TorchRanks) {
@@ -173,7 +173,7 @@ fn in_ranks(
             name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
             layout: &mut |_, path, entry| choose(&part.whole_path(path), entry),
         };
-        whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
+        whole.append(&part.folder, torch::reserve_ranks(selected, &part.state, target)?);
     }
     partial_values::share(&source.checkpoint.catalog, mesh, &mut whole)?;
     Ok(whole)

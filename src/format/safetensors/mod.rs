@@ -23,7 +23,7 @@ pub use header::{StoredTensor, WrittenTensor, look_at, parse_header, read_header
 use rayon::prelude::*;
 use serde_json::json;
 
-use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, untold_shapes};
+use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, warning_of_unknown_shapes};
 use super::index::ShardIndex;
 use super::output_placing::Placing;
 use super::shortfall::Shortfall;
@@ -92,7 +92,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) ->
     }
     drop(shards);
     if let Some(path) = sharded {
-        catalog.warnings.extend(untold_shapes(path)?);
+        catalog.warnings.extend(warning_of_unknown_shapes(path)?);
     }
     let aliases = aliases(&mut catalog, &names, notes)?;
     let differing = index.and_then(|index| {
@@ -219,14 +219,14 @@ impl SelectedTensors<'_> {
 /// # Panics
 /// If a tie names a tensor that is not written.
 pub fn reserve(
-    wanted: SelectedTensors<'_>,
+    selected: SelectedTensors<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[(Fqn, Fqn)],
     shape: &FileDivision,
 ) -> Result<Reservation> {
     let groups: Vec<FileGroup<'_>> = match shape {
         FileDivision::File(name) => vec![(name.clone(), tensors.into())],
-        FileDivision::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
+        FileDivision::Folder { max_shard_bytes } => split(selected, tensors, *max_shard_bytes),
         FileDivision::Like(placing) => {
             placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect()
         }
@@ -235,7 +235,7 @@ pub fn reserve(
     let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());
     // Checking names and laying out files both take long for very many tensors, so they run in parallel.
     let (distinct, reservation) =
-        rayon::join(|| distinct_names(names, &["__metadata__", ""]), || reserve_files(wanted, groups, ties));
+        rayon::join(|| distinct_names(names, &["__metadata__", ""]), || reserve_files(selected, groups, ties));
     distinct?;
     if let Some(alias) = aliases().find(|alias| OWN_KEYS.contains(alias)) {
         return Err(Error::unsupported(
@@ -249,7 +249,11 @@ pub fn reserve(
 }
 
 /// Lays out one file for each group, and the index if there are several groups.
-fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
+fn reserve_files(
+    selected: SelectedTensors<'_>,
+    groups: Vec<FileGroup<'_>>,
+    ties: &[(Fqn, Fqn)],
+) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
     let count = groups.len();
@@ -260,7 +264,7 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: 
         let of_ties = group.iter().filter(|_| !ties.is_empty());
         let names: HashSet<&Fqn> = of_ties.map(|(fqn, _)| fqn).collect();
         let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
-        reserve_file(wanted, &group, &ties, name, &mut reservation)?;
+        reserve_file(selected, &group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -276,11 +280,11 @@ fn reserve_files(wanted: SelectedTensors<'_>, groups: Vec<FileGroup<'_>>, ties: 
 
 /// Divides tensors into groups of consecutive tensors. Each group has at most `limit` bytes of tensor data; a tensor
 /// with more bytes forms a group of its own.
-fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<FileGroup<'a>> {
+fn split<'a>(selected: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<FileGroup<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
-        let len = wanted.len_bytes(*id);
+        let len = selected.len_bytes(*id);
         if index > start && bytes.saturating_add(len) > limit {
             groups.push(&tensors[start..index]);
             (start, bytes) = (index, 0);
@@ -297,21 +301,21 @@ fn split<'a>(wanted: SelectedTensors<'_>, tensors: &'a [(Fqn, TensorId)], limit:
 }
 
 fn reserve_file(
-    wanted: SelectedTensors<'_>,
+    selected: SelectedTensors<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[&(Fqn, Fqn)],
     name: PathBuf,
     reservation: &mut Reservation,
 ) -> Result<()> {
     let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
-    let (offsets, data_bytes) = data_offsets(wanted, tensors);
+    let (offsets, data_bytes) = data_offsets(selected, tensors);
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
     let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| WrittenTensor {
         name: fqn.as_str(),
-        dtype: wanted.dtype(*id),
-        shape: &wanted.source.tensor(*id).shape,
+        dtype: selected.dtype(*id),
+        shape: &selected.source.tensor(*id).shape,
         begin,
     });
     let header = write_header(&name, &metadata, written, "split the model with options::max_shard_size")?;
@@ -322,7 +326,7 @@ fn reserve_file(
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
     placed.sort_by_key(|(offset, _)| *offset);
     let reserved = |(offset, (fqn, id)): (u64, &(Fqn, TensorId))| {
-        let (dtype, shape) = (wanted.dtype(*id), wanted.source.tensor(*id).shape.clone());
+        let (dtype, shape) = (selected.dtype(*id), selected.source.tensor(*id).shape.clone());
         Reserved::new(*id, TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset))
     };
     reservation.tensors.par_extend(placed.into_par_iter().map(reserved));
@@ -333,22 +337,22 @@ fn reserve_file(
 /// Returns the offset of each tensor's data, and the end of all data, in bytes. If the order of `tensors` aligns every
 /// tensor for its dtype, the data has this order. Otherwise tensors with wider dtypes come first, because loaders
 /// refuse tensors that are not aligned.
-fn data_offsets(wanted: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
+fn data_offsets(selected: SelectedTensors<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];
         let (mut end, mut aligned) = (0, true);
         for &index in order {
             let id = tensors[index].1;
-            aligned &= end % wanted.dtype(id).itemsize() == 0;
+            aligned &= end % selected.dtype(id).itemsize() == 0;
             offsets[index] = end;
-            end += wanted.len_bytes(id);
+            end += selected.len_bytes(id);
         }
         (offsets, end, aligned)
     };
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     let (mut offsets, end, aligned) = place(&order);
     if !aligned {
-        order.sort_by_key(|&index| std::cmp::Reverse(wanted.dtype(tensors[index].1).itemsize()));
+        order.sort_by_key(|&index| std::cmp::Reverse(selected.dtype(tensors[index].1).itemsize()));
         (offsets, ..) = place(&order);
     }
     (offsets, end)

@@ -61,7 +61,7 @@ impl fmt::Display for ShardName {
 ///
 /// # Errors
 /// `Io` if the file system cannot report whether such a file exists.
-pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
+pub fn warning_of_unknown_shapes(shard: &Path) -> Result<Option<String>> {
     let Some(folder) = shard.parent() else { return Ok(None) };
     let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
     for folder in [Some(folder), above].into_iter().flatten() {

@@ -309,12 +309,13 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns a description of the node for messages: `dict`, `call of torch.Size`.
+    /// Returns a description of the node for messages: `dict`, `int 3`, `call of torch.Size`.
     pub fn describe(self) -> String {
         let kind = match self.node() {
             Node::None => "None",
             Node::Bool(_) => "bool",
-            Node::Int(_) | Node::BigInt(_) => "int",
+            Node::Int(value) => return format!("int {value}"),
+            Node::BigInt(_) => "int that takes more than 8 bytes",
             Node::Float(_) => "float",
             Node::Str(_) | Node::Surrogates(_) => "str",
             Node::Bytes(_) => "bytes",
