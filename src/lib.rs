@@ -130,46 +130,60 @@
 
 // The way of a conversion through the modules. An arrow leads to the next module.
 //
-// program   main -> cli (declares the arguments) -> cli::parse -> commands::launch_of -> launch (the number of this process in
-//           its run) -> commands::convert (makes options of the arguments, opens, plans, executes, prints)
+// program   main -> cli::parse (cli declares the arguments) -> commands::launch_of -> launch (the number of this process in
+//           its run) -> commands::convert (commands::arguments makes options of the arguments; then it opens, plans and
+//           executes, and prints through commands::printer)
 //           Most options stay text, such as meshes, placements and name patterns: the step that uses an option parses it.
 //
 // open      checkpoint -> convert::run (an Engine: worker threads and buffer sizes for opening, planning and executing)
-//           -> convert::source::open -> format::find_checkpoint (the folder) -> format::detect (the format)
-//           -> the entry of the format reads -> catalog
-//           The catalog has the file, offset and length of every chunk. An item of a DCP file is an exception:
-//           format::resolve locates it when exec::window prepares the window (a group of tensors) that has its tensor.
+//           -> convert::source::open -> format::Checkpoint::open (format/mod.rs) -> format::find_checkpoint (the folder)
+//           -> format::detect (the format) -> format::reading -> the entry of the format reads -> catalog
+//           The catalog has the file and length of every chunk, and its offset if the metadata records the offset. For a
+//           record of a zip archive and for an item of a DCP file, format::resolve reads the offset when exec::window
+//           prepares the window (a group of tensors) that has the tensor of this chunk.
 //
 // plan      conversion -> convert::source::choose -> select (names and dtypes)
 //           -> convert::reshard (or unshard, flatten, consolidate), which drives the next steps in this order:
-//              convert::target_format -> convert::differing_values (values that differ between ranks)
-//              -> reshard::mesh_and_rules -> the format's writer, which lays out the files, and asks for the tiles of each
-//              tensor (reshard::placement_resolver -> layout::distinct_tiles)
-//           -> convert::complete_plan -> catalog::tiling (proves that chunks cover each source tensor exactly once)
+//              convert::fill (opens the checkpoints of `--like` and `--fill-from`) -> convert::target_format
+//              -> convert::source::resolve_conflicts -> convert::differing_values (values that differ between ranks)
+//              -> convert::target_parts (divides the destination into series and folders)
+//              -> reshard::mesh_and_rules (parses `--mesh`; convert::placements parses `--placements`)
+//              -> the format's writer, which lays out the files. It asks for the distinct tiles of each tensor and for the
+//              ranks of each tile (reshard::placement_resolver: a rule, the plan, `--like` or the fallback; then
+//              layout::distinct_tiles), and chooses the rank that writes a tile.
 //           The result is convert::prepared with a catalog::Reservation: each output file with its length, its header bytes
 //           and the offsets of its tensor data. Execution fills the reservation, and knows no format.
+//           -> convert::complete_plan checks the result: catalog::tiling proves that chunks cover each source tensor
+//           exactly once.
 //
-// execute   conversion -> convert::execute (checks whether the destination may be written) -> convert::write
+// execute   conversion -> convert::execute -> prepared::check_destination (format::known_files: what `--overwrite` may replace)
+//           -> convert::source_checks (checksums and replicas of the source) -> convert::write
 //           -> exec::fingerprint (identifies the plan)
-//           -> publish::acquire (claims the destination; finds or creates publish::partial_folder, whose plan.json it compares)
+//           -> publish::acquire (claims the destination: finds or creates publish::partial_folder, compares the fingerprint in
+//              its plan.json, and takes a publish::lease: a file that the process keeps rewriting, not a file lock)
 //           -> convert::check_journals (validates publish::completed_work of earlier runs: nothing in a first run)
 //           -> exec::copy, for one window of tensors after another:
 //              exec::window (plan::intersect finds the chunks) -> exec::cut_blocks (write blocks)
-//              -> exec::gather, exec::runs (read) -> exec::cast -> exec::checksums -> exec::output (writes)
-//              -> publish::work_log -> publish::journal (records finished byte ranges)
-//           -> publish::commit (renames the folder `data` inside the partial folder to the destination)
+//              -> exec::gather (plan::lower: byte runs of a block), exec::runs (read) -> exec::cast -> exec::checksums
+//              -> exec::output (writes)
+//              -> publish::work_log (implements exec::finished_ranges::WorkLog) -> publish::journal (records finished ranges)
+//           -> publish::wait (for other processes) -> publish::commit (renames `data` in the partial folder to the destination)
 //           -> convert::report (text of the closing line)
-//           A run that writes all bytes itself completes the checksums while it copies. If several runs or processes write,
-//           publish::seal completes the checksums that are left. After an error or a signal, a run keeps its partial folder
-//           only with `--resume`, or if it is one of several processes.
+//           A run that writes all bytes itself completes the checksums while it copies. With `--resume`, and if several
+//           processes write, publish::seal completes the checksums that are left. After an error or a signal, a run keeps
+//           its partial folder only with `--resume`, or if it is one of several processes.
+//
+// memory    convert::threads_and_blocks divides `--max-memory` when the Engine is made. convert::estimate checks the estimated
+//           peak when execution begins, because the headers of the destination are then known. convert::space checks the
+//           free space of the destination in convert::write.
 //
 // verify    verify -> format (opens, without convert::source::open) -> select -> verify::soundness -> verify::comparison
 //           Both compare through exec::compare. verify::findings collects the differences.
 //
-// Several processes. Each writes its own share (exec::division), and publish waits for the others. With `--source per-rank`,
-// `--backend nccl` or `--backend mpi`, convert::peers also connects the processes when they open the source. They exchange
-// tensor data: convert::peers -> exchange (drives rounds; exchange::shuffle or gpu::shuffle sends) -> exec::copy::write, as
-// for data from files.
+// Several processes. Each writes its own share, which convert::write takes from exec::division; publish waits for the others.
+// With `--source per-rank`, `--backend nccl` or `--backend mpi`, convert::peers also connects the processes when they open the
+// source. They exchange tensor data: convert::peers -> exchange (drives rounds; exchange::shuffle or gpu::shuffle sends)
+// -> exec::copy::write, as for data from files.
 //
 // "Per-rank" has three meanings. Rank files: each rank of a job saved a file (format::{rank_names, series, torch, fsdp_flat}).
 // `--source per-rank`: each process sees only some files of the source. metadata_mirror gives all processes one catalog, and

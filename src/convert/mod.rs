@@ -7,7 +7,6 @@
 mod bucket;
 mod byte_meter;
 mod check_journals;
-pub(crate) mod checks;
 mod complete_plan;
 mod consolidate;
 pub(crate) mod declared_layout;
@@ -34,6 +33,7 @@ mod report;
 mod reshard;
 mod run;
 pub(crate) mod source;
+pub(crate) mod source_checks;
 pub(crate) mod source_options;
 mod space;
 mod target_format;

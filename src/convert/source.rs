@@ -4,11 +4,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use super::checks::{self, Replicas};
 use super::declared_layout::declared_layout;
 use super::differing_values::{self, ResolvedConflicts, TargetFiles};
 use super::peers::Peers;
 use super::run::Run;
+use super::source_checks::{self, Replicas};
 use super::source_options::{check_series, input, read_options};
 use super::tied;
 use crate::catalog::path::{self, LeafAction};
@@ -215,7 +215,12 @@ impl ConversionSource {
                         || entry.partial_values.is_some()
                         || !differing_values::has_ranks(entry) =>
                 {
-                    return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
+                    return Err(source_checks::replica_conflict(
+                        &self.checkpoint,
+                        id,
+                        &difference,
+                        self.peers.as_ref(),
+                    ));
                 }
                 OnConflict::PerRank => {
                     differing_values::split_by_rank(&mut self.checkpoint.catalog, &mut self.selection.catalog, id);
@@ -238,7 +243,7 @@ impl ConversionSource {
     /// `Malformed` for a wrong checksum, `Conflict` for replicas that differ.
     pub fn check(&self, taken: &[TensorId], args: CheckOptions, run: &Run<'_>) -> Result<()> {
         if args.check_crc
-            && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
+            && let Some((_, error)) = source_checks::sums(&self.checkpoint, run).into_iter().next()
         {
             return Err(error);
         }
@@ -249,7 +254,7 @@ impl ConversionSource {
         match found.first() {
             None => Ok(()),
             Some((id, difference)) => {
-                Err(checks::replica_conflict(&self.checkpoint, *id, difference, self.peers.as_ref()))
+                Err(source_checks::replica_conflict(&self.checkpoint, *id, difference, self.peers.as_ref()))
             }
         }
     }
@@ -277,7 +282,7 @@ impl ConversionSource {
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
         let which = if args.check_replicas { Replicas::All } else { Replicas::Plain };
         let apart = self.peers.as_ref().filter(|peers| peers.see_apart());
-        checks::differing(&self.checkpoint, tensors, which, apart, run)
+        source_checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
     /// Frees the memory of the selection and the state dict, after the destination is laid out. For a checkpoint with

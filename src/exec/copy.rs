@@ -21,7 +21,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::block::WantedRanges;
 use super::cast::{DtypePair, LossCounts};
 use super::checksums::{BlockChecksums, Checksums};
 use super::cut_blocks::{BlockCutter, Segment, SegmentContent, WriteBlock, sort_into_row_groups};
@@ -30,6 +29,7 @@ use super::finished_ranges::{CastLosses, ChecksumPart, FinishedRange, WorkLog};
 use super::global_totals::GlobalTotals;
 use super::output::Outputs;
 use super::row_groups::OutputRange;
+use super::source_block::WantedRanges;
 use super::source_crc::{CrcRecorder, SourceCrcs};
 use super::window::{CastCounter, PlannedTile, WindowPace, Windows, prepare_window};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};

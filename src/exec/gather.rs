@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::block::{SourceBlock, WantedRanges};
 use super::cast::{Cast, LossCounts};
 use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, read_piece, record_runs, source_range};
+use super::source_block::{SourceBlock, WantedRanges};
 use super::source_crc::CrcRecorder;
 use super::{CAST_BYTES, Input, sized_buffer};
 use crate::catalog::{Dtype, Fqn, StridedLocation, TensorEntry, span};

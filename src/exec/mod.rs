@@ -8,7 +8,6 @@
 //! interrupts it, and [`Input::resolve`] finds chunks whose location is not in the tables yet. All sizes and offsets
 //! are in bytes.
 
-pub(crate) mod block;
 pub(crate) mod block_joiner;
 pub mod cast;
 pub mod checksums;
@@ -31,6 +30,7 @@ pub mod reduce;
 pub(crate) mod row_groups;
 pub(crate) mod runs;
 pub mod sidecar_files;
+pub(crate) mod source_block;
 pub(crate) mod source_crc;
 mod stop;
 pub(crate) mod stopped;

@@ -1,5 +1,5 @@
 //! A description of the options and source files of a conversion. Fingerprints show that two plans differ; their
-//! descriptions show the differences.
+//! descriptions show the differences. `publish` stores a description as `about.json`, and the fingerprint in `plan.json`.
 //!
 //! The descriptions serve messages only. Two equal descriptions may belong to different plans, for example if a file
 //! that an option names has changed. All sizes and offsets are in bytes.

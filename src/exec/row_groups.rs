@@ -15,7 +15,7 @@
 //!
 //! Tiles of one tensor that hold the same rows form a **tile group**; a tile group is cut into **row groups**. A row
 //! group contains the same range of rows from each tile of the tile group. One worker fills the write blocks of a row
-//! group, one after the other, from a block of the source that is read once ([`super::block`]).
+//! group, one after the other, from a block of the source that is read once ([`super::source_block`]).
 //!
 //! Tiles with equal elements that are not such columns also form a tile group. Such tiles are called **copies**;
 //! replicas on several ranks are copies, for example. The write blocks of copies are cut at the same positions, and the

@@ -11,9 +11,9 @@ use std::convert::Infallible;
 use smallvec::SmallVec;
 
 use super::BLOCK_BYTES;
-use super::block::SourceBlock;
 use super::digest::MIN_COMBINE_BYTES;
 use super::finished_ranges::ChecksumPart;
+use super::source_block::SourceBlock;
 use super::source_crc::CrcRecorder;
 use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;

@@ -3,7 +3,7 @@
 use super::findings::Findings;
 use crate::catalog::{TensorEntry, state_dict};
 use crate::convert::Run;
-use crate::convert::checks;
+use crate::convert::source_checks;
 use crate::convert::source_options::input;
 use crate::error::Result;
 use crate::exec::compare;
@@ -18,7 +18,7 @@ pub fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Re
     for conflict in catalog.conflicts() {
         found.absorb("", conflict)?;
     }
-    for (name, error) in checks::sums(checkpoint, run) {
+    for (name, error) in source_checks::sums(checkpoint, run) {
         found.absorb(&name, error)?;
     }
     let mut plain_replicas = 0;
@@ -39,7 +39,7 @@ pub fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Re
             Ok(None) => {}
             Ok(Some(pair)) => {
                 let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
-                let detail = format!("{first} and {second} differ, {}", checks::position(&pair.index(entry)));
+                let detail = format!("{first} and {second} differ, {}", source_checks::position(&pair.index(entry)));
                 found.add(entry.fqn.as_str(), "replica", detail);
                 plain_replicas += usize::from(!entry.is_shared());
             }

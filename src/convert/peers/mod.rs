@@ -350,7 +350,7 @@ impl Peers {
     }
 
     /// Returns the first difference of each tensor whose replicas differ. Use
-    /// [`checks::differing`](crate::convert::checks::differing) if every process sees all files; this function also
+    /// [`source_checks::differing`](crate::convert::source_checks::differing) if every process sees all files; this function also
     /// compares replicas in files that no single process sees. Collective.
     ///
     /// # Errors
