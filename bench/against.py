@@ -1,15 +1,15 @@
 """Compare two builds of dtshard: `run.py --against BINARY`.
 
-Each row is one command of dtshard on one source. Both programs run it in turns, as often as `--runs` says, after one
-run each that warms up and is checked; who begins changes from turn to turn. A ratio is that of the program under test to
-BINARY: above 1 it is slower.
+Each row is one command of dtshard on one source. First, each program runs it once to warm up, and the result is verified.
+Then each program runs it `--runs` times, in turns; the program that begins a turn alternates. A ratio is the cost of the
+program under test divided by that of BINARY: above 1, the program under test is slower.
 """
 
 import statistics
 
 from report import markdown
 
-TOLERANCE = 0.05  # a ratio that differs more from 1 is marked
+TOLERANCE = 0.05  # a ratio that differs from 1 by more is printed in bold
 
 MEASURES = {
     "minimum": lambda runs: min(run.wall for run in runs),
@@ -19,7 +19,7 @@ MEASURES = {
 
 
 def compare(name, programs, runs, run_once):
-    """A row: `run_once(program, check)` runs the command of this name by one of the two programs."""
+    """Measures one row. `run_once(program, check)` runs the command of this name with one of the two programs."""
     for program in programs:
         run_once(program, check=True)
     measured = {program: [] for program in programs}
@@ -35,7 +35,7 @@ def is_outside(own, other):
 
 
 def table(rows):
-    """Markdown of rows: milliseconds of both programs and their ratio, bold where it is outside of the tolerance."""
+    """Returns a table in Markdown: milliseconds of both programs and their ratio, in bold outside of the tolerance."""
 
     def cells(own, other):
         ratio = f"{own / other:.3f}"
@@ -49,7 +49,7 @@ def table(rows):
 
 
 def summary(rows):
-    """One line for each measure: how many rows are outside of the tolerance."""
+    """Returns, for each measure, how many rows are outside of the tolerance, and a list of these rows."""
     lines = []
     for measure in MEASURES:
         ratios = {row["name"]: row[measure][0] / row[measure][1] for row in rows}

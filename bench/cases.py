@@ -1,6 +1,7 @@
-"""What is measured: the works, dtshard's command for each, and the peers that do the same work.
+"""The works that are measured, dtshard's command for each, and the peers (other tools) that do the same work.
 
-`SRC` and `DST` in a command stand for paths. Every work also has a `cp` of its own source, which is the unit of all.
+`SRC` and `DST` in a command stand for paths. Every work except those of the group `scale` also has a `cp` of its source; times
+are compared with the time of this `cp`.
 """
 
 import sys
@@ -25,7 +26,7 @@ class Table(StrEnum):
 
 @dataclass(frozen=True)
 class Command:
-    """One way to do a work; of `source`, where that is another one than the work's."""
+    """One way to do a work. `source` is set if it is not the source of the work."""
 
     kind: Kind
     name: str
@@ -35,14 +36,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Case:
-    """A work, and who does it. The first command is what the others are compared with."""
+    """A work, and the commands that do it. The others are compared with the first command."""
 
     group: str
     work: str
     source: str
     commands: tuple
     check: tuple = ()  # options of `verify SRC DST`
-    file: str = ""  # name of DST where that is one file
+    file: str = ""  # name of DST if DST is one file
     tables: tuple = (Table.TMPFS, Table.DISK)
 
     def sources(self):
@@ -51,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to convert: options of make_checkpoint.py, or a command that makes it of another one (`BASE`)."""
+    """A checkpoint to convert: options of make_checkpoint.py, or a command that makes it from another source (`base`)."""
 
     options: tuple = ()
     scale: float = 1
@@ -89,7 +90,7 @@ def load_and_save(ranks, dim):
 
 
 def sources(ranks, small):
-    """By name; where one is made of another, that stands before it."""
+    """Returns the sources by name. A source comes after the source from which it is made."""
     half = f"fsdp={ranks // 2}"
     of_dcp = {"base": "dcp"}
     flatten = ("dtshard", "flatten", "BASE", "SRC", "--flat-layout", "BASE.flat_layout.json", "--no-sync", "--quiet")
@@ -116,7 +117,7 @@ def sources(ranks, small):
 
 
 def cases(ranks, small):
-    """All works; those of one source are neighbours, so that few sources exist at a time."""
+    """Returns all works. Works with the same source follow each other, so that few sources exist at a time."""
     fewer, model = ranks * 3 // 4, ("--root", "model")
     mesh, mesh_fewer = ("--mesh", f"fsdp={ranks}"), ("--mesh", f"fsdp={fewer}")
     flatten = dtshard("flatten", "--flat-layout", "SRC.flat_layout.json")
@@ -167,5 +168,5 @@ def cases(ranks, small):
 
 
 def scaled(*words):
-    """The same at half the size and at twice the size."""
+    """Returns two commands that do the same on a checkpoint of half the size and on one of twice the size."""
     return dtshard(*words, name="half", source="half"), dtshard(*words, name="double", source="double")

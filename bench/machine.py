@@ -1,4 +1,4 @@
-"""Where and what was measured: machine, kernel, file systems, commit, versions of the peers."""
+"""Describes where and what was measured: machine, kernel, file systems, commit, versions of the peers."""
 
 import datetime
 import importlib.metadata
@@ -36,7 +36,7 @@ def version(package):
 
 
 def import_seconds():
-    """What every peer in Python spends before it begins; the second of two, since the first reads files."""
+    """Returns the seconds that every peer in Python needs for imports. Measures twice, because the first run reads files."""
     return [measure([sys.executable, "-c", "import torch.distributed.checkpoint"]).wall for _ in range(2)][1]
 
 
@@ -61,7 +61,7 @@ def file_system(path):
 
 
 def free_bytes(path):
-    """Free on the file system, and in memory where that is what holds it."""
+    """Returns the free bytes of the file system; for tmpfs, at most the available memory."""
     free = shutil.disk_usage(path).free
     if file_system(path) == "tmpfs":
         free = min(free, int(field("/proc/meminfo", "MemAvailable").split()[0]) * 1024)

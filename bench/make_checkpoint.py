@@ -1,10 +1,10 @@
 """Make a checkpoint with real PyTorch: `make_checkpoint.py DIR --gigabytes 2 --ranks 8 --format dcp`.
 
-One gloo process a rank on the CPU; a Llama whose every parameter is a DTensor sharded on dim 0, as FSDP2 leaves it,
-and with `--adamw` its state, too. `--format` is what it is saved as: a DCP directory, a `torch.save` file a rank, or
-shards of DCP's Hugging Face storage. bf16 values are random bits, so nothing compresses or deduplicates; f32 values are
-normal, so that they can be cast. `DIR.flat_layout.json` describes how FSDP1 would flatten the model with a unit a layer.
-`--small N` instead makes a DCP directory of N tensors of 1 KiB.
+One gloo process per rank runs on the CPU. The model is a Llama whose parameters are DTensors sharded on dim 0, as with FSDP2;
+with `--adamw`, the state of AdamW is saved, too. `--format` chooses a DCP directory, one `torch.save` file per rank, or shards
+of DCP's Hugging Face storage. bf16 values are random bits, so no file system can compress or deduplicate them; f32 values are
+normally distributed, so that they can be cast. `DIR.flat_layout.json` describes how FSDP1 would flatten the model with one unit
+per layer. `--small N` instead makes a DCP directory of N tensors of 1 KiB.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def shapes(layers):
-    """Names and shapes of a Llama of so many layers."""
+    """Yields the names and shapes of a Llama with this number of layers."""
     yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
     for i in range(layers):
         layer = f"model.layers.{i}"
@@ -42,7 +42,7 @@ def shapes(layers):
 
 
 def flat_layout(layers, args):
-    """The root unit, and one a layer."""
+    """Returns a flat layout with a unit for each layer, and the root unit."""
     modules = [""] + [f"model.layers.{i}" for i in range(layers)]
     units = {module: {"module": module, "dtype": args.dtype, "params": []} for module in modules}
     for name, shape in shapes(layers):
@@ -52,7 +52,7 @@ def flat_layout(layers, args):
 
 
 def layers_for(args):
-    """The number of layers that comes closest from below."""
+    """Returns the largest number of layers (at least 1) whose size is at most `--gigabytes`."""
     each = DTYPES[args.dtype].itemsize * (3 if args.adamw else 1)
     size = lambda layers: sum(each * torch.Size(shape).numel() for _, shape in shapes(layers))
     layers = 1

@@ -2,8 +2,8 @@
 
     bench/make_metadata.py DST [--ranks 16384] [--chunks 1000000]
 
-The classes and the pickle are those of `torch.distributed.checkpoint`; the data files have their lengths and no blocks,
-so that it can be inspected and planned, and nothing can be read from it.
+The classes and the pickle are those of `torch.distributed.checkpoint`. The data files are sparse: they have the right lengths,
+but no data. So `inspect` and `--dry-run` work, but a conversion does not.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def make(folder: pathlib.Path, ranks: int, chunks: int) -> None:
             offsets, sizes = torch.Size([row, 0]), torch.Size([1, COLUMNS])
             length = COLUMNS * 4 + FRAME
             boxes.append(ChunkStorageMetadata(offsets, sizes))
-            # What ranks send is unpickled, and equal texts are not one object there.
+            # In a real job, these names come from the pickles of the ranks, so equal names are separate objects.
             index = MetadataIndex("".join(list(fqn)), offsets, row)
             storage[index] = _StorageInfo(f"__{row}_0.distcp", lengths[row], length)
             lengths[row] += length

@@ -1,8 +1,8 @@
-"""What a command costs: wall, user and system time, peak memory, bytes read from disk.
+"""Measures what a command costs: wall, user and system time, peak memory, bytes read from disk.
 
-Times, the resident peak of one process and bytes read are the kernel's own counts (`wait4`). Anonymous memory has no
-such count: it is sampled, and summed over a command's whole process tree, so a peer of eight processes is charged for
-all of them. Resident memory of a tree is summed, too, and then counts a shared page once for each that maps it.
+The kernel counts times, the resident peak of one process, and bytes read (`wait4`). It does not count anonymous memory, so
+this is sampled. With `tree`, samples are sums over the command and all processes that it starts, so the cost of a peer includes
+all its processes. A sum of resident memory counts a shared page once for each process that maps it.
 """
 
 import os
@@ -28,14 +28,14 @@ class Run:
     read: int
 
     def then(self, later):
-        """Both, one after the other."""
+        """Returns the costs of this run and a later one together: sums of times and reads, maxima of memory."""
         added = {name: getattr(self, name) + getattr(later, name) for name in ("wall", "user", "system", "read")}
         largest = {name: max(getattr(self, name), getattr(later, name)) for name in ("anonymous", "resident")}
         return Run(**added, **largest)
 
 
 class Failed(Exception):
-    """A command ended otherwise than well; the message is what it said last."""
+    """A command failed; the message is the last line of its stderr."""
 
 
 def measure(argv, tree=False):
@@ -64,7 +64,7 @@ def last_line(errors):
 
 
 class Watch:
-    """Samples the memory of a process, or of its tree, until it is left."""
+    """Samples the memory of a process, or of its tree, until the `with` block ends."""
 
     def __init__(self, pid, tree):
         self.pid, self.tree = pid, tree
@@ -81,7 +81,7 @@ class Watch:
         self.thread.join()
 
     def watch(self):
-        # A tree takes longer to walk; its peers run for seconds.
+        # A tree is sampled less often: walking it takes longer, and peers run for seconds.
         while not self.done.wait(0.02 if self.tree else 0.004):
             sizes = [memory(pid) for pid in (descendants(self.pid) if self.tree else [self.pid])]
             self.anonymous = max(self.anonymous, sum(size[0] for size in sizes))
@@ -89,18 +89,18 @@ class Watch:
 
 
 def descendants(pid):
-    """A process and all that it started, as far as they are alive."""
+    """Yields a process and all living processes that it started."""
     yield pid
     try:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in children.read_text().split():
                 yield from descendants(int(child))
-    except OSError:  # it ended while we looked
+    except OSError:  # the process ended in the meantime
         pass
 
 
 def memory(pid):
-    """Anonymous and resident bytes of a process now; nothing of one that has ended."""
+    """Returns the anonymous and resident bytes of a process; zeros if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

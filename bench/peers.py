@@ -1,6 +1,6 @@
-"""What dtshard is measured against, where that has no command line of its own: `peers.py merge SRC DST`.
+"""Peers that have no command line of their own: `peers.py merge SRC DST`. dtshard is compared with them.
 
-Each does what users of PyTorch do today, in the way its documentation says, with no more than is needed to start it.
+Each function does a conversion as users of PyTorch do it today and as the documentation describes it.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from torch.distributed.tensor import Shard, empty
 
 
 def merge(args):
-    """Rank files of DTensors into one model, cast to bf16: a loop in the style of verl's model merger.
+    """Merges rank files of DTensors into one model, cast to bf16, with a loop in the style of verl's model merger.
 
-    Every rank file is loaded whole, parts are put together by their placements, and the model is written at the end.
+    It loads every rank file whole, concatenates the shards by their placements, and writes the model at the end.
     """
     names = [name for name in os.listdir(args.source) if re.fullmatch(r"model_world_size_\d+_rank_\d+\.pt", name)]
     names.sort(key=lambda name: int(re.findall(r"\d+", name)[-1]))
@@ -38,7 +38,7 @@ def merge(args):
 
 
 def consolidate(args):
-    """Shards of DCP's Hugging Face storage into one safetensors file, by PyTorch's own function."""
+    """Merges shards of DCP's Hugging Face storage into one safetensors file, with PyTorch's own function."""
     from safetensors import safe_open
 
     names = set()
@@ -51,7 +51,7 @@ def consolidate(args):
 
 
 def reshard(args):
-    """`dcp.load` into DTensors of the new layout and `dcp.save`, one process a target rank."""
+    """Calls `dcp.load` into DTensors of the new layout and `dcp.save`, in one process per target rank."""
     with tempfile.TemporaryDirectory() as meeting:
         mp.spawn(reshard_rank, (args, f"file://{meeting}/rendezvous"), nprocs=args.ranks)
 

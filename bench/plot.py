@@ -1,6 +1,6 @@
-"""A plot of the table `tmpfs`: time against `cp` and peak anonymous memory, dtshard beside its peers, as SVG.
+"""Plots the table `tmpfs` as SVG: time relative to `cp`, and peak anonymous memory, for dtshard and its peers.
 
-Both axes are logarithmic: between dtshard and its peers lie one to three orders of magnitude. Only works that have a
+Both axes are logarithmic, because dtshard and its peers differ by one to three orders of magnitude. Only works that have a
 peer are drawn. Colours follow the reader's light or dark scheme.
 """
 
@@ -20,7 +20,7 @@ text { font: 12px system-ui, sans-serif; fill: #24292f } .work { font-weight: 60
 
 
 def bars(case):
-    """Name, ratio to `cp` and peak anonymous megabytes of each command but `cp`."""
+    """Yields, for each command except `cp`: name, whether it is dtshard, time relative to `cp`, peak anonymous megabytes."""
     copy, *rows = case["rows"]
     for row in rows:
         if row["runs"]:
@@ -30,7 +30,7 @@ def bars(case):
 
 
 class Axis:
-    """A logarithmic axis from `low` to the power of ten above the largest value and the number behind its bar."""
+    """A logarithmic axis from `low` to a power of ten that leaves room for the number beside the longest bar."""
 
     def __init__(self, left, low, values, title, unit):
         self.left, self.title, self.unit = left, title, unit
@@ -55,7 +55,7 @@ class Axis:
 
 
 def draw(results):
-    """The drawing, or nothing where no work was measured beside a peer."""
+    """Returns the plot, or None if no work was measured with a peer."""
     tables = [result["cases"] for result in results["tables"] if result["table"] == "tmpfs"]
     cases = [case for cases in tables for case in cases if case["rows"][0]["kind"] == "copy"]
     groups = [(case["work"], list(bars(case))) for case in cases if len(list(bars(case))) > 1]

@@ -1,7 +1,8 @@
-"""Markdown of what the bench measured: `report.py FILE...` writes docs/explanation/benchmarks.md and its plot again, of
-files with a table or more each.
+"""Writes the results of the bench as Markdown: `report.py FILE...` rewrites docs/explanation/benchmarks.md and its plot from
+files of `run.py --json`, each of which has one or more tables.
 
-A ratio is the median over rounds of two runs of the same round, with the smallest and the largest in brackets.
+A ratio compares two runs of one round. The table has the median over all rounds, and the smallest and largest ratio in
+brackets.
 """
 
 import json
@@ -39,7 +40,7 @@ def median(row, field):
 
 
 def ratios(above, below, field="wall"):
-    """Of two rows, round by round."""
+    """Returns the ratio of two rows for each round."""
     return [a[field] / b[field] for a, b in zip(above["runs"], below["runs"])]
 
 
@@ -78,7 +79,7 @@ def of_kind(case, kind):
 
 
 def pairs(case):
-    """Its `cp` and dtshard's row; cases of scale have no `cp`."""
+    """Returns the rows of `cp` and of dtshard. Cases of the group `scale` have no `cp`."""
     return of_kind(case, "copy")[0], of_kind(case, "dtshard")[0]
 
 
@@ -139,7 +140,7 @@ def cold(cases):
 
 
 def table(result):
-    """The parts of one table of the bench."""
+    """Yields the Markdown of one table of the bench in parts."""
     name, cases = result["table"], result["cases"]
     yield f"### {TITLES[name]}\n"
     yield wrapped(f"{ABOUT[name]} File system: {result['file_system']}.")
@@ -180,7 +181,7 @@ def section(results):
 
 
 def publish(results, docs):
-    """Prints the section, or puts it, and the plot, in place of those in the docs."""
+    """Prints the section, or, if `docs` is given, replaces the section and the plot there."""
     text = section(results)
     if docs is None:
         print(text)

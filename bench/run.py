@@ -1,10 +1,10 @@
-"""Measure dtshard side by side with `cp` and every peer, on the same files: `run.py`, `run.py --quick`.
-With another build of dtshard instead: `run.py --against BINARY`.
+"""Measure dtshard side by side with `cp` and every peer (another tool), on the same files: `run.py`, `run.py --quick`.
+To compare with another build of dtshard instead: `run.py --against BINARY`.
 
-A work is done in rounds, after one that warms up and is checked: in each, `cp`, dtshard and the peers run one after the
-other, and a ratio is always that of two runs of one round. Three tables: `tmpfs` is pure work (`--no-sync`); `disk`
-waits until everything is on a disk (dtshard by itself, everything else by `sync -f DST` behind it); `cold` is the same
-with SRC out of the page cache. Whatever is made is removed again, also on Ctrl-C.
+Each work is done in rounds. In each round, `cp`, dtshard and the peers run one after the other; a ratio always compares two
+runs of one round. A first round warms up, and its results are verified. There are three tables. `tmpfs`: only computing and
+copying (`--no-sync`). `disk`: until everything is on disk; dtshard waits for this itself, and the other times include `sync -f
+DST`. `cold`: as `disk`, but SRC is not in the page cache. All files that are made are removed, also on Ctrl-C.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from measure import Failed, drop_cache, measure, size
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 GROUPS = ("consolidate", "unshard", "reshard", "dcp", "flat", "layouts", "cast", "small", "scale")
-PEER_MEMORY = 3  # times the checkpoint: eight processes that read all of it
+PEER_MEMORY = 3  # memory of a peer, as a multiple of the checkpoint: eight processes may read all of it
 
 
 class Sources:
-    """The checkpoints of one table: made when a case needs them, removed after the last that does."""
+    """The checkpoints of one table: made when a case needs them, removed after the last case that needs them."""
 
     def __init__(self, args, work, planned):
         self.args, self.work = args, work
@@ -38,7 +38,7 @@ class Sources:
         self.peers = [any(command.kind == Kind.PEER for command in case.commands) for case in planned]
 
     def needs(self, case):
-        """Names of sources, and of those that these are made of."""
+        """Returns the names of the case's sources, and of the sources from which they are made."""
         names = dict.fromkeys(name for source in case.sources() for name in (self.sources[source].base, source))
         return [name for name in names if name]
 
@@ -63,13 +63,13 @@ class Sources:
         return path
 
     def done(self):
-        """A case is: what no later one needs goes."""
+        """Ends a case: removes the sources that no later case needs."""
         ended, *self.left = self.left
         for name in set(ended).difference(*self.left):
             remove(self.work / name)
 
     def peak_bytes(self, memory):
-        """The most that sources, and one output, take at a time, in memory together with what a peer takes there."""
+        """Returns the largest total of the sources that exist at a time and one output; with `memory`, a peer's memory, too."""
         last = {name: index for index, needs in enumerate(self.left) for name in needs}
         first = {name: index for index, needs in reversed(list(enumerate(self.left))) for name in needs}
         alive = lambda index: [self.sources[name].scale for name in first if first[name] <= index <= last[name]]
@@ -80,7 +80,7 @@ class Sources:
 
 
 def fill(argv, words):
-    """A command with paths in place of their names; `SRC.flat_layout.json` is beside SRC."""
+    """Replaces the placeholders in a command by paths; `SRC.flat_layout.json` is beside SRC."""
     filled = []
     for word in map(str, argv):
         name, dot, rest = word.partition(".")
@@ -99,7 +99,7 @@ def note(text):
 
 
 class Bench:
-    """One table: its cases, one after the other, in a folder of its own."""
+    """Runs the cases of one table, one after the other, in the folder `work`."""
 
     def __init__(self, args, table, work):
         self.args, self.table, self.work = args, table, work
@@ -135,7 +135,7 @@ class Bench:
         return {"group": case.group, "work": case.work, "rows": rows}
 
     def run_against(self):
-        """The rows of `--against`: each command of dtshard by both programs."""
+        """Returns the rows of `--against`: both programs run each command of dtshard."""
         rows = []
         for case in self.cases:
             for command in (command for command in case.commands if command.kind == Kind.DTSHARD):
@@ -153,7 +153,7 @@ class Bench:
         return rows
 
     def once(self, case, command, check, program=None):
-        """One run, from a state that no run before has left anything in; DST is gone afterwards."""
+        """Measures one run. It begins without leftovers of earlier runs, and DST is removed afterwards."""
         source, target = self.sources.get(command.source or case.source), self.work / "target"
         if case.file and command.kind != Kind.COPY:
             target.mkdir()
@@ -180,7 +180,7 @@ def folder(args, table):
 
 
 def check_space(args):
-    """Says beforehand what would not fit."""
+    """Ends the program if the files of a table would not fit."""
     for table in args.tables:
         needed = Bench(args, table, Path()).sources.peak_bytes(memory=table == Table.TMPFS)
         where = folder(args, table)
@@ -191,7 +191,7 @@ def check_space(args):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The text above as it stands, and the default of every option."""
+    """Prints the description without rewrapping it, and the default of every option."""
 
 
 def parse():

@@ -1,4 +1,4 @@
-"""Conversions over NCCL, held against those of one process without GPUs."""
+"""Conversions over NCCL, which are compared with those of one process without GPUs."""
 
 from gpu_files import first_difference, remove, spread, write_safetensors
 from gpu_processes import Failed, together
@@ -26,20 +26,20 @@ CONVERSIONS = [
 
 
 class Conversions:
-    """Those of a check: all of them together are what it does with checkpoints that are small."""
+    """All conversions of small checkpoints that a check runs."""
 
     def __init__(self, check):
         self.check, self.machine, self.report, self.work = check, check.machine, check.report, check.work
         self.dtshard, self.fixtures = self.machine.folder / "dtshard", self.machine.folder / "fixtures"
         self.limit = check.args.limit
-        # Numbers of ranks that NCCL takes here.
+        # Numbers of ranks with which NCCL works here.
         self.ranks = []
-        # What `alone-out` was made of.
+        # The conversion whose result is in `alone-NAME`.
         self.alone = None
 
     def convert(self, verb, source, target, options, ranks=0, limit=None):
-        """A conversion by one process without GPUs, or by so many ranks, which may have a source each: seconds, and what
-        each rank says."""
+        """Runs a conversion with one process without GPUs, or with `ranks` processes, which may have a source each. Returns the
+        seconds, and the output of each process."""
         sources = source if isinstance(source, list) else [source] * max(1, ranks)
         backend = ["--backend", "nccl" if ranks else "cpu"]
         commands = [[self.dtshard, verb, own, target, *options, *backend, "--part", rank, "--parts", len(sources)]
@@ -48,7 +48,7 @@ class Conversions:
         return together(commands, environments, limit or self.limit)
 
     def same(self, conversion, ranks, is_per_rank, bucket, limit, environment=()):
-        """Seconds over NCCL; `Failed` where it writes anything else than one process does."""
+        """Returns the seconds of a conversion over NCCL; raises `Failed` if the result differs from that of one process."""
         verb, source, name, options = conversion
         expected, got = self.work / f"alone-{name}", self.work / name
         if self.alone != conversion:
@@ -63,7 +63,7 @@ class Conversions:
             seconds, _ = self.convert(verb, source, got, options, ranks, limit)
             difference = first_difference(expected, got)
         finally:
-            # Also what one that failed has left beside.
+            # A failed conversion may leave files beside the result.
             for left in [got, *self.work.glob(f".{name}.*")]:
                 remove(left)
         if difference:
@@ -71,13 +71,13 @@ class Conversions:
         return seconds
 
     def apart(self, source, ranks):
-        """Each rank with files of its own."""
+        """Divides the files of the source among one folder per rank."""
         folders = [self.work / f"node{rank}/source" for rank in range(ranks)]
         spread(source, folders)
         return folders
 
     def several(self, verb, source, name, options, modes, how=""):
-        """A row for a conversion by several numbers of ranks in several ways, and one for each that fails."""
+        """Runs a conversion in several modes: one row for all modes that succeed, and one row for each mode that fails."""
         shown = source.relative_to(self.fixtures if source.is_relative_to(self.fixtures) else self.work)
         what = f"{verb} {shown} {options}".replace("{fixtures}/", "").strip() + how
         conversion = (verb, source, name, options.format(fixtures=self.fixtures).split())
@@ -95,7 +95,7 @@ class Conversions:
             self.report.check(what, True, "; ".join(right))
 
     def meetings(self):
-        """Which numbers of ranks NCCL takes here; what it does not take is wrong once, and not tried again."""
+        """Finds the numbers of ranks with which NCCL works here. The others are reported once, and not used again."""
         for ranks in RANKS:
             gpus = min(ranks, self.machine.gpus)
             what = f"NCCL, {ranks} ranks on {gpus} GPU{'s' * (gpus != 1)}" if ranks > 1 else "NCCL, 1 rank"
@@ -122,7 +122,7 @@ class Conversions:
         raise Failed("; ".join(refused))
 
     def rounds(self):
-        """Uneven tensors in many rounds, by the kernel and without."""
+        """Reshards uneven tensors in many rounds, with the kernel and without it."""
         whole, sharded = self.work / "uneven.safetensors", self.work / "uneven/dcp"
         sharded.parent.mkdir()
         factor = 1 if self.machine.is_stand_in else 16
@@ -140,7 +140,7 @@ class Conversions:
             del self.machine.environment["DTSHARD_GPU_KERNELS"]
 
     def small(self):
-        """By all numbers of ranks, each in another way."""
+        """Runs each of CONVERSIONS with all numbers of ranks, each in another mode."""
         for nth, (verb, source, name, options) in enumerate(CONVERSIONS):
             modes = [(ranks, ranks > 1 and (ranks + nth // 2) % 2 == 0, "1KB" if (ranks + nth) % 3 == 0 else "")
                      for ranks in RANKS]
@@ -148,7 +148,7 @@ class Conversions:
             self.several(verb, self.fixtures / source, name, options, modes)
 
     def fast_reduce(self):
-        """Sums by NCCL itself, held against the true ones: nothing else says which bits they have."""
+        """Compares sums of NCCL with the exact sums, within a tolerance, because NCCL adds in an order of its own."""
         for ranks in self.ranks:
             if ranks > 1:
                 what = f"--fast-reduce, {ranks} ranks"

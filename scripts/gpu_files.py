@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def first_difference(expected, got):
-    """Where two files or folders differ, or None."""
+    """Returns the first difference of two files or folders, or None."""
     if expected.is_file():
         return None if filecmp.cmp(expected, got, shallow=False) else str(got)
     names = [sorted(str(path.relative_to(top)) for path in top.rglob("*")) for top in (expected, got)]
@@ -25,7 +25,7 @@ def remove(path):
 
 
 def spread(source, folders):
-    """The files of SRC, each in one of these folders."""
+    """Copies each file of SRC into one of these folders."""
     for folder in folders:
         remove(folder)
         folder.mkdir(parents=True)
@@ -36,7 +36,7 @@ def spread(source, folders):
 
 
 def write_safetensors(path, tensors):
-    """Random bytes, which no two tensors have in the same order."""
+    """Writes tensors of random bytes, which differ between tensors."""
     sizes = {"BF16": 2, "F32": 4, "F64": 8, "U8": 1}
     header, offset = {}, 0
     for name, dtype, shape in tensors:
@@ -58,13 +58,13 @@ def write_safetensors(path, tensors):
 
 
 def roomy(wanted):
-    """A folder for so many bytes: memory, where there is enough, as else a disk would be what is measured."""
+    """Returns a folder with room for `wanted` bytes: in memory, if there is enough, so that no disk is measured."""
     places = [Path("/dev/shm"), Path(tempfile.gettempdir()), Path.cwd()]
     return next((place for place in places if free(place) > wanted), max(places, key=free))
 
 
 def free(place):
-    """Bytes that can be written there."""
+    """Returns the number of bytes that can be written to this folder."""
     try:
         return shutil.disk_usage(place).free if os.access(place, os.W_OK) else 0
     except OSError:
@@ -72,7 +72,7 @@ def free(place):
 
 
 def kind(place):
-    """The file system that a folder is on."""
+    """Returns the type of the file system of a folder."""
     try:
         with open("/proc/mounts") as file:
             mounts = [line.split() for line in file]

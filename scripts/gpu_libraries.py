@@ -1,4 +1,4 @@
-"""The libraries of GPUs: the driver, NCCL and NVRTC, as the system has them or as Python packages bring them."""
+"""Finds the libraries for GPUs: the driver, NCCL and NVRTC, from the system or from Python packages."""
 
 import ctypes
 import os
@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Where systems have them that are not in the path of the loader.
+# Folders that may have the libraries but are not in the path of the loader.
 SYSTEM = ("usr/local/cuda*/lib64", "usr/local/cuda*/targets/*/lib", "usr/local/nvidia/lib64", "usr/local/nvidia/lib",
           "usr/lib/*-linux-gnu", "usr/lib64", "usr/lib/wsl/lib")
 
 
 def packages():
-    """Where this Python looks for packages, and others that are at hand."""
+    """Returns the folders of packages of this Python, and of `python3` and `python` on the path."""
     others = dict.fromkeys(filter(None, map(shutil.which, ("python3", "python"))))
     paths = (lines(other, "-c", "import sys; print(*sys.path, sep='\\n')") for other in others)
     names = [*sys.path, *(name for names in paths for name in names)]
@@ -21,7 +21,7 @@ def packages():
 
 
 def folders():
-    """Where libraries may be, the likeliest first. What is there to link with is no driver."""
+    """Returns the folders that may have the libraries, the most likely first, without folders of driver stubs."""
     found = loader_path()
     for folder in packages():
         found += sorted(folder.glob("nvidia/*/lib")) + [folder / "torch/lib"]
@@ -32,13 +32,13 @@ def folders():
 
 
 def loader_path():
-    """LD_LIBRARY_PATH, less what has stubs of the driver: whoever loads these has no device."""
+    """Returns LD_LIBRARY_PATH without folders of driver stubs: a program that loads a stub finds no device."""
     names = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     return [path for path in map(Path, names) if path.name != "stubs"]
 
 
 def installed(name, among):
-    """All files of this name."""
+    """Returns all files with this name in these folders."""
     found = [(folder / name).resolve() for folder in among if readable(folder / name)]
     return list(dict.fromkeys(found))
 
@@ -51,7 +51,7 @@ def readable(path):
 
 
 def version(library, function, numbers=1):
-    """What a library says of itself, as numbers; none of them where it cannot be loaded."""
+    """Returns the numbers that a library's version function gives, or () if the library cannot be loaded."""
     try:
         values = [ctypes.c_int() for _ in range(numbers)]
         code = getattr(ctypes.CDLL(str(library)), function)(*map(ctypes.byref, values))
@@ -65,7 +65,7 @@ def nccl_version(library):
 
 
 def driver_version(library):
-    """Up to which CUDA it goes."""
+    """Returns the newest version of CUDA that the driver supports."""
     return next(((code // 1000, code % 1000 // 10) for code in version(library, "cuDriverGetVersion")), ())
 
 
@@ -74,7 +74,7 @@ def nvrtc_version(library):
 
 
 def nvrtc_for(driver, among):
-    """The newest NVRTC whose PTX the driver takes, or else the oldest; None where there is none."""
+    """Returns the newest NVRTC whose PTX the driver accepts, else the oldest NVRTC, or None if there is none."""
     found = filter(nvrtc_version, installed("libnvrtc.so.13", among) + installed("libnvrtc.so.12", among))
     known = sorted(found, key=nvrtc_version)
     return next((path for path in reversed(known) if nvrtc_version(path) <= driver), (*known, None)[0])
@@ -85,7 +85,7 @@ def dotted(numbers):
 
 
 def lines(*command):
-    """What a program says, if there is such a program."""
+    """Returns the output lines of a program, or none if it does not exist or does not end."""
     try:
         return subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace", timeout=20).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):

@@ -1,11 +1,11 @@
-"""PartialValues of which each rank has one, and how far a sum of them may be from the true one."""
+"""Rank files of partial values, and the tolerance for sums of them."""
 
 import json
 import math
 import random
 import struct
 
-# Name of the dtype in files, and in layouts; code of `struct`, bits of the significand, with the one that is not stored.
+# Name of the dtype in safetensors files and in layouts, code of `struct`, bits of the significand with the implicit bit.
 DTYPES = [("F64", "f64", "d", 53), ("F32", "f32", "f", 24), ("F16", "f16", "e", 11), ("BF16", "bf16", None, 8)]
 OPS = ("sum", "avg")
 SHAPE = [61, 17]
@@ -27,7 +27,7 @@ def decoded(code, data):
 
 
 def write(path, tensors):
-    """A file of safetensors: name, dtype, bytes."""
+    """Writes a safetensors file from (name, dtype, bytes)."""
     header, data = {}, b""
     for name, dtype, part in tensors:
         header[name] = {"dtype": dtype, "shape": SHAPE, "data_offsets": [len(data), len(data) + len(part)]}
@@ -38,7 +38,7 @@ def write(path, tensors):
 
 
 def read(path):
-    """Bytes of the tensors of a file, by name."""
+    """Returns the bytes of each tensor of a safetensors file, by name."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     spans = {name: entry["data_offsets"] for name, entry in json.loads(data[8:begin]).items() if name != "__metadata__"}
@@ -46,7 +46,7 @@ def read(path):
 
 
 class PartialValues:
-    """Random floats of all dtypes that NCCL adds, in rank files of the format `local`."""
+    """Random partial values in all float dtypes that NCCL can add, in rank files of the format `local`."""
 
     def __init__(self, folder, ranks, seed):
         draw = random.Random(seed)
@@ -70,7 +70,7 @@ class PartialValues:
         (folder / "layout.json").write_text(json.dumps(document))
 
     def difference(self, path):
-        """What is further from the true value than any order of additions can bring it, or None."""
+        """Describes an element whose error is larger than that of any order of additions, or returns None."""
         got = read(path)
         for _, dtype, code, bits in DTYPES:
             for op in OPS:
@@ -84,6 +84,6 @@ class PartialValues:
         return None
 
     def tolerance(self, bits, parts):
-        """Each addition, the factor of an average and what is multiplied by it are rounded: by half a unit of the last
-        place, at most, of what is never more than all magnitudes together. One more is for what is wanted itself."""
+        """Returns the largest possible error. Each addition rounds once, and an average rounds the factor and the product; each
+        rounding is at most half a unit in the last place of the sum of all magnitudes. One more is for the expected value."""
         return (self.ranks + 2) * 2.0 ** -bits * math.fsum(map(abs, parts))

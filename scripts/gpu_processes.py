@@ -1,4 +1,4 @@
-"""Programs that run together, and what they say."""
+"""Runs programs at the same time, and collects their output."""
 
 import os
 import signal
@@ -6,12 +6,12 @@ import subprocess
 import tempfile
 import time
 
-# Of a log, at most, from its end.
+# The number of characters that are kept from the end of an output.
 LONGEST = 20_000
 
 
 class Failed(Exception):
-    """What did not do what it should: why, what it wrote to stdout before, and all that there is to read about it."""
+    """A failure: the reason, the output of the failed program so far, and a log of all programs."""
 
     def __init__(self, why, out="", log=""):
         super().__init__(why)
@@ -19,17 +19,17 @@ class Failed(Exception):
 
 
 def together(commands, environments, limit):
-    """Run commands at the same time; seconds until the last has ended, and what each wrote to stdout and stderr."""
+    """Runs commands at the same time. Returns the seconds until the last one ended, and each stdout and stderr."""
     begun = time.monotonic()
     files = [[tempfile.TemporaryFile() for _ in "oe"] for _ in commands]
     started = []
     is_late = False
     try:
-        # A group of its own, so that what it starts is ended with it.
+        # Each command gets its own process group, so that the processes that it starts can be ended, too.
         for command, environment, (out, err) in zip(commands, environments, files):
             started.append(subprocess.Popen(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=out,
                                             stderr=err, preexec_fn=os.setpgrp))
-        # Who fails is waited for by the others, some time.
+        # If one process fails, the others may wait for it for some time.
         for process in started:
             process.wait(max(0.1, begun + limit - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -42,7 +42,7 @@ def together(commands, environments, limit):
             process.wait()
     seconds = time.monotonic() - begun
     said = [tuple(map(text, pair)) for pair in files]
-    # Who failed by itself comes before who had to be ended.
+    # A process that failed by itself is reported before one that had to be killed.
     wrong = sorted((is_running, nth) for nth, is_running in enumerate(running) if started[nth].returncode)
     if wrong:
         was_running, nth = wrong[0]

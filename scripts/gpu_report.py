@@ -1,10 +1,10 @@
-"""The table of `gpu-check`: rows are printed and kept as they come."""
+"""The table of `gpu-check`: each row is printed and written at once."""
 
 import os
 
 
 class Report:
-    """What is in the table is in the file `path` at any time; what failed has more to read in a log beside it."""
+    """A table whose rows so far are always in the file `path`. A log beside it has the output of failed steps."""
 
     def __init__(self, title, path):
         self.title, self.path, self.rows, self.is_right = title, path, [], True

@@ -174,7 +174,7 @@ fn state_that_does_not_match_the_model_is_refused() {
     succeed("consolidate", &[&actor, &made], "");
 }
 
-/// Without wrapped modules in `_metadata`, and with one name for two parameters, no layout is found.
+/// If `_metadata` lists no wrapped modules, or two parameters have one name, dtshard does not find the flat layout.
 #[test]
 fn damaged_model_is_refused() {
     for name in ["verl_fsdp1", "verl_fsdp1_orig"] {
@@ -189,7 +189,7 @@ fn damaged_model_is_refused() {
                 edit_pickle(&file, |pickle| replace(pickle, from.as_bytes(), to.as_bytes()));
             }
             let run = dtshard(&[&"reshard", &actor, &made, &"--mesh", &"fsdp=3", &"--no-sync"]);
-            // Another name of a parameter changes nothing but the name.
+            // A renamed parameter is no damage: the run succeeds and keeps the new name.
             let is_renamed = to == "norm.height";
             assert_eq!(run.code, Some(if is_renamed { 0 } else { 2 }), "{name} {to}: {run:?}");
             assert_eq!(made.exists(), is_renamed, "{name} {to}");

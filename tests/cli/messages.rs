@@ -13,7 +13,7 @@
 //! ```
 //!
 //! A shell runs the commands. `fixtures` is a link to `tests/fixtures`, and [`tool`] lists commands for making files.
-//! `? N` is the exit code where it is not 0. `UPDATE_SNAPSHOTS=1` writes what follows the commands.
+//! `? N` is the exit code if it is not 0. `UPDATE_SNAPSHOTS=1` replaces the expected output in the files.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -138,8 +138,8 @@ fn run(line: &str, folder: &Path) -> String {
 /// Makes or changes a file, and returns whether the words are a command for that:
 ///
 /// - `safetensors FILE NAME=DTYPE[SIZE,..] ...` writes tensors of bytes that count from 0;
-/// - `patch FILE FROM TO` replaces bytes, which are one text or `\xNN`;
-/// - `patch-pickle FILE FROM TO` replaces bytes in the pickle of a torch file, and mends its checksums.
+/// - `patch FILE FROM TO` replaces bytes; FROM and TO are text, in which `\xNN` is one byte;
+/// - `patch-pickle FILE FROM TO` replaces bytes in the pickle of a torch file, and corrects its checksums.
 fn tool(folder: &Path, words: &[&str]) -> bool {
     match words {
         ["safetensors", file, tensors @ ..] => {

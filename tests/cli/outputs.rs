@@ -163,7 +163,8 @@ fn assert_lines(found: &[String], expected: &[&str]) {
     assert_eq!(found.len(), expected.len(), "the manifest has other conversions");
 }
 
-/// The step has no common divisor with the number of conversions of a fixture, so that the sample has every conversion.
+/// The step and the number of conversions of a fixture have the common divisor 2, so the sample has only the conversions at
+/// even positions of [`CONVERSIONS`]. The next test has all conversions.
 #[test]
 fn every_eighth_conversion_matches_the_hash_of_the_manifest() {
     const STEP: usize = 8;

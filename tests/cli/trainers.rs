@@ -109,7 +109,7 @@ const ON_PAGE: [(&str, &str); 24] = [
     ("trainers/verl_fsdp1", "model."),
 ];
 
-/// The table of trainers is true: the model, the optimizer state and the copied files of each row.
+/// Each row of the table of trainers is true for its fixture: the model, the optimizer state and the copied files.
 #[test]
 fn page_of_trainers_is_true() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/trainers.md");
@@ -343,7 +343,8 @@ fn unknown_object_does_not_hinder_the_model() {
     }
 }
 
-/// The optimizer state of these checkpoints is numbered, and carries no layout.
+/// In these checkpoints, only the tensors of the model have an attribute with their layout. The optimizer state has
+/// numbers for names and no such attribute, but gets the layout of its parameters.
 #[test]
 fn layout_in_attributes_gives_whole_tensors_and_optimizer_state() {
     let folder = tempfile::tempdir().unwrap();
@@ -409,7 +410,7 @@ fn reshard_to_another_mesh_keeps_the_values() {
     }
 }
 
-/// The grid of ranks is written as `comm_grid`, and goes back to the grid of makani's own files.
+/// Each file gets the `comm_grid` of its new rank. Resharded back, the files have the `comm_grid` of makani's own files.
 #[test]
 fn resharded_makani_files_have_the_grid_of_their_ranks() {
     let folder = tempfile::tempdir().unwrap();

@@ -42,7 +42,7 @@ SOURCES = [(case, source) for source in ("dcp", "ranks") for case in cases(sourc
 
 
 def whole(size):
-    """Returns the one chunk of an unsharded tensor; none for an empty one."""
+    """Returns the chunks of an unsharded tensor: one, or none for a tensor without elements."""
     return set() if 0 in size else {((0,) * len(size), tuple(size))}
 
 
@@ -105,8 +105,8 @@ def plain_tree(tree, whole, name=""):
 
 @functools.cache
 def ranks_tree(case):
-    """Returns series -> whole state dict of all rank files, the model first: structure of rank 0, tensors of the ground
-    truth."""
+    """Returns series -> whole state dict, the model first. The structure is that of rank 0's files; the tensors come from the
+    ground truth."""
     info, tensors = truth(case)
     series = {}
     paths = glob.glob(f"{FIXTURES}/{case}/ranks/*_rank_0.pt")
@@ -184,8 +184,8 @@ def load_nested(folder):
 
 @functools.cache
 def expected_tree(case, kind, scratch):
-    """Returns the result of dcp_to_torch_save for the original: its own DCP folder, or one PyTorch saves of the ranks'
-    tree."""
+    """Returns the result of dcp_to_torch_save for the DCP folder of the case, or for a folder that PyTorch saves from the tree
+    of the rank files."""
     _, tensors = truth(case)
     if kind == "dcp":
         path = f"{scratch}/{case}.pt"
@@ -232,8 +232,8 @@ def assert_equal(found, expected, name="", order=True):
 # layout
 
 def rectangles(shape, target):
-    """Returns the chunks of a tensor in a target layout, without empty ones: {(offsets, sizes)}, computed from the
-    definition."""
+    """Computes the chunks of a tensor in a target layout from the definition of the placements: {(offsets, sizes)}, without
+    empty chunks."""
     mesh, placements = TARGETS[target]
     sizes = [s for _, s in mesh]
     fits = lambda p: p == "R" or int(re.search(r"\d+", p)[0]) < len(shape)
@@ -262,7 +262,7 @@ def _rank_main(rank, function, world, rendezvous, arguments):
 
 
 def run_ranks(function, world, tmp_path, *arguments):
-    """Runs a function of a module in `world` processes with a gloo group."""
+    """Runs a function, which must be at the top of a module, in `world` processes with a gloo group."""
     import torch.multiprocessing as mp
 
     context = mp.get_context("forkserver")

@@ -1,7 +1,8 @@
-"""FSDP1 in any PyTorch release, on its own: `compat_fsdp1.py save|load DIR --ranks 2 [--views]`.
+"""FSDP1 in any PyTorch release, without dtshard: `compat_fsdp1.py save|load DIR --ranks 2 [--views]`.
 
-`save` trains a step and leaves LOCAL_STATE_DICT and optimizer files, `flat_layout.json` and `truth.pt`: what the ranks
-hold, put together by hand. `load` reads files of as many ranks into other values and compares with `truth.pt`.
+`save` trains a step and writes LOCAL_STATE_DICT and optimizer files, `flat_layout.json`, and `truth.pt`, the whole tensors
+joined from all ranks. `load` loads the files of this number of ranks into a model with other values, and compares with
+`truth.pt`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from flat_layout import flat_layout
 
 
 class Stream(torch.cpu.Stream):
-    """Works around 2.1, whose function takes no arguments although FSDP1 passes some."""
+    """Works around PyTorch 2.1, whose `Stream` takes no arguments although FSDP1 passes some."""
 
     def __init__(self, *_, **__):
         pass

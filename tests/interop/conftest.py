@@ -14,7 +14,7 @@ import common
 
 @pytest.fixture(scope="session")
 def resharded(tmp_path_factory):
-    """(case, source, target name) -> folder of the DCP checkpoint dtshard made of it; made once."""
+    """Returns a function (case, source, target name) -> folder of the DCP checkpoint that dtshard makes of it, once."""
     root, done = tmp_path_factory.mktemp("resharded"), {}
 
     def get(case, source, target):

@@ -23,8 +23,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # rank files
 
 def load_rank(folder, ranks, rank, series=("model", "optim")):
-    """Returns {series: tree} of existing series; needs a process group of this size. One file per rank may hold all
-    series."""
+    """Returns {series: tree} for the series that exist, in a file each or in one file. Needs a group of this size."""
     one = f"{folder}/checkpoint_world_size_{ranks}_rank_{rank}.pt"
     if os.path.exists(one):
         tree = torch.load(one, weights_only=False)
@@ -43,7 +42,7 @@ def load_all(folder, ranks, group_size=None):
 
 
 def assert_same_files(found, expected, name="", order=True):
-    """Asserts equal bits, including the offsets of shards and the rest of their storages."""
+    """Asserts equal bits, including the offsets of shards and the padding in their storages."""
     if isinstance(found, dict) and isinstance(expected, dict):
         assert set(found) == set(expected), f"{name}: {set(found) ^ set(expected)}"
         assert not order or list(found) == list(expected), f"{name}: {list(found)} for {list(expected)}"
@@ -110,8 +109,8 @@ def shard_group(module):
 
 
 def parts(module, optimizer):
-    """Yields what this rank holds of each parameter: (fqn, key, tensor, its part of a whole tensor) of model and
-    state."""
+    """Yields what this rank holds of each parameter (key is None) and of its optimizer state: (fqn, key, tensor, a function
+    that cuts this part from the whole tensor)."""
     names = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in module.named_parameters()}
     for unit, handle, held in flat.pieces(module):
         views, sharded = handle._use_orig_params, handle.uses_sharded_strategy
@@ -133,7 +132,7 @@ def parts(module, optimizer):
 
 
 def outside_parts(module, optimizer):
-    """As `parts`, of parameters outside all units."""
+    """Yields the same as `parts`, for parameters outside all units."""
     for fqn, p in flat.outside(module):
         yield fqn, None, p.detach(), lambda whole: whole
         yield from ((fqn, key, t, lambda whole: whole) for key, t in optimizer.state[p].items())
@@ -156,7 +155,7 @@ def one_step(module, optimizer):
 
 
 def reference_step(job, tensors, groups):
-    """Returns the step of the whole model in one process: (loss, {fqn: parameter}, {fqn: its state})."""
+    """Takes the step with the whole model in one process: (loss, {fqn: parameter}, {fqn: its optimizer state})."""
     module = flat.FlatModel().to(DTYPES[job.get("dtype", "f32")])
     with torch.no_grad():
         for name, t in module.state_dict().items():
@@ -220,7 +219,7 @@ def resume(job):
     moved = 0
     for fqn, key, t, part in parts(module, optimizer):
         if fqn == "conv.weight" and job["views"] and job.get("strategy") == "none":
-            continue  # PyTorch reads the gradient row by row there, although it is channels_last
+            continue  # with NO_SHARD, PyTorch reads this gradient row by row although it is channels_last
         wanted = state[fqn][key] if key else whole[fqn].detach()
         torch.testing.assert_close(t, part(wanted), **close, msg=lambda m: f"{fqn} {key} after a step: {m}")
         moved += not key and not torch.equal(t, part(tensors[f"model.{fqn}"]))

@@ -1,7 +1,8 @@
 """Loads rank files whose tensors each have their own placements, in one gloo process per rank, with any PyTorch from 2.5 on.
 
-`python layouts.py JOB.json`: folder of the files, mesh, the placements of each tensor, a torch file of the whole tensors, and
-one with what stands at each coordinate of a Partial mesh dim. What full_tensor() gives of each goes to job["report"].
+`python layouts.py JOB.json`: the job has the folder of the files, the mesh, the placements of each tensor, a torch file of the
+whole tensors, and a torch file of the partial values at each coordinate of a Partial mesh dim. The outcome of full_tensor() for
+each tensor is written to job["report"].
 """
 
 import json
@@ -25,7 +26,7 @@ import rank_files
 
 
 def check_partial_value(found, partial_values, mesh, placements, name):
-    """Asserts that the rank has its part of its partial value, with the placements of PyTorch's own DTensor."""
+    """Asserts that the rank has its shard of the partial value at its coordinate, with the spec of PyTorch's DTensors."""
     dim = next(i for i, p in enumerate(placements) if p.startswith("P"))
     whole = partial_values[mesh.get_coordinate()[dim]]
     local = generate.local_part(whole, tuple(mesh.shape), mesh.get_coordinate(), placements)

@@ -1,5 +1,5 @@
-"""Functions that run in the process of each rank with plain tensors: gradients before any reduction, and an inference
-engine."""
+"""Functions that run in the process of each rank with plain tensors: they compute gradients before any reduction, and run a
+tensor-parallel model."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ def batch(rank):
 
 
 def backward(folder):
-    """Saves the rank's own gradients, and those of DDP for the same data."""
+    """Saves the gradients of this rank alone, and the averaged gradients of DDP for the same data."""
     rank = dist.get_rank()
     own = test_declared_layout.model()
     averaged = DistributedDataParallel(test_declared_layout.model())
@@ -26,7 +26,7 @@ def backward(folder):
 
 
 def infer(folder, expected):
-    """Runs the model of test_declared_layout with plain tensors of the rank's file; its output must be `expected`."""
+    """Runs the model of test_declared_layout on the shards in this rank's file; the output must equal `expected`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     w = load_file(f"{folder}/rank-{rank:05}.safetensors")
     tokens, wanted = torch.load(expected)

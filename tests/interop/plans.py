@@ -1,9 +1,9 @@
-"""Tensor-parallel plans of all model families that are placed on a mesh, in one gloo process per rank.
+"""Applies the tensor-parallel plans of all model families to a mesh, in one gloo process per rank.
 
-`python plans.py save FOLDER MESH`: for each family FOLDER/FAMILY/model.pt, the whole state dict, and in FOLDER/FAMILY/torch the
-rank files of what parallelize_module and fully_shard make of it.
-`python plans.py compare FOLDER MESH`: the rank files in FOLDER/FAMILY/written against those, each rank its own. Differences go to
-FOLDER/FAMILY/differences/RANK.json, so that one family's do not hide another's.
+`python plans.py save FOLDER MESH` writes for each family FOLDER/FAMILY/model.pt, the whole state dict, and FOLDER/FAMILY/torch,
+the rank files of the model after parallelize_module and fully_shard. `python plans.py compare FOLDER MESH`: each rank compares
+its file in FOLDER/FAMILY/written, by dtshard, with the one in FOLDER/FAMILY/torch. It writes the differences to
+FOLDER/FAMILY/differences/RANK.json, and goes on with the next family.
 """
 
 import glob
@@ -26,7 +26,7 @@ import generate
 import generate_plans
 
 
-# DDP over tensor parallelism: the fixtures have no such mesh, and families differ in tensor parallelism only.
+# DDP over tensor parallelism, which the fixtures do not have. Two families are enough: DDP treats all of them alike.
 DDP_MESHES = ("ddp=2,tp=2", "tp=2,ddp=2")
 
 
@@ -73,8 +73,8 @@ def look(t):
 
 
 def differences(found, expected):
-    """Returns one line per difference. Local tensors without elements may have other shapes: under FSDP no rows means
-    no columns."""
+    """Returns one line per difference. The shapes of local tensors without elements may differ: under FSDP, such a tensor has
+    neither rows nor columns."""
     if list(found) != list(expected):
         yield f"names: {list(found)}, PyTorch has {list(expected)}"
     for name in (name for name in expected if name in found):

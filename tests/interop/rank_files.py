@@ -1,7 +1,7 @@
 """Loads the rank files that dtshard wrote in one gloo process per rank, with any PyTorch from 2.5 on.
 
-`python rank_files.py JOB.json`: folder of the files, fixture with the truth, mesh, placements. It is a script, so that
-other PyTorch releases than that of the tests can run it.
+`python rank_files.py JOB.json`: the job has the folder of the files, the fixture with the truth, the mesh and the placements.
+This is a script, so that other PyTorch releases than that of the tests can run it.
 """
 
 import glob
@@ -33,14 +33,14 @@ def truth_name(kind, name, info):
 
 
 def loads_with_weights_only(placements):
-    """Returns whether weights_only loads these placements: 2.5 allows no DTensor, and later releases _StridedShard."""
+    """Returns whether weights_only can load these placements: DTensors need PyTorch 2.6, _StridedShard needs 2.11."""
     return RELEASE >= ((2, 11) if any(p.startswith("_S") for p in placements) else (2, 6))
 
 
 def check(found, whole, mesh, placements, own, name, full):
     fits = lambda p: p == "R" or int(re.search(r"\d+", p)[0]) < whole.dim()
     placements = [p if fits(p) else "R" for p in placements]
-    # A tensor on a slice of its mesh stays on the dims of these names; files before 2.10 cannot record it.
+    # A tensor on a slice of its mesh stays on the mesh dims `own`. Files before 2.10 cannot record a slice.
     names = mesh.mesh_dim_names
     outside = [p for n, p in zip(names, placements) if n not in own]
     if set(own) < set(names) and set(outside) == {"R"} and RELEASE >= (2, 10):
@@ -82,7 +82,7 @@ def rank_main(rank, job):
             for name, found in generate.leaves(tree):
                 name = truth_name(kind, name, info)
                 if name in info["layout"] or isinstance(found, DTensor):
-                    # A plain tensor with optimizer state is a parameter, and has the layout of the others.
+                    # A parameter that is plain in the source has no noted layout; dtshard shards it like the others.
                     dims = info["layout"].get(name, {"mesh": ()})["mesh"]
                     is_slice = 0 < len(dims) < max(len(layout["mesh"]) for layout in info["layout"].values())
                     own = [n for n, _ in dims] if is_slice else mesh.mesh_dim_names

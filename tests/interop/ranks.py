@@ -47,7 +47,7 @@ def load_hf_shards(expected, folders):
 
 
 def load_dtensors(expected, folders, reader=dcp.FileSystemReader):
-    """Loads every tensor into a DTensor, sharded by the last dim, then by the first; objects unchanged."""
+    """Loads every tensor into a DTensor, once sharded on the last dim and once on the first; objects are loaded unchanged."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     world = dist.get_world_size()
     expected = torch.load(expected, weights_only=False)
@@ -132,12 +132,12 @@ def resume(case, kind, folder):
 
 
 # ---------------------------------------------------------------------------------------------------
-# verl's own files
+# files in the form of verl
 
 def resume_verl(folder, sources):
     """Loads this rank's three files like verl's FSDPCheckpointManager.load_checkpoint, and takes one step.
 
-    `sources` is how many ranks the original was written by: random numbers' state may be any one of theirs.
+    `sources` is the number of ranks of the original: the random state may be that of any of them.
     """
     info, tensors = common.trainer_truth("verl")
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -180,7 +180,7 @@ def resume_verl(folder, sources):
     if "rng" in state["extra_state"]:  # verl accepts a missing key, but not a part of the state
         assert any(generate.same_rng(state["extra_state"]["rng"], generate.rng_state(r)) for r in range(sources))
 
-    # one step, compared with that of whole tensors in one process
+    # one step, compared with a step on whole tensors in one process
     whole = [torch.nn.Parameter(tensors[f"model.{n}"].clone()) for n in names]
     reference = torch.optim.AdamW(whole)
     state_of = lambda n: {k: tensors[f"optim.state.{n}.{k}"].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
@@ -197,7 +197,7 @@ def resume_verl(folder, sources):
 
 
 # ---------------------------------------------------------------------------------------------------
-# PyTorch's Hugging Face storage: a file a rank, to be merged
+# PyTorch's Hugging Face storage: one file per rank, which are merged later
 
 HF_SHAPES = {"w": ((7, 3), "f32"), "odd": ((5,), "bf16"), "ids": ((9,), "i64"), "flags": ((4, 2), "u8"),
              "scale": ((), "f32"), "count": ((), "i64"), "alone": ((2, 2), "f32")}

@@ -1,6 +1,6 @@
 """Functions that run in the process of each rank for test_redistribute.py, and the expected result by definition.
 
-Elements are small integers, so that no order of summing rounds and equality is bit for bit.
+Elements are small integers, so sums are exact in every order, and results are equal bit for bit.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import generate
 PLACES = ["R", "S(0)", "S(1)", "_S(0,2)", "P(sum)", "P(max)"]
 NAMES = ("dp", "tp")
 OTHER = "not as in PyTorch"
-# Shapes and dtypes, used in turn; integers are divided by the sizes of all meshes here.
+# Shapes and dtypes, used in turn.
 KINDS = [((7, 5), torch.float32), ((5, 4), torch.float32), ((3, 2), torch.float32), ((1, 4), torch.float32),
          ((7, 5), torch.bfloat16), ((5, 4), torch.int64)]
 
@@ -35,7 +35,7 @@ def refused(source, target):
 
 
 def cases(ndim, kinds):
-    """Returns (name, shape, dtype, source, target); tensors of one target list have the same first component."""
+    """Returns (name, shape, dtype, source, target). Names of tensors with one target list begin with the same part."""
     lists = list(itertools.product(PLACES, repeat=ndim))
     pairs = [(s, t) for t in lists for s in lists if not refused(s, t)]
     numbers = itertools.count()
@@ -44,7 +44,8 @@ def cases(ndim, kinds):
 
 
 def partial_value(name, shape, dtype, at):
-    """Returns the partial value, as a whole tensor, of the ranks at these coordinates of the Partial dims."""
+    """Returns the partial value, as a whole tensor, of the ranks at these coordinates of the Partial dims. Integers are
+    multiples of 36, so that they can be divided by all mesh sizes."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {at}".encode()))
     values = torch.randint(-8, 9, shape, generator=generator)
     return (values * 36 if dtype == torch.int64 else values).to(dtype)
@@ -101,8 +102,8 @@ def save(sizes, kinds, folder):
 
 
 def refusals(sizes, kinds):
-    """Name -> why PyTorch does not redistribute it. Of processes that wait for each other one may refuse alone, so that
-    each is asked by itself, in a group that only looks like one."""
+    """Returns, by name, why PyTorch does not redistribute a tensor. Runs each rank alone in a fake process group: if only one
+    of several real processes refused, the others would wait for it forever."""
     world, found = math.prod(sizes), {}
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

@@ -32,7 +32,7 @@ assert all(generate.same(t, tensors[name]) for name, t in found.items())
 @pytest.mark.parametrize("case", [c for c in common.cases("dcp") if c != "odd4"])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_older_release_loads_dcp_folder_and_torch_file(resharded, tmp_path, python, case):
-    """The release loads the DCP folder and the torch file; odd4 has dtypes that old releases lack."""
+    """The release loads the DCP folder and the torch file. odd4 is left out, because it has dtypes that old releases lack."""
     path = str(tmp_path / "whole.pt")
     common.dtshard("unshard", common.source(case, "dcp"), path)
     arguments = [common.FIXTURES, os.path.join(common.FIXTURES, case), resharded(case, "dcp", "s0s1"), path]
@@ -44,8 +44,8 @@ def test_older_release_loads_dcp_folder_and_torch_file(resharded, tmp_path, pyth
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_fsdp1_of_other_release_loads_flat_parameters(tmp_path, python, views):
-    """FSDP1 of the release saves with its own flat layout; dtshard reads it, and writes files of other world sizes for
-    it to load."""
+    """FSDP1 of the release saves files and their flat layout; dtshard reads them, and writes files for another world size,
+    which the release loads."""
     def fsdp1(work, folder, ranks):
         script = os.path.join(os.path.dirname(__file__), "compat_fsdp1.py")
         command = [python, script, work, folder, "--ranks", str(ranks), *(["--views"] if views else [])]

@@ -41,7 +41,7 @@ def test_unshard_gives_the_tree_of_dcp_to_torch_save(tmp_path, folder):
 
 
 def test_format_utils_commands_give_the_same_values(tmp_path):
-    """python -m torch.distributed.checkpoint.format_utils dcp_to_torch SRC DST, and back by torch_to_dcp."""
+    """The commands dcp_to_torch and torch_to_dcp of torch.distributed.checkpoint.format_utils give the values of dtshard."""
     theirs = lambda *arguments: subprocess.run(
         [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", *map(str, arguments)],
         check=True, capture_output=True, timeout=120)
@@ -49,7 +49,7 @@ def test_format_utils_commands_give_the_same_values(tmp_path):
     theirs("dcp_to_torch", source, tmp_path / "theirs.pt")
     common.dtshard("unshard", source, tmp_path / "ours.pt")
     common.assert_equal(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
-    # the output of the other tool is the input
+    # now each tool converts the output of the other one
     theirs("torch_to_dcp", tmp_path / "ours.pt", tmp_path / "dcp_of_ours")
     common.dtshard("reshard", tmp_path / "theirs.pt", tmp_path / "dcp_of_theirs", "--to", "dcp", *MESHES["sharded"])
     common.dtshard("verify", tmp_path / "dcp_of_ours", tmp_path / "dcp_of_theirs")
@@ -61,8 +61,8 @@ def test_format_utils_commands_give_the_same_values(tmp_path):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stem", TORCH_FILES)
 def test_reshard_to_dcp_loads_like_torch_save_to_dcp(tmp_path, stem, mesh):
-    """reshard of a torch file to DCP, for one rank or several: it loads the same values as the output of
-    torch_save_to_dcp, if an optimizer has names instead of numbers."""
+    """The result of reshard from a torch file to DCP loads the same values as that of torch_save_to_dcp, for one rank or
+    several. torch_save_to_dcp gets an optimizer with names, because dtshard replaces numbers by names."""
     source = os.path.join(common.FIXTURES, "torch_file", f"{stem}.pt")
     named = source
     if stem == "trainer":

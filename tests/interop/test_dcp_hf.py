@@ -48,7 +48,7 @@ def test_loads_into_plain_tensors(tmp_path, case, kind, target):
 
 @pytest.mark.parametrize("case,kind", [("fsdp4", "dcp"), ("fsdp_tp", "dcp"), ("odd4", "ranks")])
 def test_loads_into_dtensors(tmp_path, case, kind):
-    """Loads into DTensors of another sharding in 2 and 3 processes."""
+    """2 and 3 processes load the files into DTensors with another layout."""
     folders = []
     for target in ("s0x4", "s0s1"):
         folders.append(str(tmp_path / target))
@@ -61,7 +61,8 @@ def test_loads_into_dtensors(tmp_path, case, kind):
 
 
 def parsed(path):
-    """(header with the sharding info decoded, bytes of tensor data); keys of `__metadata__` have no order."""
+    """Returns the header without `__metadata__`, the decoded sharding info, the rest of `__metadata__`, and the tensor data.
+    Only the keys of `__metadata__` are compared without their order."""
     with open(path, "rb") as f:
         header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         data = f.read()
@@ -71,8 +72,8 @@ def parsed(path):
 
 
 def test_files_equal_those_of_pytorchs_writer(tmp_path):
-    """The expected files are those that `generate.py` saved with HuggingFaceStorageWriter; the source is one file of
-    the same tensors."""
+    """`generate.py` saved the expected files with HuggingFaceStorageWriter. The source of dtshard is one torch file with the
+    same tensors."""
     truth = common.truth("dcp_hf")[1]
     order = ["model.embed_tokens.weight", "model.up.weight", "model.few.weight", "model.ids", "model.norm.weight",
              "model.scale", "model.steps", "model.mask"]

@@ -1,4 +1,5 @@
-"""Plain tensors of rank files, whose layout `--src-mesh` to `--reduce` declare, converted to DCP that PyTorch loads."""
+"""Plain tensors of rank files, whose layout is declared with `--src-mesh`, `--src-placements`, `--src-split` and `--reduce`,
+are converted to DCP, which PyTorch loads."""
 
 import itertools
 
@@ -39,7 +40,7 @@ def model(dtype=torch.float32):
 
 
 def rules(*before):
-    """Returns the placements of RULES after those of other mesh dims."""
+    """Returns the options for RULES; `before` are the placements on the mesh dims before the last one."""
     return [word for name, last in RULES for word in ("--src-placements", f"{name}={','.join([*before, last])}")]
 
 
@@ -91,7 +92,7 @@ def test_declared_tensor_parallel_shards_load_as_dcp(tmp_path, split, parts):
     common.dtshard("unshard", folder, tmp_path / "whole.pt", *declared)
     found = torch.load(tmp_path / "whole.pt")
     assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
-    # The same job on other ranks loads plain shards.
+    # reshard to another mesh gives plain shards, too.
     common.dtshard("reshard", folder, tmp_path / "other", "--mesh", "tp=3", *declared)
     for rank in range(3):
         own = torch.load(tmp_path / "other" / f"model_rank_{rank}.pt")
@@ -101,7 +102,7 @@ def test_declared_tensor_parallel_shards_load_as_dcp(tmp_path, split, parts):
 
 
 def test_optimizer_state_of_declared_shards_loads_as_dcp(tmp_path):
-    """Adam of plain shards numbers its parameters; its state is split like them."""
+    """Adam numbers its parameters, which are plain shards; its state is sharded like them."""
     whole = model()
     parts = 3
     moments = {name: torch.randn_like(tensor) for name, tensor in whole.named_parameters()}
@@ -138,7 +139,7 @@ def own_gradients(ranks, dtype):
 
 
 def reduced(values, op):
-    """Returns sums in rank order: f32 and f64 are added in f64, f16 and bf16 in f32, with one rounding at the end."""
+    """Returns the sum (or average) in rank order, with one rounding at the end: f32 and f64 are added in f64, others in f32."""
     wide = torch.float32 if values[0].dtype in (torch.bfloat16, torch.float16) else torch.float64
     total = values[0].to(wide)
     for value in values[1:]:
@@ -174,8 +175,8 @@ def test_gradients_are_reduced_over_mesh_dims(tmp_path, dtype, op, nested):
 
 @pytest.mark.parametrize("source,target", [((2, 3), (3, 2)), ((2, 2), (4, 1)), ((1, 4), (2, 5))])
 def test_regions_split_in_two_dims_are_resharded(tmp_path, source, target):
-    """Fields and filters split in height and width by compute_split_shapes, converted to another mesh and to whole
-    tensors."""
+    """Fields and filters that makani's compute_split_shapes splits in height and width are converted to another mesh and to
+    whole tensors."""
     torch.manual_seed(0)
     whole = {"bias": torch.randn(1, 3, 9, 10), "filter": torch.randn(2, 9, 10), "norm.weight": torch.randn(3)}
 
@@ -209,7 +210,7 @@ def test_regions_split_in_two_dims_are_resharded(tmp_path, source, target):
 
 
 def test_reduced_gradients_equal_those_of_ddp(tmp_path):
-    """The result of 4 gloo processes equals the gradients of DDP up to its rounding, and exactly the mean computed in
+    """The mean of the gradients of 4 gloo processes equals that of DDP up to the rounding of DDP, and exactly that computed in
     f64."""
     (tmp_path / "ranks").mkdir()
     common.run_ranks(parts.backward, 4, tmp_path, str(tmp_path))
@@ -218,7 +219,7 @@ def test_reduced_gradients_equal_those_of_ddp(tmp_path):
     gradients = [torch.load(tmp_path / "ranks" / f"rank_{rank}.pt") for rank in range(4)]
     for name, tensor in found.items():
         assert torch.equal(tensor, reduced([own[name] for own in gradients], "avg")), name
-        # 3 sums and the division, each of a half unit in the last place
+        # DDP rounds 3 sums and a division, each by at most half a unit in the last place
         bound = 2 * torch.finfo(torch.float32).eps * torch.stack([own[name].abs() for own in gradients]).sum(0)
         for rank in range(4):
             assert ((torch.load(tmp_path / f"ddp_{rank}.pt")[name] - tensor).abs() <= bound).all(), name

@@ -12,7 +12,7 @@ TARGET_OF = {2: ("s0x3", "s0s1"), 3: ("s0x4", "strided")}
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case,kind", common.SOURCES)
 def test_dcp_loads_into_dtensors_of_another_world_size(resharded, tmp_path, case, kind, world):
-    """Loads every tensor into DTensors of another sharding."""
+    """Loads every tensor into DTensors with another layout."""
     expected = str(tmp_path / "expected.pt")
     whole = common.expected_by_key(case, kind)
     torch.save({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in whole.items()}, expected)

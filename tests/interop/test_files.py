@@ -21,7 +21,7 @@ TORCH_FILES = ["model", "objects", "trainer"]
 
 
 def load_all_ways(path):
-    """Asserts that every way to load gives the same value, and returns it."""
+    """Loads a torch file in every way, asserts equal results, and returns one of them."""
     with zipfile.ZipFile(path) as z:
         assert z.testzip() is None
     subprocess.run([sys.executable, "-m", "zipfile", "-t", path], check=True, capture_output=True)
@@ -33,7 +33,7 @@ def load_all_ways(path):
 
 
 def storages(tree):
-    """Returns the names of tensors that share a storage: {frozenset of names}, without single ones."""
+    """Returns the sets of names whose tensors share a storage, without sets of a single name."""
     found = collections.defaultdict(set)
     for name, t in generate.leaves(tree):
         if t.untyped_storage().nbytes():
@@ -43,7 +43,7 @@ def storages(tree):
 
 @EACH
 def test_unshard_gives_the_nested_tree(tmp_path, case, kind):
-    """One file has the nested tree of the original; a folder of rank files gives its model."""
+    """The file has the nested tree of a DCP folder, or of the series `model` of rank files."""
     path = str(tmp_path / "whole.pt")
     common.dtshard("unshard", common.source(case, kind), path)
     expected = common.expected_tree(case, kind, str(tmp_path)) if kind == "dcp" else common.ranks_tree(case)["model"]
@@ -59,7 +59,7 @@ def test_unshard_gives_all_series(tmp_path, case):
 
 @pytest.mark.parametrize("stem", TORCH_FILES)
 def test_unshard_keeps_the_objects_of_a_torch_file(tmp_path, stem):
-    """A rewritten torch file keeps containers, ties, Python values and module versions."""
+    """A torch file that is converted keeps containers, tied tensors, Python values and the versions in `_metadata`."""
     original = os.path.join(common.FIXTURES, "torch_file", f"{stem}.pt")
     path = str(tmp_path / "again.pt")
     common.dtshard("unshard", original, path)
@@ -162,7 +162,7 @@ def model_of(case, kind):
 
 @EACH
 def test_consolidate_gives_the_model_in_one_file_or_many(tmp_path, case, kind):
-    """One file or several hold the model under its own names."""
+    """One file, or several with an index, have the model with its own names."""
     expected = model_of(case, kind)
     common.dtshard("consolidate", common.source(case, kind), tmp_path / "one")
     common.assert_equal(read_folder(tmp_path / "one"), expected, order=False)
@@ -188,7 +188,7 @@ def test_consolidate_everything_gives_every_tensor(tmp_path, kind):
 
 
 def test_consolidate_converts_a_torch_file(tmp_path):
-    """The file has all dtypes of safetensors, and tied tensors under each name."""
+    """Only the model of a training loop's file is written, without the prefix `model.`."""
     info, tensors = common.truth("torch_file", "trainer.truth")
     common.dtshard("consolidate", os.path.join(common.FIXTURES, "torch_file", "trainer.pt"), tmp_path / "x")
     expected = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}

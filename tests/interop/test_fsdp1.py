@@ -15,7 +15,7 @@ import fsdp1
 import generate
 import generate_fsdp1
 
-# wrapping of the model of a case, unless it is FULL_SHARD in f32
+# how FSDP1 wraps the model of a case; without an entry: FULL_SHARD in f32
 MODELS = {"flat_mixed": {"mixed": True}, "flat_bf16": {"dtype": "bf16"}, "flat_hybrid": {"strategy": "hybrid"},
           "flat_none": {"strategy": "none"}}
 RANKS = {"flat2": 2, "flat3": 3, "flat4": 4, "flat_mixed": 2, "flat_bf16": 2, "flat_hybrid": 4, "flat_none": 2}
@@ -75,9 +75,9 @@ def assert_model(found, case):
     (*move, *views) for move in (("flat2", 3), ("flat4", 2), ("flat3", 4))
     for views in itertools.product((True, False), repeat=2)])
 def test_flatten_to_other_ranks_equals_files_of_pytorch(tmp_path, source, ranks, views_from, views_to):
-    """The files have exactly the tensors that PyTorch saves on this number of ranks, and training resumes from them."""
+    """The files equal those that PyTorch saves on this number of ranks, and training resumes from them."""
     folder, target = ("views" if views else "flat" for views in (views_from, views_to))
-    # Flat parameters do not record the order in which an optimizer would number what is in them.
+    # Without use_orig_params, files do not record in which order the optimizer would number the parameters of a unit.
     order = ["--like", common.source("flat2", "full/model.pt")] if views_to and not views_from else []
     out = flatten(common.source(source, folder), tmp_path / "out", ranks, views_to, flat_layout(source, folder), *order)
     for found, own in zip(fsdp1.load_all(out, ranks), fsdp1.load_all(common.source(f"flat{ranks}", target), ranks)):
@@ -89,7 +89,7 @@ def test_flatten_to_other_ranks_equals_files_of_pytorch(tmp_path, source, ranks,
     ("flat_mixed", "views", 3), ("flat_mixed", "flat", 3), ("flat_bf16", "views", 3), ("flat_bf16", "flat", 4),
     ("flat2", "groups", 3), ("flat2", "one_file", 4)])
 def test_flatten_keeps_alignment_and_parameter_groups(tmp_path, case, folder, ranks):
-    """Flat parameters are aligned by the forward dtype; parameter groups stay separate."""
+    """The alignment in flat parameters stays that of the dtype of forward; parameter groups stay separate."""
     views = folder != "flat"
     out = flatten(common.source(case, folder), tmp_path / "out", ranks, views, flat_layout(case, folder))
     resume(tmp_path, out, case, ranks, views, order=False, groups=folder in ("groups", "one_file"))
@@ -97,7 +97,7 @@ def test_flatten_keeps_alignment_and_parameter_groups(tmp_path, case, folder, ra
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
 def test_hybrid_sharding_and_back_resumes(tmp_path, folder):
-    """Converts from full to hybrid sharding and back to full, on another number of ranks."""
+    """Converts from full to hybrid sharding, and back to full sharding on another number of ranks."""
     views = folder == "views"
     hybrid = flatten(common.source("flat2", folder), tmp_path / "hybrid", 4, views, flat_layout("flat2", folder),
                      "--strategy", "hybrid-shard", "--shard-group-size", "2")
@@ -115,7 +115,7 @@ OUTSIDE = {"flat_ignored": {"ignored": ["proj", "layers.1.norm"]}, "flat_roots":
 @pytest.mark.parametrize("case", OUTSIDE)
 @pytest.mark.parametrize("views_from,views_to", itertools.product((True, False), repeat=2))
 def test_parameters_outside_units_keep_their_state(tmp_path, case, views_from, views_to):
-    """`ignored_modules`, or several FSDP roots: by way of 3 ranks, by unshard and flatten, and directly."""
+    """`ignored_modules`, or several FSDP roots: to 3 ranks and back, with unshard and flatten, or with one flatten."""
     source, target = ("views" if views else "flat" for views in (views_from, views_to))
     own = common.source(case, source)
     if views_from == views_to:
@@ -137,7 +137,7 @@ def test_parameters_outside_units_keep_their_state(tmp_path, case, views_from, v
 @pytest.mark.parametrize("case", OUTSIDE)
 @pytest.mark.parametrize("mesh", [["--mesh", "fsdp=2"], []])
 def test_plain_parameters_beside_sharded_tensors_stay_plain(tmp_path, case, mesh):
-    """SHARDED_STATE_DICT of parameters outside all units: FSDP1 loads model and optimizer."""
+    """SHARDED_STATE_DICT has parameters outside all units as plain tensors: FSDP1 loads model and optimizer."""
     common.dtshard("reshard", common.source(case, "sharded"), tmp_path / "three", "--mesh", "fsdp=3")
     common.dtshard("reshard", tmp_path / "three" if mesh else common.source(case, "sharded"), tmp_path / "out", *mesh)
     common.run_ranks(fsdp1.resume_sharded, 2, tmp_path, {
@@ -169,7 +169,7 @@ def test_files_of_no_shard_are_written_back(tmp_path, folder, way):
 @pytest.mark.parametrize("folder", ["views", "flat"])
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
 def test_flatten_of_whole_tensors_resumes(tmp_path, kind, folder):
-    """A model, or model and optimizer, without FSDP1; the order is that of the layout, not of names."""
+    """A model, or model and optimizer, saved without FSDP1; the flat layout gives the order, not the names."""
     info, tensors = common.truth("flat2")
     if kind == "safetensors":
         source = tmp_path / "model.safetensors"
@@ -188,7 +188,7 @@ def test_flatten_of_whole_tensors_resumes(tmp_path, kind, folder):
 
 @pytest.mark.parametrize("case,folder", LOCAL)
 def test_unshard_and_consolidate_give_the_whole_model(tmp_path, case, folder):
-    """unshard, consolidate and verify."""
+    """unshard and consolidate give the whole model, and verify accepts the result of flatten."""
     source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
     common.dtshard("unshard", source, tmp_path / "whole.pt", *layout)
     found = torch.load(tmp_path / "whole.pt", weights_only=True)

@@ -1,8 +1,8 @@
 """Rank files of `reshard --plan` and of Partial tensors load as DTensors in this PyTorch, and with `-m compat` in older
-ones.
+releases.
 
-Each gloo process loads its own: mesh, placements and local parts are those of PyTorch's own DTensors of the same parts, and
-full_tensor() and redistribute() give the truth, where that PyTorch can.
+Each gloo process loads the file of its rank: mesh, placements and local tensors equal those of DTensors that PyTorch makes, and
+full_tensor() and redistribute() give the truth, if the PyTorch release supports the placements.
 """
 
 import json
@@ -28,7 +28,7 @@ RELEASES = [sys.executable, *(pytest.param(python, marks=pytest.mark.compat) for
 
 
 def written_for(python):
-    """Returns the options for the release that loads the files; None where DTensors of that release are not written."""
+    """Returns the options for the release that loads the files; skips the test if dtshard writes no DTensors for it."""
     version = version_of(python)
     if tuple(map(int, version.split(".")[:2])) < (2, 5):
         pytest.skip(f"DTensors of {version} are not written")
@@ -74,14 +74,14 @@ def test_full_tensor_of_planned_rank_files_equals_the_truth(tmp_path, python, fa
     print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} tensors whole again; not", wrong)
     if python != sys.executable:
         check_locals(tmp_path, placements)
-        # Fused weights: before 2.15 full_tensor() does not support these strided shards.
+        # Before 2.15, full_tensor() does not support the strided shards of fused weights.
         wrong = {name: outcome for name, outcome in wrong.items() if not placements[name][-1].startswith("_S")}
     assert not wrong, wrong
 
 
 def check_locals(tmp_path, placements):
-    """Files for older releases have placements and shards here as well, but no mesh
-    (docs/reference/formats/torch-ranks.md)."""
+    """Checks files for an older release in this PyTorch: placements and local tensors are correct. They have no mesh that this
+    PyTorch can read (docs/reference/formats/torch-ranks.md)."""
     whole = torch.load(tmp_path / "whole.pt")
     for rank in range(4):
         state = torch.load(tmp_path / "written" / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
@@ -92,7 +92,7 @@ def check_locals(tmp_path, placements):
 
 
 OPS = {"sum": torch.add, "avg": lambda a, b: (a + b) / 2, "max": torch.maximum, "min": torch.minimum}
-# source and target; the first list has the Partial where the second one has it
+# pairs of source and target; both have P at the same mesh dim
 PARTIALS = [(["P", "R"], ["P", "S(0)"]), (["P", "S(1)"], ["P", "S(0)"]), (["R", "P"], ["S(1)", "P"]),
             (["P", "S(0)"], ["P", "R"])]
 
@@ -125,7 +125,7 @@ def test_partial_dtensors_reduce_to_the_truth(tmp_path, python):
 
 
 def partial(partial_values, mesh, placements):
-    """Returns the shard of a rank of the partial value at its coordinate."""
+    """Returns this rank's DTensor: its shard of the partial value at its coordinate."""
     coordinate = mesh.get_coordinate()
     at = coordinate[next(i for i, p in enumerate(placements) if p.startswith("P"))]
     local = generate.local_part(partial_values[at], tuple(mesh.shape), coordinate, placements)

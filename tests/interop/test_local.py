@@ -68,8 +68,7 @@ def test_from_local_gives_the_whole_tensors(tmp_path, case, mesh, placements):
 
 
 def test_rank_files_converted_to_local_and_back_load_equally(tmp_path):
-    """DTensors are converted to local tensors and back: torch.load gives the same as for files that were never
-    local."""
+    """DTensors are converted to local tensors and back: torch.load gives the same as for rank files of a direct conversion."""
     source = common.source("fsdp4", "ranks")
     mesh = ("--mesh", "fsdp=3")
     common.dtshard("reshard", source, tmp_path / "local", "--to", "local", *mesh)
@@ -103,8 +102,8 @@ norm = "sequence"
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_tensor_parallel_engine_gives_the_same_outputs(tmp_path, world):
-    """A whole safetensors file is converted by styles; a hand-written tensor-parallel model loads the files and gives
-    the same outputs."""
+    """A whole safetensors file is sharded by a layout file with styles. A hand-written tensor-parallel model loads the files
+    and gives the outputs of the whole model."""
     model = test_declared_layout.model(torch.float64)
     tokens = parts.batch(0)
     save_file(model.state_dict(), tmp_path / "model.safetensors")

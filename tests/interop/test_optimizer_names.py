@@ -1,5 +1,5 @@
-"""`dtshard reshard ... --to dcp` of a torch.save file whose optimizer numbers its parameters: PyTorch loads the state by
-name, and the next steps equal those of the job that was not converted."""
+"""`dtshard reshard ... --to dcp` of a torch.save file whose optimizer numbers its parameters: PyTorch loads the state by name,
+and the next steps equal those of the original job."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def adamw(module):
 
 
 def groups_of_names(module):
-    """Two groups, in another order than that of the model. PyTorch saves the names, because it got them."""
+    """Two groups, in another order than that of the model. The optimizer gets named parameters, so PyTorch saves the names."""
     named = list(module.named_parameters())
     decayed, other = [n for n in named if n[1].ndim > 1], [n for n in named if n[1].ndim == 1]
     return torch.optim.AdamW([{"params": other, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2)
@@ -76,7 +76,7 @@ def moments(path):
 
 @pytest.mark.parametrize("names", [["b"], None], ids=["listed", "not-listed"])
 def test_fill_from_maps_numbers_by_parameter(tmp_path, names):
-    """Number 0 is another parameter in the source than in the filler."""
+    """Number 0 is the parameter b in the source, and the parameter a in the filler."""
     one, zero = torch.ones(4), torch.zeros(4)
     filler_names = ["a", "b"] if names else None
     torch.save({"model": {"b": one}, "optimizer": numbered([[0]], [names], 5, 1)}, tmp_path / "source.pt")
@@ -107,11 +107,11 @@ def test_fill_from_refuses_other_parameter_groups(tmp_path):
 
 @pytest.mark.parametrize("change", ["nested", "renamed", "left out"])
 def test_fill_from_maps_numbers_of_a_selection(tmp_path, change):
-    """The optimizer has another path in the source than in the filler, its parameter has another name, or it is not
+    """The optimizer's path differs between source and filler, or the parameter's name differs, or the source's optimizer is not
     selected."""
     zero = torch.zeros(4)
     own = "old" if change == "renamed" else "b"
-    # Without names, the numbers of the source could be matched with no numbers of the filler.
+    # This source has no `param_names`, so its numbers could not be mapped to those of the filler.
     names = None if change == "left out" else [own]
     model = {own: torch.ones(4), **({"c": zero} if change == "left out" else {})}
     torch.save({"model": model, "optimizer": numbered([[0]], [names], 5, 1)}, tmp_path / "source.pt")
@@ -128,7 +128,7 @@ def test_fill_from_maps_numbers_of_a_selection(tmp_path, change):
 
 
 def test_verify_pairs_numbers_and_names_of_several_optimizers(tmp_path):
-    """The optimizers are in a list, and each has its own part of the model."""
+    """Two optimizers are in a list; each has the number 0 for another tensor of the model."""
     tensors = {name: torch.zeros(4) for name in ("g", "d")}
     optimizers = [numbered([[0]], [[name]], first, 1) for name, first in (("g", 5), ("d", 7))]
     torch.save({"model": tensors, "trainer": {"optimizers": optimizers}}, tmp_path / "source.pt")

@@ -1,7 +1,7 @@
 """Defects of other converters, including PyTorch's own (measured with 2.15), that dtshard does not have.
 
-Each test names the defect. Where data is missing or wrong the answer is an exit code and no output, never a
-shorter tensor or zeros.
+Each test names the defect. If data is missing or wrong, dtshard returns an error code and writes no output; it never writes
+shorter tensors or zeros.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_missing_source_of_verify_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------
-# a missing shard: zeros for the first, a shorter tensor for the last; both exit 0
+# a missing shard: others write zeros for the first shard and a shorter tensor for the last, and exit 0
 
 @VERB
 @pytest.mark.parametrize("rank", [0, 3])
@@ -88,22 +88,22 @@ def test_missing_file_of_an_index_is_refused(tmp_path, verb, number):
 
 @pytest.fixture(scope="session")
 def hf_shards(tmp_path_factory):
-    """Returns the files of three ranks by HuggingFaceStorageWriter, for consolidate_safetensors_files to merge."""
+    """Returns a folder that HuggingFaceStorageWriter wrote on three ranks, and consolidate_safetensors_files reads."""
     folder = tmp_path_factory.mktemp("hf")
     common.run_ranks(ranks.save_hf, 3, folder, str(folder / "shards"))
     return folder / "shards"
 
 
 def test_hugging_face_shards_keep_0d_and_integers(hf_shards, tmp_path):
-    """PyTorch writes 0-d tensors as 0.0, and integers raise TypeError; dtshard keeps both."""
+    """consolidate_safetensors_files writes 0-d tensors as 0.0, and raises TypeError for integers; dtshard keeps both."""
     expected = {name: generate.values(name, *spec) for name, spec in ranks.HF_SHAPES.items()}
     common.assert_equal(consolidated(hf_shards, tmp_path), expected, order=False)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_missing_hugging_face_shard_is_refused(hf_shards, tmp_path, rank):
-    """The other shards show that the first or the middle one is missing; nothing on disk records that a last one
-    existed."""
+    """The other files show that the first or the middle one is missing. A missing last file cannot be noticed, because no file
+    records the number of files."""
     folder = copy(hf_shards, tmp_path)
     (name,) = (n for n in os.listdir(folder) if n.startswith(f"shard-{rank:05}"))
     os.remove(folder / name)
@@ -111,11 +111,11 @@ def test_missing_hugging_face_shard_is_refused(hf_shards, tmp_path, rank):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what is kept
+# tensors, keys and dtypes that are kept
 
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
 def test_0d_and_integer_tensors_are_kept(tmp_path, kind):
-    """Another converter wrote a 0-d tensor as zero; an integer one raised TypeError."""
+    """Another converter wrote a 0-d tensor as zero, and raised TypeError for an integer tensor."""
     _, tensors = common.truth("odd4")
     found = consolidated(common.source("odd4", kind), tmp_path)
     for name in ("scalar.f32", "scalar.bf16", *(f"dtype.{d}" for d in ("i8", "u8", "i32", "i64", "bool"))):
@@ -126,7 +126,7 @@ def test_0d_and_integer_tensors_are_kept(tmp_path, kind):
 
 
 def test_keys_missing_from_the_index_are_refused(tmp_path):
-    """Another converter dropped a key outside the file map silently."""
+    """Another converter silently dropped a key that the index does not have."""
     folder = copy(f"{common.FIXTURES}/safetensors/sharded", tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     del index["weight_map"]["lm_head.weight"]
@@ -135,7 +135,7 @@ def test_keys_missing_from_the_index_are_refused(tmp_path):
 
 
 def test_keys_of_the_index_without_a_tensor_are_refused(tmp_path):
-    """Another converter wrote an unreadable file for a mapped key that no shard has."""
+    """Another converter wrote an unreadable file for a key of the index that no file has."""
     folder = copy(f"{common.FIXTURES}/safetensors/sharded", tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.extra"] = "model-00001-of-00003.safetensors"
@@ -145,7 +145,7 @@ def test_keys_of_the_index_without_a_tensor_are_refused(tmp_path):
 
 @pytest.mark.parametrize("rows", [3, 5, 8, 10])
 def test_every_key_is_in_the_indexed_file(tmp_path, rows):
-    """For every file size, each key is once in the index and in the file it names."""
+    """Whatever the size of the tensors, each key is in the index once, and in the file that the index names."""
     state = {f"layers.{i}.w": generate.values(f"w{i}", (rows, 4)) for i in range(12)} | {"n": torch.tensor(7)}
     torch.save(state, tmp_path / "x.pt")
     common.dtshard("consolidate", tmp_path / "x.pt", tmp_path / "x", "--max-shard-size", "100B")
@@ -157,7 +157,7 @@ def test_every_key_is_in_the_indexed_file(tmp_path, rows):
 
 
 def test_interleaved_rows_of_strided_shards_are_kept(tmp_path):
-    """[Shard(0), _StridedShard(0, sf=2)] on 2x2: rank (0, 1) has rows 1 and 3, recorded as one box of 2 from row 1."""
+    """[Shard(0), _StridedShard(0, sf=2)] on 2x2: rank (0, 1) has rows 1 and 3; PyTorch records one box, 2 rows from 1."""
     info, tensors = common.truth("odd4")
     assert info["layout"]["model.interleaved.s0_s2"]["placements"] == "S(0),_S(0,2)"
     found = consolidated(common.source("odd4", "ranks"), tmp_path)
@@ -190,7 +190,7 @@ def tied(tmp_path):
 
 
 def test_tied_weights_are_written_under_every_name(tmp_path, tied):
-    """Tied tensors are written under every name, so that no loader misses one; in a torch file they stay one tensor."""
+    """Tied tensors are written under every name, so that loaders find all names; in a torch file, they share a storage."""
     path, state = tied
     common.assert_equal(consolidated(path, tmp_path), dict(state), order=False)
     common.dtshard("unshard", path, tmp_path / "y.pt")
@@ -199,7 +199,7 @@ def test_tied_weights_are_written_under_every_name(tmp_path, tied):
 
 
 def test_tied_drop_writes_one_name(tmp_path, tied):
-    """--tied drop writes one name, and records the other like safetensors' save_model; verify follows the record."""
+    """--tied drop writes one name, and records the other one as safetensors' save_model does; verify reads this record."""
     path, state = tied
     found = consolidated(path, tmp_path, "--tied", "drop")
     (alias,) = set(state) - set(found)
@@ -213,7 +213,7 @@ def test_tied_drop_writes_one_name(tmp_path, tied):
 
 
 # ---------------------------------------------------------------------------------------------------
-# damage: one flipped byte in a .distcp passed unnoticed
+# damage: other converters do not notice one flipped byte in a .distcp file
 
 def flip(path, at):
     data = bytearray(path.read_bytes())
@@ -255,7 +255,7 @@ def test_flipped_byte_is_found_by_verify(tmp_path, kind):
 @VERB
 @pytest.mark.parametrize("kind", ["dcp", "ranks"])
 def test_flipped_byte_is_found_by_conversions(tmp_path, verb, kind):
-    """The record is copied whole: its checksum is checked, and nothing is written."""
+    """The record is copied whole, so its checksum is checked; DST is not written."""
     folder, name = damaged(kind, tmp_path)
     refuse(verb, folder, tmp_path, name)
 
@@ -271,7 +271,7 @@ def test_truncated_file_is_refused(tmp_path, verb, kind):
 
 
 def test_flipped_byte_is_found_against_another_checkpoint(tmp_path):
-    """Where no checksum is stored (safetensors), the comparison finds the element."""
+    """Safetensors files have no checksums, but a comparison with another checkpoint finds the element."""
     path = tmp_path / "x.safetensors"
     state = {"w": generate.values("w", (64, 8))}
     save_file(state, tmp_path / "good.safetensors")

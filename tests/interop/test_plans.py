@@ -1,6 +1,6 @@
 """`dtshard reshard --plan`: shards, placements and meshes equal those of PyTorch's parallelize_module and fully_shard.
 
-Both are rank files, and each gloo process compares its own two: dtshard's, of the whole state dict, and PyTorch's.
+Each gloo process compares two rank files of its rank: dtshard made one from the whole state dict, PyTorch saved the other.
 """
 
 import json
@@ -16,9 +16,10 @@ import plans
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plans.py")
 MESHES = [*plans.DDP_MESHES, *sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})]
-# names of plans that differ from the family
+# the name of a family's plan, if it differs from the name of the family
 PLANS = {"titan": "llama", "mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
-# PyTorch places it differently from its placements: dtshard keeps it whole on dp (docs/reference/parallelize.md).
+# The elements of this tensor in PyTorch contradict its placements, so dtshard replicates it over dp
+# (docs/reference/parallelize.md).
 MISPLACED = {("gpt2", "dp=2,tp=2"): "transformer.h.0.attn.c_attn.bias: "}
 
 
@@ -29,7 +30,7 @@ def in_ranks(verb, folder, mesh):
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory):
-    """(family, mesh) -> differences, one per line; all families of a mesh are compared at once."""
+    """Returns a function (family, mesh) -> lines, one per difference; it compares all families of a mesh at once."""
     found = {}
 
     def get(family, mesh):

@@ -1,4 +1,4 @@
-"""Resharded to its own mesh, a checkpoint has the DTensors that PyTorch saved: mesh, slices, specs and data."""
+"""If a checkpoint is resharded to its own mesh, it has the DTensors that PyTorch saved: mesh, slices, specs and data."""
 
 import pathlib
 

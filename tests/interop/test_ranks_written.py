@@ -1,6 +1,6 @@
 """`dtshard reshard` of rank files to rank files: each process loads its own file with torch.load, as DTensors.
 
-DTSHARD_COMPAT_PYTHONS and `-m compat` check the same with other PyTorch releases, from the rank files these wrote.
+With DTSHARD_COMPAT_PYTHONS and `-m compat`, other PyTorch releases load files that were resharded from rank files of their own.
 """
 
 import glob
@@ -92,7 +92,7 @@ def test_tied_tensors_stay_one_object(tmp_path):
         for weights_only in (False, True):
             found = torch.load(path, weights_only=weights_only)
             assert found["embed"] is found["head"]["weight"]
-            # Without DTensors in the source, every tensor becomes one.
+            # The source has no DTensors, so every tensor becomes one.
             assert all(isinstance(found[name], DTensor) for name in ("embed", "other"))
             assert found["embed"].shape == tied.shape and found["other"].shape == other.shape
 
@@ -103,7 +103,7 @@ def local_storage(tensor):
 
 @pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp"])
 def test_load_without_data_finds_the_storages(tmp_path, case):
-    """In `FakeTensorMode` and on the meta device, `torch.load` computes the offsets of storages from their order."""
+    """`torch.load` in `FakeTensorMode` and on the meta device computes the offsets of storages from their order."""
     reshard(common.source(case, "ranks"), tmp_path / "written", "2x2")
     compared = 0
     for path in glob.glob(f"{tmp_path}/written/*.pt"):
@@ -131,7 +131,7 @@ def version_of(python):
 @pytest.mark.parametrize("case", ["fsdp4", "hsdp", "fsdp_tp"])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_releases_load_files_resharded_from_their_own(tmp_path, python, case, target):
-    """Meshes are written in the form of the source, so the release that wrote the source can load the result."""
+    """dtshard writes meshes in the form in which the source has them, so the release that wrote the source loads the result."""
     version = version_of(python)
     folder = os.path.join(common.FIXTURES, "compat", f"torch-{version}", case)
     if not os.path.isdir(f"{folder}/ranks"):

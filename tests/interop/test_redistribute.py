@@ -1,8 +1,8 @@
-"""Every ordered pair of placement lists against DTensor.redistribute on gloo.
+"""Every ordered pair of placement lists is compared with DTensor.redistribute on gloo.
 
-Each rank saves DTensors with the source placements, `dtshard reshard` runs once with a rule for each target list, and
-each rank compares the loaded tensors with the definition, and with PyTorch where PyTorch supports the pair. `-s` prints
-those pairs.
+Each rank saves DTensors with the source placements. `dtshard reshard` runs once, with a rule for each target list. Each rank
+compares the tensors of its new file with the definition, and with PyTorch if PyTorch supports the pair. `-s` prints the pairs
+by outcome.
 """
 
 import math
@@ -39,8 +39,8 @@ def test_every_placement_pair_equals_dtensor_redistribute(tmp_path, sizes, kinds
         print(f"{len(pairs)} pairs: {outcome}")
         if outcome != "as in PyTorch":
             print("".join(f"  {pair}\n" for pair in pairs), end="")
-    # On meshes of several dims PyTorch 2.15 misplaces elements of uneven strided shards that no plain shard follows:
-    # full_tensor() before and after are not the same.
+    # On meshes of several dims, PyTorch 2.15 misplaces elements of uneven strided shards if no plain shard of the same dim
+    # follows: full_tensor() is not the same before and after redistribute.
     for (places, wanted), outcomes in outcomes_by_pair.items():
         strided = len(sizes) > 1 and "_S(0,2)" in places + wanted
         assert redistribute.OTHER not in outcomes or strided, (places, wanted)

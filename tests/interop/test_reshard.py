@@ -39,19 +39,19 @@ def test_loads_into_plain_tensors(resharded, case, kind, target):
 @EACH
 @ALL
 def test_dcp_to_torch_save_gives_the_same_nested_tree(resharded, scratch, case, kind, target):
-    """dcp_to_torch_save gives the tree of the original, in its order."""
+    """dcp_to_torch_save of the result gives the tree of the original, with the keys in their order."""
     expected = common.expected_tree(case, kind, scratch)
     found = common.load_nested(resharded(case, kind, target))
     common.assert_equal(found, expected)
 
 
 def is_buffer(case, kind, name):
-    """Returns whether a tensor is plain in rank files with DTensors, and has no optimizer state: it is whole on every
-    rank."""
+    """Returns whether a tensor is a buffer, which dtshard does not shard: it is plain in rank files that have DTensors, and has
+    no optimizer state."""
     info, tensors = common.truth(case)
     layouts = info.get("layout", {})
     trained = name.startswith("optim.") or f"optim.state.{name.removeprefix('model.')}.exp_avg" in tensors
-    named = {name, f"model.{name}"} & set(layouts)  # one series is not a subtree
+    named = {name, f"model.{name}"} & set(layouts)  # names have no prefix if there is one series
     return kind == "ranks" and bool(layouts) and not named and not trained
 
 
@@ -103,7 +103,7 @@ def test_metadata_has_the_classes_and_chunks_of_pytorch(resharded, case, kind, t
 @EACH
 @ALL
 def test_items_are_valid_zip_archives(resharded, case, kind, target):
-    """Each item is a zip with correct CRCs that torch.load reads; items are adjacent."""
+    """Each item is a zip archive with correct CRCs that torch.load reads; items do not overlap."""
     folder = resharded(case, kind, target)
     with open(f"{folder}/.metadata", "rb") as f:
         found = pickle.load(f)

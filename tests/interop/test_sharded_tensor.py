@@ -1,5 +1,5 @@
-"""FSDP1 loads ShardedTensors that dtshard wrote: each process its own file, for other numbers of ranks and hybrid
-sharding."""
+"""FSDP1 loads ShardedTensors that dtshard wrote for other numbers of ranks and for hybrid sharding; each process loads the file
+of its rank."""
 
 import contextlib
 import glob
@@ -44,7 +44,7 @@ def same_objects(found, expected, name):
 
 
 def check_rows(found, tensors, name):
-    """Compares every tensor with the whole tensors of the ground truth."""
+    """Compares every tensor, or its shards of rows, with the whole tensors of the ground truth."""
     if isinstance(found, dict):
         for key, value in found.items():
             check_rows(value, tensors, f"{name}{key}" if name.endswith(".") else f"{name}.{key}")
@@ -58,7 +58,7 @@ def check_rows(found, tensors, name):
 
 
 def under_fsdp1(module, replicas):
-    """Returns the module, and the group of ranks that shares its tensors."""
+    """Returns the module under FSDP1, and the group of ranks over which it is sharded."""
     world, rank = dist.get_world_size(), dist.get_rank()
     policy, inner = ModuleWrapPolicy({generate.Block}), world // replicas
     options = {"auto_wrap_policy": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
@@ -85,7 +85,7 @@ def resume(folder, replicas):
         with load_with_process_group(group) if replicas > 1 else contextlib.nullcontext():
             return torch.load(f"{folder}/{series}_world_size_{world}_rank_{rank}.pt", weights_only=False)
 
-    # There is one series where the source was one checkpoint.
+    # If the source was a DCP directory, one series has model and optimizer.
     model = load("model")
     model, optim = (model["model"], model["optim"]) if "optim" in model else (model, load("optim"))
     if world > 1:

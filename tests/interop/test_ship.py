@@ -1,5 +1,5 @@
-"""`dtshard consolidate` of trainers' checkpoints, without options: transformers runs the model exactly as it was
-trained."""
+"""`dtshard consolidate`, without options, of trainers' checkpoints: transformers runs the model with the outputs of the trained
+one."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import common
 import generate
 
 
-# SRC -> its case; config.json is in SRC or its huggingface/, except for CONFIG_APART
+# SRC -> its case. Except for CONFIG_APART, SRC or its folder huggingface/ has a config.json.
 SOURCES = {
     "verl": "verl",
     "verl/global_step_10": "verl",
@@ -27,7 +27,7 @@ SOURCES = {
 }
 CONFIG_APART = {"accelerate_llama/pytorch_model_fsdp_0", "titan/step-1000"}
 LAYERS = {"verl": 2}
-LEFT_OUT = {  # the excluded tensors that the closing line must list
+LEFT_OUT = {  # the groups of tensors that the closing line must list as left out
     "verl": ["optim", "extra_state"], "accelerate_llama": [], "titan": ["optimizer", "train_state"],
     "dcp_trainer": ["optim"],
 }
@@ -38,7 +38,7 @@ TOKENS = torch.arange(40).reshape(2, 20)
 def state_of(case):
     """Returns the state dict of the model."""
     _, tensors = common.trainer_truth(case)
-    if case == "titan":  # no prefix to cut: the model's names begin with "model." themselves
+    if case == "titan":  # `model.` is not a prefix here, but a part of the model's names
         return {n: t for n, t in tensors.items() if not n.startswith(("optimizer.", "train_state."))}
     return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
 
@@ -56,14 +56,14 @@ def logits(model):
 
 
 def expected_logits(case, dtype):
-    """Returns the logits of the trained model, made from the ground truth without any file between."""
+    """Returns the logits of the trained model, whose weights come from the ground truth, not from a checkpoint."""
     model = transformers.LlamaForCausalLM._from_config(config_of(case), dtype=dtype)
     model.load_state_dict({n: t.to(dtype) for n, t in state_of(case).items()}, strict=True)
     return logits(model)
 
 
 def load(folder, source, dtype):
-    """Loads by Auto classes, as users do; every key must be used."""
+    """Loads with AutoModelForCausalLM, as users do; no key may be missing or unused."""
     if source in CONFIG_APART:
         assert not os.path.exists(f"{folder}/config.json")
         config_of(SOURCES[source]).save_pretrained(folder)
@@ -108,7 +108,7 @@ def test_consolidated_model_in_bf16_runs_as_cast_by_pytorch(tmp_path, source):
 
 @EACH
 def test_model_in_many_files_has_an_index_and_loads(tmp_path, source):
-    """The index has the bytes of all tensors as total_size, and the model is the same."""
+    """`total_size` in the index is the number of bytes of all tensors, and the model has the same outputs."""
     case = SOURCES[source]
     dtype = config_of(case).dtype
     common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x", "--max-shard-size", "4KB")
@@ -129,7 +129,7 @@ def test_model_in_many_files_has_an_index_and_loads(tmp_path, source):
     ("verl/global_step_10/actor", "verl/global_step_10/actor/huggingface"),
     ("accelerate_llama", "accelerate_llama"), ("dcp_trainer", "dcp_trainer")])
 def test_assets_are_copied(tmp_path, source, beside):
-    """Config and tokenizer files are copied unchanged, and no file that loaders do not need."""
+    """Config and tokenizer files are copied unchanged; files that loaders do not need are not copied."""
     common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
     beside = f"{common.FIXTURES}/{beside}"
     assets = {n for n in os.listdir(beside) if n.endswith(".json")}
@@ -142,7 +142,7 @@ def test_assets_are_copied(tmp_path, source, beside):
 
 
 def test_parent_folder_gives_identical_bytes(tmp_path):
-    """The root of a trainer's run resolves to the one checkpoint in it."""
+    """In the root folder of a trainer's run, dtshard finds the only checkpoint."""
     common.dtshard("consolidate", f"{common.FIXTURES}/verl", tmp_path / "root")
     common.dtshard("consolidate", f"{common.FIXTURES}/verl/global_step_10/actor", tmp_path / "actor")
     assert same_file(tmp_path / "root" / "model.safetensors", tmp_path / "actor" / "model.safetensors")
@@ -151,5 +151,5 @@ def test_parent_folder_gives_identical_bytes(tmp_path):
 @pytest.mark.parametrize("source", ["verl/global_step_10/actor", "accelerate_llama/pytorch_model_fsdp_0",
                                     "accelerate_llama/optimizer_0", "titan/step-1000", "dcp_trainer"])
 def test_trainer_checkpoints_pass_verify(source):
-    """Random state differs between ranks by intent, which is no finding."""
+    """verify accepts that the random state differs between ranks."""
     common.dtshard("verify", f"{common.FIXTURES}/{source}")

@@ -1,4 +1,4 @@
-"""A tied model of transformers, saved without its output layer, converted to DCP."""
+"""A tied model of transformers, which is saved without its output layer, is converted to DCP."""
 
 import pytest
 import torch

@@ -1,9 +1,10 @@
-"""A training job is converted from one process to tensor parallelism under FSDP2 by `reshard --plan llama`, takes a
-step, and is converted back.
+"""`reshard --plan llama` converts a training job from one process to tensor parallelism under FSDP2. The job takes a step, and
+is converted back.
 
-A Llama of transformers and one with torchtitan's names, each with its AdamW, in f64: load_state_dict of rank files and
-dcp.load take what dtshard wrote, and the step in 4 gloo processes has the loss, the parameters and the moments of the
-unsharded one, up to the order of sums. What the job saves is consolidated again. The processes are those of `training.py`.
+The models are a Llama of transformers and one with torchtitan's names, each with AdamW, in f64. The job loads the files of
+dtshard with load_state_dict (rank files) and with dcp.load. The step in 4 gloo processes has the loss, the parameters and the
+moments of the unsharded step, up to rounding. The checkpoints that the job then saves are consolidated. The processes run
+`training.py`.
 """
 
 import os
@@ -24,7 +25,7 @@ TARGET = ["--mesh", f"dp={training.DP},tp={training.TP}", "--plan", "llama"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """FOLDER of training.py, after its step on all ranks; the comparison is made there."""
+    """Returns FOLDER of training.py after the step on all ranks; training.py has compared the step with the unsharded one."""
     root = tmp_path_factory.mktemp("training") / "jobs"
 
     def process(verb):
@@ -49,7 +50,7 @@ def test_sharded_training_step_equals_one_process(trained, tmp_path, model, save
     assert found.keys() == full.keys()
     assert all(generate.same(found[name], tensor) for name, tensor in full.items())
 
-    # With these weights the logits equal those of the model that was never sharded.
+    # The logits equal those of the model that was never sharded.
     expected = torch.load(folder / "expected.pt")
     tokens, _ = training.data(3)
     outputs = []
@@ -60,7 +61,7 @@ def test_sharded_training_step_equals_one_process(trained, tmp_path, model, save
             outputs.append(training.logits(module, tokens))
     torch.testing.assert_close(*outputs, **training.CLOSE)
 
-    # Training continues equally.
+    # The next step equals that of the model that was never sharded.
     common.dtshard("unshard", folder / "trained" / saved, tmp_path / "whole.pt", "--series", "all")
     whole = torch.load(tmp_path / "whole.pt")
     steps = [training.go_on(model, tree["model"], tree["optim"]) for tree in (whole, expected)]

@@ -1,5 +1,5 @@
-"""Every command of docs/tutorial.md, in the order of the page: the output of dtshard matches the page, and the final
-weights are those of training and editing."""
+"""Runs every command of docs/tutorial.md, in the order of the page: the output of dtshard matches the page, and the weights are
+those of training and editing."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def matches(found, expected):
 
 
 def run(command, folder):
-    # torchrun gets a free port.
+    # PET_STANDALONE: torchrun chooses a free port.
     environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PET_STANDALONE="1")
     environment["PATH"] = os.pathsep.join([
         os.path.dirname(common.binary()), os.path.dirname(sys.executable), environment["PATH"]])
@@ -60,7 +60,7 @@ def run(command, folder):
 
 
 def dcp_values(folder):
-    """Name -> whole tensor of a DCP directory, read by PyTorch."""
+    """Returns name -> whole tensor of a DCP directory, read by PyTorch."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
              for name, entry in metadata.items() if hasattr(entry, "chunks")}

@@ -1,5 +1,4 @@
-"""`dtshard reshard actor actor6 --mesh fsdp=6` writes every file that verl opens on its new ranks, and training
-continues."""
+"""`dtshard reshard actor actor6 --mesh fsdp=6` writes every file that verl opens on 6 ranks, and training continues."""
 
 import json
 import os
@@ -29,7 +28,7 @@ def resharded(tmp_path_factory):
 
 
 def test_source_resumes_in_verl(tmp_path):
-    """The next test passes for the files that verl wrote."""
+    """resume_verl, which the other tests use, accepts the files that verl wrote."""
     common.run_ranks(ranks.resume_verl, 4, tmp_path, ACTOR, 4)
 
 
@@ -73,14 +72,14 @@ def test_repeated_reshard_writes_identical_bytes(resharded, tmp_path):
 
 
 def test_per_rank_random_state_gives_a_note(tmp_path):
-    """Per-rank state is not changed silently."""
+    """A note says what happens to the random state of each rank."""
     done = common.dtshard("reshard", ACTOR, tmp_path / "x", "--mesh", "fsdp=6")
     assert "rng" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["rank0", "drop"])
 def test_on_conflict_selects_the_random_state(tmp_path, how):
-    """--on-conflict keeps the first rank's state for all, or none; values that are equal on all ranks stay."""
+    """--on-conflict keeps the first rank's random state for all ranks, or drops it; values that are equal on all ranks stay."""
     common.dtshard("reshard", ACTOR, tmp_path / "x", "--mesh", "fsdp=6", "--on-conflict", how)
     info, _ = common.trainer_truth("verl")
     for r in range(6):
@@ -89,4 +88,4 @@ def test_on_conflict_selects_the_random_state(tmp_path, how):
         if how == "rank0":
             assert generate.same_rng(found["rng"], generate.rng_state(0))
         else:
-            assert "rng" not in found  # all of it is dropped: verl fails on a part
+            assert "rng" not in found  # dtshard drops the whole random state, because verl fails if only a part is missing

@@ -1,7 +1,8 @@
 """Processes that exchange shards of a tensor receive no more bytes than in DTensor.redistribute.
 
-As many processes as ranks, each of which sees its own rank's file and writes its own rank's file, are asked by
-`--dry-run --json` what they would receive. `ci/mpi` runs this, with a build that has MPI. Where shards are uneven PyTorch pads them. `-s` prints all figures.
+There is one process per rank. It sees only the file of its rank and would write only the file of its rank; `--dry-run --json`
+reports how many bytes it would receive. PyTorch pads uneven shards, so it may receive more. `ci/mpi` runs this test with a
+build that has MPI. `-s` prints all figures.
 """
 
 import itertools
@@ -33,11 +34,11 @@ TYPICAL = {
     ("P(max)", "R"): [("R", "R")],
 }
 GRIDS = [(sizes, s, t) for sizes in ((2, 2), (2, 3)) for s, targets in TYPICAL.items() for t in targets]
-# Even: on each mesh all ranks have equal shards. Uneven: they do not.
+# With the even shape, all ranks have equal shards on every mesh; with the uneven shape, they do not.
 SHAPES = {"even": (12, 24), "uneven": (7, 5)}
 
 
-# Without GPUs, processes exchange bytes by MPI only.
+# Without GPUs, only processes with MPI exchange bytes; others copy files.
 MPI_BUILD = os.environ.get("DTSHARD_MPI")
 pytestmark = pytest.mark.skipif(not MPI_BUILD, reason="DTSHARD_MPI names no dtshard that is built with MPI")
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root"]

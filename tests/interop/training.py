@@ -1,9 +1,9 @@
 """A training job that changes from one process to tensor parallelism under FSDP2 and back, on gloo, in f64.
 
-`python training.py save FOLDER`: for each model FOLDER/MODEL/whole.pt and FOLDER/MODEL/dcp, the unsharded model and its AdamW
-after one step, and in FOLDER/MODEL/expected.pt its next step.
-`python training.py resume FOLDER`: 4 ranks, mesh dp=2,tp=2, take that step from FOLDER/MODEL/ranks (torch.load) and again from
-FOLDER/MODEL/placed (dcp.load). What they have then goes to FOLDER/MODEL/trained.
+`python training.py save FOLDER` writes for each model FOLDER/MODEL/whole.pt and FOLDER/MODEL/dcp, which both have the unsharded
+model and its AdamW after one step, and FOLDER/MODEL/expected.pt, which has the result of the next step. `python training.py
+resume FOLDER`: 4 ranks on the mesh dp=2,tp=2 take this next step twice, from FOLDER/MODEL/ranks (torch.load) and from
+FOLDER/MODEL/placed (dcp.load). They compare with expected.pt, and save to FOLDER/MODEL/trained.
 """
 
 import os
@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 VOCAB, DIM, HEADS, KV_HEADS, WIDE, LAYERS, BATCH, LENGTH = 11, 24, 4, 2, 14, 2, 4, 6
 DP, TP = 2, 2
 WORLD = DP * TP
-# Ranks sum in another order than one process, in f64.
+# Tolerance in f64: several ranks sum in another order than one process.
 CLOSE = {"rtol": 1e-10, "atol": 1e-13}
 
 # ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class TitanBlock(nn.Module):
 
 
 class Titan(nn.Module):
-    """The modules of torchtitan's Llama by their names."""
+    """A Llama whose modules have the names of torchtitan."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ def build(name, seed):
 def logits(model, tokens):
     if isinstance(model, Titan):
         return model(tokens)
-    # Passed explicitly, because tensor parallelism splits the sequence where the model would measure it.
+    # The mask is passed, because the model would compute it from the length of its input, of which a rank has only a part.
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     return model(tokens, attention_mask=mask.expand(len(tokens), 1, -1, -1), position_ids=torch.arange(LENGTH)[None],
                  use_cache=False).logits
@@ -151,7 +151,7 @@ NAMES = {
 
 
 def whole_sequence(model):
-    """Returns the input of attention, a keyword in transformers and positional in torchtitan."""
+    """Makes attention gather its input, which is a keyword argument in transformers and positional in torchtitan."""
     if model == "titan":
         return PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),))
     return PrepareModuleInput(input_kwarg_layouts={"hidden_states": SEQUENCE},
@@ -177,7 +177,7 @@ def plan(model):
 
 
 def placed(name, seed):
-    """Returns the model on this rank, and its optimizer with the state of a step that changes nothing."""
+    """Returns the sharded model on this rank, and a new optimizer."""
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     model = build(name, seed)
     parallelize_module(model, mesh["tp"], plan(name))
@@ -204,7 +204,7 @@ def save(folder):
 
 
 def go_on(name, model_state, optimizer_state):
-    """The third step in one process, from weights and the state of an optimizer, by numbers or names: its loss, the weights."""
+    """Takes the third step in one process, from weights and an optimizer state with numbers or names: (loss, weights)."""
     model = build(name, 3)
     optimizer = make_optimizer(model)
     model.load_state_dict(model_state)
@@ -218,7 +218,7 @@ def go_on(name, model_state, optimizer_state):
 # each rank
 
 def from_rank_files(folder, model, optimizer):
-    """Loads the rank's own file by load_state_dict of model and optimizer."""
+    """Loads the files of this rank with load_state_dict of model and optimizer."""
     state = {kind: torch.load(f"{folder}/ranks/{kind}_world_size_{WORLD}_rank_{dist.get_rank()}.pt", weights_only=True)
              for kind in ("model", "optim")}
     own = model.state_dict()
@@ -259,7 +259,7 @@ def resume(folder):
 
 
 def write_trained(folder, model, optimizer):
-    """Saves as the job does, and by PyTorch in one file."""
+    """Saves rank files and a DCP directory, as the job would, and the whole weights in one file."""
     rank = dist.get_rank()
     os.makedirs(f"{folder}/ranks", exist_ok=True)
     for kind, part in (("model", model), ("optim", optimizer)):

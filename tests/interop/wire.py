@@ -1,9 +1,9 @@
-"""Counts the bytes that PyTorch's DTensor.redistribute receives, and writes rank files for the same exchange by
+"""Counts the bytes that ranks receive in PyTorch's DTensor.redistribute, and writes rank files for the same exchange by
 dtshard.
 
-Every rank runs alone, in a fake group, on a mesh of device type "meta": with "cpu" PyTorch uses an all-gather in place of
-each all-to-all. The counter adds the bytes that a rank receives from others, by the algorithms that move
-least: rings for all-gather, reduce-scatter and all-reduce.
+Every rank runs alone in a fake process group, on a mesh of device type "meta": with "cpu", PyTorch uses an all-gather in place
+of each all-to-all. The counter adds the bytes that a rank receives from others, for the algorithms that move the fewest bytes:
+rings for all-gather, reduce-scatter and all-reduce.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# PyTorch's cost model of redistributions has no value for "meta".
+# PyTorch's cost model of redistributions needs the number of devices per host, which it does not know for "meta".
 @mock.patch.object(_mesh_resources, "num_devices_per_host", lambda device_type: 8)
 def by_torch(whole, sizes, source, target):
     """Returns the bytes that all ranks together receive."""

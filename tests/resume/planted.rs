@@ -140,8 +140,8 @@ fn link(target: &Path, at: &Path) {
     attack("ln", &[&"-s", &target, &at]);
 }
 
-/// A function that plants something at the path in the first argument, made from the victim's file or folder in the
-/// second.
+/// A function that plants a file, link or pipe at the first path. The second path is the victim's file or folder, to which
+/// a link leads and of which a file is a copy.
 type Plant = fn(&Path, &Path);
 
 const PLANTS: [(&str, Plant); 4] = [

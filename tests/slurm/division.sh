@@ -1,4 +1,4 @@
-# Many processes write the bytes of one process, however they are started.
+# Checks that many processes write the bytes of one process, with srun and as elements of an array.
 
 check_division() {
     local source to
@@ -21,7 +21,7 @@ srun_tasks_write_the_bytes_of_one_process() {
     done
 }
 
-# Elements run in any order, never all at once, and each prints how it ended.
+# Elements run in another order, never all at once. Each element prints how it ended.
 array_elements_write_the_bytes_of_one_process() {
     local some rest
     element() { sbatch --parsable --output=%a.log "$@" --wrap="srun dtshard $command --parts 4"; }

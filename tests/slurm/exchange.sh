@@ -1,10 +1,11 @@
-# Processes that see SRC apart write what one process writes: by a copy, and by NCCL between stand-ins for GPUs
-# (crates/gpu-stand-in), which are on this machine only and say nothing of GPUs.
+# Checks that processes that each see only some files of SRC write the bytes of one process: by copying files (--backend cpu),
+# and by NCCL between stand-ins for GPUs (crates/gpu-stand-in), which work on one machine and prove nothing about real GPUs.
 
-# Name; SRC, of the fixtures or made; numbers of tasks; bucket; verb, DST and options, in which @ are the fixtures.
+# Columns: name; SRC, a fixture or a folder that the checks made; numbers of tasks; bucket size; verb, DST and options, in which
+# @ stands for the folder of fixtures.
 #
-# By a copy so many tasks run on one node and on two, each with a folder of its own, and on two with a folder for each
-# node. By NCCL they do that, too, and then on one node and on two with one folder for all.
+# With a copy, the tasks run on one node and on two nodes, each with its own folder, and on two nodes with one folder per node.
+# With NCCL, they also run on one node and on two nodes with one folder for all tasks.
 conversions_by_exchange() {
     grep '^[a-z]' <<'TABLE'
 rows_to_columns      fsdp4/ranks         1,3,8     500   reshard out --mesh tp=3 --placements S(1)
@@ -33,7 +34,7 @@ larger_tensors       large               5         4MB   consolidate out
 TABLE
 }
 
-# After a copy all processes see SRC, so few kinds of sources are enough.
+# MEANS: prints the names of conversions. With a copy, all processes see all of SRC in the end, so a few conversions are enough.
 conversions_over() {
     local names='.'
     [ "$1" != copy ] || names='^(rows_to_columns|uneven_and_empty|flat_to_flat|partial_reduced|of_whole_files|larger_tensors) '
@@ -73,7 +74,7 @@ stand_in() {
     fi
 }
 
-# MEANS: sets the options of the backend, and the environment in which processes find it.
+# MEANS: sets the options for the backend, and the environment in which processes find its libraries.
 backend=()
 exchange_by() {
     backend=(--backend cpu)
@@ -83,7 +84,7 @@ exchange_by() {
     unset DTSHARD_NCCL_LIB
 }
 
-# SOURCE FOLDER N: copies each of its files to one of the folders FOLDER.0/step, FOLDER.1/step, ...
+# SOURCE FOLDER N: distributes the files of SOURCE over the N folders FOLDER.0/step, FOLDER.1/step, ...
 deal() {
     local file to number=0
     mkdir -p $(seq -f "$2.%g/step" 0 $(($3 - 1)))
@@ -94,8 +95,8 @@ deal() {
     done < <(cd "$1" && find . -type f | sort)
 }
 
-# MEANS TASKS: prints numbers of nodes, and whose files each task sees. A single task has no other task to exchange
-# with.
+# MEANS TASKS: prints pairs of the number of nodes and the files that each task sees: of its rank, of its node, or all. With a
+# copy, a single task is left out, because it has no task to exchange with.
 places() {
     case $1,$2 in
         copy,1) ;;
@@ -132,12 +133,12 @@ exchange_writes_the_bytes_of_one_process_by() {
     done
 }
 
-# The share of time of the slow task, and the seconds after which it is in the middle: with a copy it waits for no other
-# task.
+# MEANS: print the seconds for which the slow task runs before each stop of half a second, and the seconds after which it is in
+# the middle of its work. With a copy, it waits for no other task.
 share() { [ "$1" = copy ] && echo .0005 || echo .003; }
 middle() { [ "$1" = copy ] && echo 3 || echo 6; }
 
-# With -K and without, where the others detect the kill and name the task. --resume completes.
+# Runs with -K, and without, where the other tasks detect the kill and name the killed task. --resume then completes DST.
 killed_task_ends_the_exchange_and_resume_completes_by() {
     local command ends task
     export SHARE MIDDLE
@@ -146,7 +147,7 @@ killed_task_ends_the_exchange_and_resume_completes_by() {
     exchange_by "$1"
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
     for ends in '' -K; do
-        # The others wait for the slow task, so the kill hits the middle of the run.
+        # The other tasks wait for the slow task, so it is killed in the middle of the run.
         exits 137 timeout 120 srun $ends -N2 -n4 "$here/apart" rank bash -c '
             [ $SLURM_PROCID = 1 ] || exec "$@"
             SLOWLY=$SHARE "$@" &
@@ -186,7 +187,8 @@ JOB
     grep 'by an earlier run' job.log
 }
 
-# With --backend auto and one device for each task, like --gpus-per-task=1; then without a device for one task.
+# Runs with the default, --backend auto, and one device for each task, like --gpus-per-task=1; then without a device for one
+# task.
 task_without_a_GPU_stand-in_makes_all_copy_files() {
     deal "$work/small" rank 4
     exchange_by GPU_stand-in

@@ -1,4 +1,4 @@
-# Jobs that are cancelled, preempted, killed and requeued: DST is complete or does not exist, and --resume completes it.
+# Checks jobs that are cancelled, preempted, killed or requeued: DST is complete or does not exist, and --resume completes it.
 
 check_interruptions() {
     check requeued_job_resumes
@@ -9,24 +9,25 @@ check_interruptions() {
     check second_job_at_one_destination_is_refused
 }
 
-# DST COMMAND...: runs a command while four parts write DST.
+# DST COMMAND...: waits until four processes write DST, and then runs the command.
 interrupt() {
     await at_work "$1" 4
     sleep 0.6
     "${@:2}"
 }
 
-# DST: asserts that it does not exist, and that its finished work is kept.
+# DST: asserts that DST does not exist, and that the finished work in its partial folder is kept.
 kept() { [ ! -e "$1" ] && [ -e ".$1.dtshard-partial/plan.json" ]; }
 
-# JOB: releases a requeued job, which would wait for two minutes. Nodes refuse it in the second in which it was killed.
+# JOB: starts a requeued job at once; otherwise it would wait for two minutes. Sleeps first, because nodes refuse the job in the
+# second in which it was killed.
 start_again() {
     await is "$1" PENDING
     sleep 2
     scontrol update JobId="$1" StartTime=now
 }
 
-# Submits the job script of the page with a checkpoint that takes some seconds.
+# Submits the job script `preemptible` of the page, with a checkpoint whose conversion takes some seconds.
 submit_preemptible() {
     block '--job-name=preemptible ' >preemptible.sbatch
     ln -s "$work/large" step-1000
@@ -65,7 +66,7 @@ cancelled_job_resumes_with_other_tasks() {
     interrupt out.ranks scancel "$job"
     ends "$job" CANCELLED
     kept out.ranks
-    # Existing work is neither resumed nor discarded without an option.
+    # Without an option, dtshard neither resumes nor discards existing work.
     exits 2 srun -n2 dtshard $command
     srun -n3 dtshard $command --resume
     same out.ranks "$work/large.ranks"
@@ -73,7 +74,7 @@ cancelled_job_resumes_with_other_tasks() {
     grep -q 'exists already' output
 }
 
-# Runs without -K, so the others detect it themselves; their finished work is kept.
+# Runs without -K, so that Slurm does not end the other tasks: they detect the kill, and their finished work is kept.
 killed_task_is_named_by_the_others() {
     local command
     command=$(conversion safetensors "$work/large" out.safetensors)

@@ -1,4 +1,4 @@
-# The job scripts of docs/how-to/slurm.md do what the page describes.
+# Checks that the job scripts of docs/how-to/slurm.md do what the page describes.
 
 check_pages() {
     check job_scripts_for_one_node_and_several_succeed
@@ -7,7 +7,7 @@ check_pages() {
     check failed_array_is_not_verified
 }
 
-# NAME...: extracts the scripts of these names, and makes their checkpoint.
+# NAME...: extracts the job scripts with these names from the page, and makes the checkpoint step-1000 for them.
 scripts() {
     local name
     for name; do block "--job-name=$name " >"$name.sbatch"; done
@@ -27,7 +27,7 @@ job_scripts_for_one_node_and_several_succeed() {
     [ "$(grep -c wrote many.log)" = 1 ]
 }
 
-# Submits like the page, and waits for the last job, which must end with this word.
+# TEXT STATE: runs the block of the page that contains TEXT, and waits for its last job, which must end in STATE.
 submitted() {
     block "$1" >submit
     ends "$(bash -e submit | awk 'END { print $NF }')" "$2"
@@ -52,7 +52,7 @@ conversion_after_a_training_job_succeeds() {
 
 failed_array_is_not_verified() {
     scripts array verify
-    # Another file stands in place of the work folder.
+    # The partial folder has a file that is not dtshard's, so the array fails.
     mkdir .step-1000-dp3.dtshard-partial
     touch .step-1000-dp3.dtshard-partial/precious
     submitted 'array=$(' CANCELLED

@@ -1,8 +1,8 @@
-# Functions of all checks: they make checkpoints and wait for jobs.
+# Functions that all checks use: they make checkpoints, wait for jobs, and compare results.
 
 conversions=(dcp ranks safetensors)
 
-# Makes a real checkpoint, and one so large that parts begin and end within its files.
+# Makes a small checkpoint, which PyTorch wrote, and one so large that parts begin and end inside its files. Converts both.
 make_sources() {
     cp -r "$root/tests/fixtures/llama_tiny/dcp" "$work/small"
     large_model >"$work/model.safetensors"
@@ -37,20 +37,20 @@ conversion() {
     esac
 }
 
-# DST EXPECTED: asserts equal bytes, and nothing left beside DST.
+# DST EXPECTED: asserts that both have equal bytes, and that no temporary folder is left beside DST.
 same() {
     diff -r "$2" "$1"
     [ -z "$(compgen -G ".$1.dtshard-*")" ]
 }
 
-# CODE COMMAND...: asserts that it ends with this code.
+# CODE COMMAND...: asserts that the command ends with this exit code.
 exits() {
     local code=0
     "${@:2}" || code=$?
     [ $code = "$1" ] || { echo "exit code $code, not $1: ${*:2}"; return 1; }
 }
 
-# CONDITION...: waits until it holds.
+# CONDITION...: waits until the condition holds, at most 60 seconds.
 await() {
     local until=$((SECONDS + 60))
     until "$@" >/dev/null 2>&1; do
@@ -59,10 +59,10 @@ await() {
     done
 }
 
-# JOB STATE: returns whether the job, or every remaining element of the array, is in this state.
+# JOB STATE: returns whether the job, or every element of the array that Slurm still lists, is in this state.
 is() { [[ $(squeue --noheader --jobs="$1" --states=all --format=%T | sort -u) == "$2" ]]; }
 
-# JOB STATE: waits until the job has ended, and asserts its state.
+# JOB STATE: waits until the job has ended, and asserts its final state.
 ends() {
     await over "$1"
     is "$1" "$2" || { squeue --jobs="$1" --states=all; return 1; }
@@ -72,7 +72,7 @@ over() { [ -z "$(squeue --noheader --jobs="$1")" ]; }
 # DST PARTS: returns whether this number of processes writes DST.
 at_work() { [ "$(compgen -G ".$1.dtshard-partial/part-*.lease" | wc -l)" = "$2" ]; }
 
-# TEXT: prints the first block of the page that contains it.
+# TEXT: prints the first block of docs/how-to/slurm.md that contains TEXT.
 block() {
     awk -v text="$1" '
         /^```bash$/ { inside = 1; block = ""; next }

@@ -260,7 +260,7 @@ fn folder_with_two_formats_is_refused_without_from() {
     assert_no_checkpoint(&source);
 }
 
-/// The options would not change flat parameters, or the world size would give too many files.
+/// In each case, an option has no effect on flat parameters, or the world size is so large that there are too many files.
 #[test]
 fn useless_or_oversized_flat_parameters_are_refused() {
     let env = TestEnv::new();

@@ -95,7 +95,7 @@ fn unusable_destinations_are_refused() {
         ("new/../..", &[]),
         (".", &[]),
     ] {
-        // The target is in a subfolder, because the folder that contains the temporary folder may be that of this
+        // `folder` is two levels below the folder for temporary files, so that no target is that folder, which may be the
         // repository.
         let target = env.path("folder").join(target);
         assert_refused(&env, &[&"unshard", &source, &target], words);

@@ -102,7 +102,7 @@ fn repeated_signals_leave_nothing() {
     }
 }
 
-/// The run blocks before the dry run begins, because the test does not read its messages.
+/// The test does not read the messages at first, so the program blocks before it checks the conversion.
 #[test]
 fn signal_stops_a_dry_run() {
     let env = TestEnv::new();
@@ -115,7 +115,7 @@ fn signal_stops_a_dry_run() {
     let source = env.path("many.safetensors");
     fs::write(&source, [&(header.len() as u64).to_le_bytes()[..], &header, &[0; 8]].concat()).unwrap();
     let mut child = command(&[&"unshard", &source, &"--dry-run", &"--include=w", &"-v"]).spawn().unwrap();
-    // The run prints more lines than the buffer of the pipe holds.
+    // The program prints more messages than the buffer of the pipe holds.
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
     while !line.contains("left out: ") {

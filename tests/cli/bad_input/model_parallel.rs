@@ -158,8 +158,8 @@ fn replicas_that_differ_are_refused() {
     refused.assert_refused(&["a plain tensor differs", "rank 0 and rank 1", "record that these ranks hold replicas"]);
 }
 
-/// Writes a file with a model and an optimizer: the parameter `w` is sharded over `h`, and the tensor `a` of the
-/// model has the shape of its local part, so that the number 0 may be either.
+/// Returns a file with a model and an optimizer. The parameter `w` is sharded over `h`. The tensor `a` is plain, and has
+/// the shape of the local part of `w`, so number 0 of the optimizer may be the state of `a` or of `w`.
 fn with_numbered_state(rank: i64) -> Vec<u8> {
     let file = MakaniFile::of_rank(rank);
     let plain = |offset| MakaniFile { dims: None, offset, ..file.clone() };

@@ -124,7 +124,7 @@ fn incomplete_safetensors_set_without_index_is_refused() {
     assert_eq!(like.code, Some(2), "{like:?}");
 }
 
-/// The names are names of variants in diffusers, of a second download, and of file systems that change the case.
+/// Variants in diffusers have such names, and so do second downloads and files on file systems that change the case.
 #[test]
 fn file_sets_are_recognised_under_other_names() {
     let names: [fn(u32) -> String; 6] = [

@@ -1,11 +1,13 @@
 //! Tests of the tensors that `consolidate` selects, and of two promises for new users: `consolidate` writes a loadable
 //! model, and `reshard` writes every file of the trainer.
 //!
-//! - A tree with the model beside `optimizer`, `nested`, ... of every fixture: `conversions::consolidate_writes_the_model`.
-//! - The closing line's groups: `conversions::consolidate_lists_excluded_tensors_and_objects`.
+//! Tested in other modules:
+//!
+//! - The model of every fixture is found beside `optimizer`, `nested`, ...: `conversions::consolidate_writes_the_model`.
+//! - The closing line lists what was left out: `conversions::consolidate_lists_excluded_tensors_and_objects`.
 //! - `--root` chooses another subtree: `conversions::consolidate_writes_the_subtree_of_root`.
-//! - That loaders open what is written is tested with transformers and vLLM's loader in `tests/interop/test_ship.py`;
-//!   that the trainer opens every file of a resharded actor in `tests/interop/test_verl_reshard.py`.
+//! - transformers loads the written model: `tests/interop/test_ship.py`.
+//! - verl opens every file of a resharded actor: `tests/interop/test_verl_reshard.py`.
 
 use std::fs;
 

@@ -1,8 +1,10 @@
 //! Tests of declared layouts of SRC: the plain tensors in rank files are shards (`--src-mesh` to `--reduce`).
 //!
+//! Tested in other modules:
+//!
 //! - The shape of a whole tensor from its shards, and shards that do not fit: `layout::whole`.
 //! - Sums, means and their rounding: `exec::reduce`.
-//! - Real torch, gradients of real ranks: `interop/test_declared_layout.py`.
+//! - Shards and gradients that PyTorch saved: `tests/interop/test_declared_layout.py`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -417,7 +419,7 @@ fn tensors_that_are_left_out_need_no_declared_layout() {
     let rule = "--src-mesh tp=3 --src-placements blocks.0.w1.weight=S(0)";
     let refused = expect(2, "consolidate", &[&source, &env.path("all")], rule).stderr;
     assert_contains(&refused, &["the local shape differs between rank", "declare --src-placements"]);
-    // Optimizer state of unknown parameters does not matter beside the scheduler.
+    // Without the model, the parameters of the optimizer state are unknown. This is no error if the state is excluded.
     let options = "--series optim,extra_state --src-mesh tp=3 --src-placements S(0) --to torch-ranks --mesh dp=1";
     env.make("reshard", &source, "rest", &format!("{options} --exclude optim"));
 }
@@ -623,7 +625,7 @@ fn rank_without_a_replicated_tensor_is_read_and_missing_shard_is_refused() {
     let source = rank_files(&env, "b", &stages, Files::Torch);
     let options = format!("--src-mesh pp=2,tp=2 {}", RULES.replace("=S", "=R,S"));
     succeed("verify", &[&source, &write_whole(&env, &model())], &options);
-    // A missing file is a missing shard.
+    // The missing file has a shard, so `--allow-missing` is not enough.
     let source = rank_files(&env, "c", &parts, Files::Torch);
     fs::remove_file(source.join("rank_0.pt")).unwrap();
     let run = expect(2, "inspect", &[&source], &format!("--src-mesh tp=2 {RULES} --allow-missing"));

@@ -1,7 +1,7 @@
 //! Tests of `--like` and `--fill-from`: complete parameters are edited, and written back into the sharded checkpoint
 //! that they come from.
 //!
-//! - The layouts of reshard without these options: `layout`.
+//! The layouts of reshard without these options are tested in `layout`.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,6 +1,6 @@
 //! Tests of the flat parameters of FSDP1: `flatten`, and the other verbs with flat parameters.
 //!
-//! - Reading and refused layouts: `fsdp_flat`; writing without the command line: `flat_write`.
+//! Reading and refused layouts are tested in `fsdp_flat`, and writing without the command line in `flat_write` (library).
 
 use std::fs;
 use std::path::{Path, PathBuf};

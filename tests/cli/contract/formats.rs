@@ -1,15 +1,18 @@
 //! Tests of the formats that are read and written, of the names of their files, and of the defaults without options.
 //!
-//! - A folder that holds two complete kinds is an error that names both: `bad_input::arguments::folder_with_two_formats_is_refused_without_from`.
+//! Tested in other modules:
+//!
+//! - A folder with checkpoints of two formats is an error that names both:
+//!   `bad_input::arguments::folder_with_two_formats_is_refused_without_from`.
 //! - Parent folders (`latest`, `global_step_N`, `iter_N`, `actor`, `pytorch_model_fsdp_0`), and candidates that are
 //!   listed: `folders::checkpoint_is_found_in_subfolders`, `several_candidates_are_refused_with_a_list`.
 //! - DeepSpeed, Megatron, TorchScript, legacy torch, `s3://` and the like are refused by name:
 //!   `bad_input::arguments::{sources_without_a_checkpoint_are_refused, other_frameworks_are_refused_by_name}`.
-//! - The other verbs refuse one rank's file with "1 of 8: give the folder":
+//! - All verbs but `inspect` refuse the file of one rank, and say that it is one of several:
 //!   `bad_input::ranks::one_rank_file_of_several_is_refused`.
-//! - Two world sizes of one series: `folders::files_of_two_world_sizes_are_refused`.
-//! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`; its files are those of PyTorch's writer:
-//!   `tests/interop/test_dcp_hf.py`.
+//! - Files of two world sizes in one series are refused: `folders::files_of_two_world_sizes_are_refused`.
+//! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`; the written files equal those of PyTorch's
+//!   writer: `tests/interop/test_dcp_hf.py`.
 
 use std::fs;
 
@@ -49,7 +52,7 @@ fn dcp_hf_numbers_ranks_with_a_file_consecutively() {
     let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
     assert_eq!(names_below(&made.path), [name(1), name(2)]);
     assert_same(&made.tensors(), &read(&fixture("dcp_hf/shards")), "on ranks 4 and 7");
-    // An empty part may be recorded by another rank, so the rank of the part has no file.
+    // The tensor has two rows, so 7 of the 9 ranks have none. One of them writes the empty chunk; the others have no file.
     let made = env.make("reshard", "dcp_hf/shards", "few", "--mesh dp=9 --include model.few.weight --to dcp-hf");
     assert_eq!(names_below(&made.path), [name(1), name(2), name(3)]);
     let document = inspect(&made.path, "");

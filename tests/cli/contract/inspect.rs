@@ -1,5 +1,7 @@
 //! Tests of the output of `inspect`, as text and as JSON.
 //!
+//! Tested in other modules:
+//!
 //! - Summaries, tables, `--tensor`, `--draw`, `--brief`: the snapshots of `inspect` beside this folder.
 //! - Digests are equal for every layout and format: `conversions::digests_do_not_depend_on_layout_or_format`;
 //!   `common::Tensor` computes the expected digests from dtype name, shape and bytes.

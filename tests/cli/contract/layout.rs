@@ -1,6 +1,9 @@
 //! Tests of the target layout of `reshard`: meshes and placements.
 //!
-//! - Rules before the fallback, the first match wins: `conversions::rules_override_the_default_placement`.
+//! Tested in other modules:
+//!
+//! - Rules take precedence over the fallback, and the first matching rule applies:
+//!   `conversions::rules_override_the_default_placement`.
 //! - `--mesh` alone: `conversions::{mesh_alone_keeps_placements_by_dim_name, mesh_alone_without_common_dim_names_gives_defaults}`.
 //! - A pattern that does not fit, and the default that becomes replicate:
 //!   `conversions::placements_that_do_not_fit_are_refused`.

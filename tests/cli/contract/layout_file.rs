@@ -1,6 +1,8 @@
 //! Tests of layout files: `--layout` and `inspect --layout`.
 //!
-//! - The grammar, and the words of every error in it: `layout::file::tests`.
+//! Tested in other modules:
+//!
+//! - The grammar, and all its error messages: `layout::file::tests`.
 //! - `--split`, and splits in a file: `splits`.
 
 use std::fs;

@@ -1,7 +1,9 @@
 //! Tests of the `local` format: plain tensors of each rank, and a document that describes the complete tensors.
 //!
+//! Tested in other modules:
+//!
 //! - Valid and invalid documents: `format::local::tests`; damaged files: `bad_input::local`.
-//! - Each rank's tensors equal those of PyTorch's `to_local`, and `from_local` combines them: interop, `test_local`.
+//! - Each rank's tensors equal those of PyTorch's `to_local`, and `from_local` combines them: `tests/interop/test_local.py`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,5 +1,7 @@
 //! Tests of the selection of tensors, and of the names under which they are written.
 //!
+//! Tested in other modules:
+//!
 //! - Wrapper prefixes inside names, `param_groups` and flattened optimizers: `select::tests` (library).
 //! - `?`, `{a,b}`, `**` and literal characters in patterns: `layout::pattern::tests`.
 //! - Rename files, groups and the last unescaped `=`: `select::rename::tests`.
@@ -160,7 +162,7 @@ fn add_prefix_changes_names_and_nest_adds_dicts() {
     let flat = env.make("unshard", model(&env), "flat.pt", "--add-prefix model.");
     let nested = env.make("unshard", model(&env), "nested.pt", "--nest model");
     assert_eq!(flat.tensors(), nested.tensors());
-    // Only the nested file has the model in a dict below a key, whose prefix consolidate removes.
+    // Only the nested file has the model in a dict below the key `model`. `consolidate` removes this key from the names.
     let from_flat = env.make("consolidate", &flat.path, "a.safetensors", "");
     let from_nested = env.make("consolidate", &nested.path, "b.safetensors", "");
     assert!(from_flat.tensor_names().iter().all(|name| name.starts_with("model.")));

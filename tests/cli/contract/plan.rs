@@ -1,7 +1,7 @@
 //! Tests of parallelize plans on the command line.
 //!
-//! - The placements of each parameter of each family: `plans`. Styles, pairs and mesh dims alone: unit tests of
-//!   `layout::parallelize`.
+//! The placements of each parameter of each family are tested in `plans`; styles, pairs and mesh dims in unit tests of
+//! `layout::parallelize`.
 
 use serde_json::Value as Json;
 

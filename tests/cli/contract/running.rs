@@ -1,5 +1,7 @@
 //! Tests of running a verb: the files that it writes, its messages and exit codes.
 //!
+//! Tested in other modules:
+//!
 //! - INT and TERM, a killed run and `--restart`, two runs into one DST: `bad_input::interrupted`.
 //! - DST in SRC and SRC in DST, through links too: `bad_input::destination::nested_source_and_destination_are_refused`.
 //! - An existing DST, links: `bad_input::destination::existing_destinations_are_refused_and_links_are_not_followed`;
@@ -8,8 +10,8 @@
 //! - A full file system: `bad_input::destination::full_file_system_leaves_nothing`.
 //! - `--io`, `--threads`, `--max-memory`, `--verify` and `--progress` change no byte: `conversions::io_threads_and_memory_options_change_no_byte`.
 //! - `--max-memory` below the minimum, `--threads 0`: `bad_input::arguments::invalid_threads_and_memory_are_refused`.
-//! - Memory stays within `--max-memory`: `bench/`.
-//! - A broken pipe is 0: `inspect::broken_pipe_is_no_error`, and for the verbs that write below.
+//! - A run uses at most the memory that `--dry-run` reports: `tests/exchange/memory.rs`.
+//! - The exit code after a broken pipe is 0: `inspect::broken_pipe_is_no_error`; for the verbs that write, this module.
 //! - `--json`, `-q`, `-v` and `--progress` before and behind the verb: `inspect::output_options_are_accepted_before_and_after_the_verb`.
 
 use std::fs;

@@ -1,6 +1,6 @@
 //! Tests of splits of dims: `--split`, and splits and sizes in a layout file.
 //!
-//! - Splits alone: `layout::split::tests`. Splits of SRC: `declared_layout`, `local`.
+//! The computation of splits is tested in `layout::split::tests`, and splits of SRC in `declared_layout` and `local`.
 
 use serde_json::{Value as Json, json};
 

@@ -1,7 +1,9 @@
 //! Tests of values: dtypes, ties, differences between ranks, checksums, limits of formats, and identical bytes.
 //!
+//! Tested in other modules:
+//!
 //! - Without `--dtype` no bit changes: `conversions::*_keep_values`.
-//! - Every cast of every pair of dtypes against PyTorch: `exec::cast::tests` (library), on `fixtures/cast`.
+//! - Casts between all pairs of dtypes equal those of PyTorch: `exec::cast::tests` (library), with `fixtures/cast`.
 //! - Missing ranks and replicas that cover them: `folders::{missing_ranks_are_an_error_unless_replicas_cover_them,
 //!   missing_rank_0_is_covered_by_replicas}`, `bad_input::damage::missing_files_are_all_listed`.
 //! - The index of a split model: `conversions::large_model_is_split_into_files_with_an_index`.

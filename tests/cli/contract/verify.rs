@@ -1,5 +1,7 @@
 //! Tests of `verify`: one checkpoint is valid, or two checkpoints have the same values.
 //!
+//! Tested in other modules:
+//!
 //! - A flipped byte, in every format: `conversions::verify_finds_a_flipped_byte`.
 //! - Retyped, reshaped, removed, added and differing tensors: `conversions::verify_finds_changed_tensors`.
 //! - Layouts and formats of the same values: `conversions::{verify_accepts_other_layouts_of_the_same_values,
@@ -105,10 +107,10 @@ fn filters_apply_to_both_checkpoints() {
         assert_eq!((&found["only_in_src"], &found["only_in_other"]), (&json!([]), &json!([])), "{options}");
         assert!(found["tensors"].as_u64().unwrap() > 0, "{options}");
     }
-    // A pattern may match names of OTHER alone, but not of neither.
+    // A pattern must match a name in SRC or in OTHER.
     succeed("verify", &[&model, &all], "--exclude optim");
     expect(2, "verify", &[&model, &all], "--exclude optim --exclude nowhere");
-    // Other tensors of OTHER are still findings.
+    // Tensors of OTHER that the pattern does not match are still findings.
     let found = expect(1, "verify", &[&model, &all], "--exclude optim.state.3 --json").json();
     let added = found["only_in_other"].as_array().unwrap();
     assert!(added.iter().any(|name| name == "optim.state.4.exp_avg"), "{added:?}");

@@ -1,8 +1,8 @@
 //! Tests of every ordered pair of placement lists, from rank files to rank files. The results are compared element by
 //! element with index lists and sums.
 //!
-//! The reference model shares no code with the library: shards are lists of indices, and partial values are recomputed
-//! from their numbers. Ranks along a Partial dim hold unrelated values.
+//! The reference model shares no code with the library: shards are lists of indices, and each value is computed again from
+//! the index of its element. Ranks along a Partial dim hold unrelated values.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

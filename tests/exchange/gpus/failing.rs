@@ -7,7 +7,7 @@ use crate::gpus::job::{Job, RANKS, VISIBILITIES, Visibility, assert_others_name}
 use crate::nodes::{assert_refused, assert_succeeded, names, wait_all};
 use crate::outcome::fixture;
 
-/// Runs all processes, each time with the fault in another one of them. Asserts that its error and the errors of the
+/// Runs all processes several times; each time, another process has the fault. Asserts that its error and the errors of the
 /// other processes contain `words`, and that no files except `leaves` remain.
 #[track_caller]
 fn assert_named_when_failed(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
@@ -122,7 +122,8 @@ fn different_source_of_one_process_is_refused() {
     for outcome in &outcomes {
         outcome.assert_refused(&["process 1 of 3 (", "): plan: it differs from the plan of process 0"]);
     }
-    // A process may learn of the failure of another process, which has no hint, before it compares the plans itself.
+    // A process that receives the failure of another process before it compares the plans itself prints no hint. At least
+    // one process prints the hint.
     assert!(outcomes.iter().any(|outcome| outcome.err.contains("hint: start all processes")), "{outcomes:?}");
     job.assert_can_start_again();
 }

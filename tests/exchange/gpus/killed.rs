@@ -14,8 +14,8 @@ const PROGRAM: &str = "DTSHARD_FAULT";
 /// Makes the stand-in behave like NVLink and shared memory, which do not report a lost peer.
 const SILENT: Settings<'static> = &[("GPU_STAND_IN_LOST_PEERS", "silent")];
 
-/// Runs all processes, each time with another one of `ranks` killed at a fault point. Asserts that the other processes
-/// name it, and that no files except `leaves` remain.
+/// Runs all processes once for each of `ranks`, and kills the process of this rank at a fault point. Asserts that the other
+/// processes name it, and that no files except `leaves` remain.
 #[track_caller]
 fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
     let mut is_hit = false;
