@@ -274,7 +274,8 @@ impl FlatUnit {
 }
 
 impl FlatParam {
-    /// Returns the number of elements. Shapes are checked together with the layout.
+    /// Returns the number of elements, or `u64::MAX` if the number exceeds 64 bits. [`FlatLayout::check`] refuses such
+    /// shapes.
     #[must_use]
     pub fn numel(&self) -> u64 {
         crate::layout::numel(&self.shape).unwrap_or(u64::MAX)

@@ -288,7 +288,8 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     text
 }
 
-/// Returns the options of messages (`--json`, `--quiet`, ...) if the arguments could not be parsed.
+/// Returns the options of messages if the arguments could not be parsed: `--json` if the arguments contain it, and the
+/// defaults of all other options.
 pub fn talk_of_unparsed(arguments: &[OsString]) -> TalkArgs {
     let options = || arguments.iter().skip(1).take_while(|argument| *argument != OsStr::new("--"));
     TalkArgs { json: options().any(|argument| argument == "--json"), ..TalkArgs::default() }

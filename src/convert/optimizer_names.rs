@@ -62,8 +62,8 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
     notes
 }
 
-/// Gives the selected optimizers of SRC the keys that the optimizers of the checkpoint of `--fill-from` have: names, or the
-/// numbers that the same parameters have there.
+/// Makes the selected optimizers of SRC use the keys of FILLER (`--fill-from`) for each parameter: its name, if FILLER has
+/// names as keys, or the number that this parameter has in FILLER.
 ///
 /// # Errors
 /// `Usage` if the optimizers of both checkpoints have numbers, and equal numbers may mean different parameters.

@@ -155,8 +155,9 @@ impl Launch {
 /// Returns the launch of this process, from `--part` and `--parts` or from its launcher.
 ///
 /// # Errors
-/// `Usage` if the part index is not below the number of parts, if only one of the two numbers is set, and if two
-/// launchers, or the launcher and the options, disagree.
+/// `Usage` if the part index is not below the number of parts, if `part` is given without `parts`, if the launcher sets only
+/// the rank or only the number of ranks, if `parts` is given and nothing defines the index, and if two launchers, or the
+/// launcher and the options, disagree.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
     let assigned = match (part, parts) {
         (part, Some(parts)) => Some(part_from_options(part, parts, env)?),

@@ -67,7 +67,7 @@ pub struct LocalContent {
 /// The mirrored files, by the path of their mirror.
 pub type MirroredFiles = HashMap<PathBuf, LocalContent>;
 
-/// The original file of a mirrored file, as this process sees it.
+/// The original file of a mirrored file. This process may see the original file or not.
 #[derive(Clone, Debug)]
 pub struct LocalFile {
     /// The path of the original file, as the user knows it.

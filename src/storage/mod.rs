@@ -146,10 +146,11 @@ impl Files {
     }
 
     /// Replaces mirrored files by the original files that this process sees. From then on, messages contain the user's
-    /// paths for all files. `local` returns the original file for a path in the mirror.
+    /// paths for all files. `local` returns the original file for a path in the mirror, even if this process does not
+    /// see that file, and `None` for any other path.
     ///
     /// # Errors
-    /// `Io` if a file that this process saw no longer exists or has changed.
+    /// `Io` if a file that this process saw earlier is gone or has changed.
     pub fn use_local_files(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<LocalFile>) -> Result<()> {
         for entry in &mut self.entries {
             let Some(LocalFile { path, own_modified: seen }) = local(&entry.path) else { continue };

@@ -256,8 +256,8 @@ fn entries_that_contradict_each_other_are_errors() {
         ("0/progress/list/0", "0/progress/list/5", "an item at position 0"),
         ("0/progress/list/0", "0/progress/list/x", "positions in a list"),
         ("0/optim/state", "0/optim/other", "a dict that lists all its keys"),
-        ("0/model/fc.bias", "00/model/fc.bias", "a rank below 4"),
-        ("0/model/fc.bias", "4/model/fc.bias", "a rank below 4"),
+        ("0/model/fc.bias", "00/model/fc.bias", "RANK below 4"),
+        ("0/model/fc.bias", "4/model/fc.bias", "RANK below 4"),
         ("0/model/fc.bias", "0/model/fc.bias/w", "an entry"),
     ] {
         damaged.edit(|manifest| {
@@ -339,7 +339,8 @@ fn missing_item_of_a_nested_list_is_an_error() {
         json!({"0/m": dict, "1/m": dict, "0/m/w": tensor_entry("f0", true), "0/m/l": list, "1/m/l": list, "0/m/l/0": list,
                "1/m/l/0": list, "0/m/l/0/0": int(1), second: int(3)})
     };
-    refuse_entries(entries("0/m/l/0/2"), 2, &["expected an item at position 1", "found position 2"]);
+    let expected = "expected an item at position 1 of this list, because position 2 has one";
+    refuse_entries(entries("0/m/l/0/2"), 2, &[expected]);
     refuse_entries(entries("0/m/l/0/x"), 2, &["positions in a list"]);
     refuse_entries(entries("0/m/l/0/0/7"), 2, &["entries below it exist"]);
 }

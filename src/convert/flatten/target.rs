@@ -259,12 +259,12 @@ impl FlattenRequest {
             Some(like) if like.format.keeps_order() => {
                 OrderedModel { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
             }
-            Some(like) => return Err(units::unordered(&not_kept(like))),
+            Some(like) => return Err(order_not_kept(like)),
             None if source.checkpoint.format.keeps_order() => {
                 let selected = &source.selection.catalog;
                 OrderedModel { checkpoint: &source.checkpoint, catalog: selected, state: &selected.state }
             }
-            None => return Err(units::unordered(&not_kept(&source.checkpoint))),
+            None => return Err(order_not_kept(&source.checkpoint)),
         };
         let (mut layout, notes) = units::derive(&ordered, &wrapping)?;
         if like.is_some() {
@@ -296,10 +296,20 @@ fn knows_modules(state: &Value) -> bool {
     tensors.iter().all(|(fqn, _)| registered.contains(module_of(&clean_name(fqn.as_str()))))
 }
 
-fn not_kept(checkpoint: &Checkpoint) -> String {
+/// Returns the error for `--wrap` if the checkpoint does not have the order of all parameters.
+fn order_not_kept(checkpoint: &Checkpoint) -> Error {
     let Checkpoint { format, root, .. } = checkpoint;
+    let root = root.display();
     match format.tensors() {
-        TensorStorage::Flat => format!("the units in {} are not the units to write", root.display()),
-        _ => format!("{} has format {format}, which does not keep the order of parameters", root.display()),
+        TensorStorage::Flat => Error::unsupported(
+            format!(
+                "options::wrap defines new units, but {root} has the order of parameters only within its own units"
+            ),
+            format!(
+                "omit options::wrap to keep the units of {root}; or give options::flat_layout FILE instead; or give \
+                 options::like CKPT, a torch file of the same model, which has the order of all parameters"
+            ),
+        ),
+        _ => units::unordered(&format!("{root} has format {format}, which does not keep the order of parameters")),
     }
 }

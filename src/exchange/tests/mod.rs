@@ -23,7 +23,8 @@ use crate::storage::FileId;
 /// reduction operation.
 pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, Option<(u64, ReduceOp)>);
 
-/// Returns one element of a partial value. The sum of four such elements can be represented in the dtype.
+/// Returns one element of a partial value. The sum of four such elements does not overflow the dtype, but
+/// may be rounded.
 fn term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     let number = u8::try_from((index * (partial + 1) + 5 * partial) % 63).unwrap();
     let float = (f32::from(number) * 0.37 - 9.0).to_le_bytes();

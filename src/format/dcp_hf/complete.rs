@@ -16,7 +16,7 @@ use crate::storage::{Files, IoMode};
 /// The hint if files `shard-R-model-F-of-N` are missing, but the existing files have all elements of every tensor that
 /// these files name.
 const WITHOUT_THEM: &str = "use options::allow_missing if these files never existed: a rank that has nothing to save writes \
-                            no file, and the existing files have every element of the tensors that they name";
+                            no file. dtshard found every element of each tensor that the existing files name";
 
 /// The hint if, for some F, no rank R has a file `shard-R-model-F-of-N`.
 const WITHOUT_FILES: &str = "copy the missing files into the folder, or use options::allow_missing to continue without \

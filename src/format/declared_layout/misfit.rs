@@ -25,13 +25,14 @@ impl LayoutMisfit<'_> {
     /// Converts the error to an error of the crate; `file` is the file of the rank that the error names.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
+        let hint = self.hint(&error);
         let conflict = |what, between: String, detail| {
             Error::Catalog(CatalogError::Conflict {
                 fqn: self.entry.fqn.to_string(),
                 what,
                 between,
                 detail,
-                hint: Some(self.hint()),
+                hint: Some(hint),
             })
         };
         let declared_by = self.declared_by;
@@ -51,7 +52,8 @@ impl LayoutMisfit<'_> {
                 "the set of ranks",
                 format!("the files and {declared_by}"),
                 format!(
-                    "expected a shard on every rank that shares the tensor ({placements}), but rank {rank} has no such tensor"
+                    "expected a shard on every rank that shares the tensor ({placements}), but the files have no shard of \
+                     rank {rank}"
                 ),
             ),
             PartError::OutsideMesh { rank } => conflict(
@@ -73,8 +75,22 @@ impl LayoutMisfit<'_> {
         }
     }
 
-    /// Returns a hint with placements or a split rule that match the local shapes and are similar to the declared ones.
-    fn hint(&self) -> String {
+    /// Returns the hint for an error. For wrong sizes, the hint has placements or a split rule that match the local shapes
+    /// and are similar to the declared ones.
+    fn hint(&self, error: &PartError) -> String {
+        match error {
+            PartError::Missing { rank } => {
+                return format!(
+                    "check that the file of rank {rank} exists and that the save finished; if rank {rank} never had the \
+                     tensor, as with pipeline stages, declare R on that mesh dim; otherwise check the order of ranks in \
+                     the mesh (options::src_mesh_ranks)"
+                );
+            }
+            PartError::OutsideMesh { .. } => {
+                return String::from("check the mesh and the ranks in it (options::src_mesh, options::src_mesh_ranks)");
+            }
+            PartError::WrongSizes { .. } | PartError::Overflow { .. } | PartError::Layout { .. } => {}
+        }
         let Some(near) = nearest_fit(self.mesh, self.shared, self.local_shapes) else {
             return String::from(
                 "no split rule gives these sizes: declare the sizes in a layout file (options::src_layout), or check \

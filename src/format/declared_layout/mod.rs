@@ -37,7 +37,8 @@ use resolver::{LayoutResolver, ResolvedLayouts};
 /// The layout of plain tensors on the ranks that saved them, declared by the user.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredLayout {
-    /// The mesh of the ranks; `None` if the mesh is taken from DTensors in the files.
+    /// The mesh of the ranks; `None` if the mesh is taken from the layout file or, if it has none, from DTensors in the
+    /// files.
     pub mesh: Option<DeviceMesh>,
     pub rules: Vec<Rule>,
     /// Placements of tensors without a rule, and the option that declared these placements; `None` if tensors without a

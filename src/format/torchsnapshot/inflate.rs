@@ -180,7 +180,8 @@ impl<'a> Inflater<'a> {
         }
         items.sort_unstable();
         if let Some((expected, (found, _))) = (0..).zip(&items).find(|(at, (index, _))| at != index) {
-            return Err(self.wrong(path, format!("an item at position {expected}"), format!("position {found}")));
+            let expected = format!("an item at position {expected} of this list, because position {found} has one");
+            return Err(self.wrong(path, expected, "none"));
         }
         Ok(items.into_iter().map(|(_, item)| item).collect())
     }

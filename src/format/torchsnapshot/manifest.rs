@@ -192,7 +192,10 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     let mut entries = Vec::with_capacity(document.manifest.0.len());
     for (key, entry) in document.manifest.0 {
         let Some((rank, logical)) = split_rank(&key, document.world_size) else {
-            let expected = format!("paths of at most {MAX_DEPTH} keys after a rank below {}", document.world_size);
+            let expected = format!(
+                "RANK/PATH, with RANK below {} (no sign, no leading zeros) and at most {MAX_DEPTH} keys in PATH",
+                document.world_size
+            );
             return Err(Error::malformed(path, "manifest", expected, format!("`{key:.200}`")));
         };
         let reader = EntryReader { path, key: &key, files: &mut files };

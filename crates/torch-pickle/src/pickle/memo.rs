@@ -2,8 +2,9 @@
 //!
 //! CPython stores nearly every object in the memo, but fetches few of these entries: a `.metadata` of a million chunks
 //! has about twenty million memo entries. A first walk over the opcodes marks the indices that a GET names, and only
-//! these indices get a cell. The first walk also shows which nodes have exactly one owner: nodes that are never
-//! fetched. When an object becomes a row, a node with one owner may be freed (see [`super::visitor`]).
+//! these indices get a cell. The first walk also shows which nodes may be freed early: a node that is never fetched (and
+//! never duplicated by DUP) has exactly one owner. If a visitor replaces an object by a row of its table (see
+//! [`super::visitor`]), the nodes that only this object owned are freed.
 //!
 //! Pickles of protocol 4 and later consist of frames, and each frame contains complete opcodes. So a long pickle is
 //! divided into parts at the start of frames, and several threads walk the parts. If every walk ends exactly where the
@@ -11,7 +12,7 @@
 //!
 //! Invariant: the number of the cell for index `i` is the number of fetched indices below `i`.
 //!
-//! Source of the rule: CPython `Lib/pickle.py`, `load_put`, `load_memoize`, `load_get` and
+//! Source of the rules for memo indices and frames: CPython `Lib/pickle.py`, `load_put`, `load_memoize`, `load_get` and
 //! `load_frame`.
 
 use std::iter::zip;
