@@ -269,7 +269,7 @@ fn entries_that_contradict_each_other_are_errors() {
     }
     let deep = format!("0/{}", vec!["a"; 100_000].join("/"));
     damaged.edit(|manifest| manifest["manifest"][deep] = json!({"type": "list"}));
-    damaged.assert_refused(&["paths of at most 128 keys"]);
+    damaged.assert_refused(&["at most 128 keys in PATH"]);
 }
 
 /// Asserts that a snapshot with these entries is refused. Each of the files `f0` and `f1` has two floats.
