@@ -7,7 +7,7 @@
 //! {0: 1}                           {"$dict": [[0, 1]]}          also if a key is a text that begins with $
 //! OrderedDict(a=1)                 {"$ordered": {"a": 1}}       and "$attributes", if the dict has attributes
 //! (1, 2), {1}, frozenset({1})      {"$tuple": [1, 2]}, {"$set": [1]}, {"$frozenset": [1]}
-//! nan, 2 ** 64, 1j                 {"$float": "nan"}, {"$int": "0x..."}, {"$complex": [0.0, 1.0]}
+//! nan, 2 ** 64, 1j                 {"$float": "nan"}, {"$int": "000000000000000001"}, {"$complex": [0.0, 1.0]}
 //! b'a', bytearray(b'a')            {"$bytes": "61"}, {"$bytearray": "61"}
 //! torch.float32                    {"$symbol": ["torch", "float32"]}
 //! an object                        {"$object": {"how": "new", "class": ["argparse", "Namespace"], "args": [], ...}}
