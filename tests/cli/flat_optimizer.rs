@@ -70,6 +70,12 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
             assert_eq!([first["0"], first["1"], first["2"]], [415, 545, 545]);
         }
         succeed("reshard", &[&there, &back], "--mesh fsdp=2");
+        // A job of one rank uses NO_SHARD, and loads plain tensors only.
+        let one = folder.path().join(format!("{name}_one"));
+        succeed("reshard", &[&source, &one], "--mesh fsdp=1");
+        let tensors = inspect(&one, "--series model")["tensors"].clone();
+        assert!(tensors.as_object().unwrap().values().all(|tensor| tensor["placements"].is_null()), "{tensors}");
+        assert_contains(&succeed("verify", &[&source, &one], "--series model,optim").stderr, &["the same: 84 tensors"]);
         let actor = source.join("global_step_2/actor");
         for rank in 0..2 {
             let file = format!("optim_world_size_2_rank_{rank}.pt");

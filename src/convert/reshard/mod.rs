@@ -161,6 +161,8 @@ fn reserve(
             ));
             continue;
         }
+        // With one rank in each shard group, FSDP1 uses NO_SHARD, and loads a model only from plain tensors.
+        let no_shard = flat_optimizer.is_some_and(|flat| flat.shard_group_size == 1);
         let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
         let reservation = writer.reserve(ShardedTarget {
             source: selected,
@@ -169,7 +171,7 @@ fn reserve(
             world_size: job.world_size,
             style: &job.style,
             names: part.names.as_ref(),
-            layouts: &mut PartLayouts { part: &part, resolver: &mut resolver },
+            layouts: &mut PartLayouts { part: &part, resolver: &mut resolver, no_shard },
         })?;
         whole.append(&part.folder, reservation);
     }
@@ -182,6 +184,8 @@ fn reserve(
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     resolver: &'a mut PlacementResolver<'c>,
+    /// Whether the loading job uses FSDP1 with `NO_SHARD`, so that rank files contain no DTensors.
+    no_shard: bool,
 }
 
 impl Layouts for PartLayouts<'_, '_> {
@@ -190,7 +194,8 @@ impl Layouts for PartLayouts<'_, '_> {
     }
 
     fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<torch::RankLayout> {
-        self.resolver.rank_layout(&self.part.whole_path(path), entry)
+        let layout = self.resolver.rank_layout(&self.part.whole_path(path), entry)?;
+        Ok(if self.no_shard { torch::RankLayout::Plain } else { layout })
     }
 
     fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<local::LocalLayout> {
