@@ -181,9 +181,12 @@ impl FlatLayout {
                 let expected = "a dtype or an align_numel, because use_orig_params is true";
                 return Err(Wrong::new(unit.describe(), expected, "neither"));
             }
+            if self.use_orig_params && unit.align_numel() == Some(0) {
+                return Err(Wrong::new(unit.describe(), "an align_numel of at least 1", "0"));
+            }
             if self.checked_flat(unit).is_none() {
-                let expected = "an align_numel of at least 1, and fewer than 2^64 elements";
-                return Err(Wrong::new(unit.describe(), expected, "other values"));
+                let expected = "a flat parameter of fewer than 2^64 elements, padding included";
+                return Err(Wrong::new(unit.describe(), expected, "more elements"));
             }
         }
         self.check_shared(&names)

@@ -21,7 +21,7 @@ use crate::layout::partial::PartialReduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 use crate::name_list::numbered;
 
-/// The indices of the chunks that hold one tile: a chunk and its replicas. The indices ascend.
+/// The indices, in ascending order, of all chunks with the same tile: one chunk and its replicas.
 pub type Holders = SmallVec<[u32; 4]>;
 
 /// A list of tiles. Most tensors have one tile, which is stored without allocation.

@@ -58,7 +58,8 @@ pub struct Meter<'a> {
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
-    /// Starts the progress display with the bytes that earlier runs wrote.
+    /// Starts the progress display with the bytes that earlier runs wrote. Process 0 adds the bytes of processes that may be
+    /// running.
     ///
     /// # Errors
     /// `Io`.

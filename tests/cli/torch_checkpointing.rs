@@ -148,7 +148,7 @@ fn one_file_of_a_checkpoint_is_refused() {
     let link = env.path("whole.safetensors");
     std::os::unix::fs::symlink(target, &link).unwrap();
     dtshard(&[&"consolidate", &link, &env.path("out"), &"--no-sync"])
-        .assert_refused(&["1 of 4 files of the item model"]);
+        .assert_refused(&["1 of 4 files of the checkpoint item `model`"]);
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn missing_files_are_errors() {
         fs::remove_file(folder.join(format!("progress_{rank}.pt"))).unwrap();
     }
     let one = env.make("reshard", &folder, "one", "--mesh dp=2");
-    assert!(one.run.stderr.contains("only rank 0 has a file of the item progress"), "{}", one.run.stderr);
+    assert!(one.run.stderr.contains("only rank 0 has a file of the checkpoint item `progress`"), "{}", one.run.stderr);
     fs::remove_dir_all(&folder).unwrap();
     // Without metadata, nothing records how the tensors are sharded.
     let folder = env.copy("trainers/torch_checkpointing_tp/step-30");

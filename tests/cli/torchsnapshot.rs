@@ -254,7 +254,7 @@ fn entries_that_contradict_each_other_are_errors() {
     damaged.refuse("0/progress/lr", "/serialized_value", json!("AAAA"), &["a value of type float"]);
     for (old, new, words) in [
         ("0/progress/list/0", "0/progress/list/5", "an item at position 0"),
-        ("0/progress/list/0", "0/progress/list/x", "positions in a list"),
+        ("0/progress/list/0", "0/progress/list/x", "item numbers"),
         ("0/optim/state", "0/optim/other", "a dict that lists all its keys"),
         ("0/model/fc.bias", "00/model/fc.bias", "RANK below 4"),
         ("0/model/fc.bias", "4/model/fc.bias", "RANK below 4"),
@@ -341,7 +341,7 @@ fn missing_item_of_a_nested_list_is_an_error() {
     };
     let expected = "expected an item at position 1 of this list, because position 2 has one";
     refuse_entries(entries("0/m/l/0/2"), 2, &[expected]);
-    refuse_entries(entries("0/m/l/0/x"), 2, &["positions in a list"]);
+    refuse_entries(entries("0/m/l/0/x"), 2, &["item numbers"]);
     refuse_entries(entries("0/m/l/0/0/7"), 2, &["entries below it exist"]);
 }
 

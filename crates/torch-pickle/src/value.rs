@@ -345,8 +345,8 @@ impl fmt::Display for Symbol {
 }
 
 /// Compares values as data, unlike Python's `==`. Floats are compared by their bits: a NaN equals itself, and 0.0
-/// differs from -0.0. Values of different types differ: 1 differs from 1.0. Containers are equal only if their items
-/// are in the same order.
+/// differs from -0.0. Values of different types differ: 1 differs from 1.0. Lists, tuples and dicts are equal only if
+/// their items are in the same order; sets are compared without order.
 impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T, X> {
     fn eq(&self, other: &Self) -> bool {
         let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();

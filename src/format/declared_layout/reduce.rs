@@ -112,7 +112,7 @@ impl ReduceRules {
         let (kind, scope) = match &self.scope {
             ReducedTensors::Gradients(root) => ("plain tensor", format!(" below {root}")),
             ReducedTensors::Floats { .. } => {
-                ("plain float tensor", String::from(", not counting optimizer and random state,"))
+                ("plain float tensor", String::from(" outside optimizer, random and trainer state"))
             }
         };
         if self.reduced == 0 {

@@ -86,8 +86,12 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Chec
         let known = encoding.get_or_insert_with(|| layout.encoding.clone());
         if *known != layout.encoding {
             return Err(Error::unsupported(
-                format!("{}: the files of the item {} have different encodings", path.display(), item.name),
-                "save the item in one encoding on all ranks",
+                format!(
+                    "{}: the files of the checkpoint item `{}` have different encodings",
+                    path.display(),
+                    item.name
+                ),
+                "save the checkpoint item in one encoding on all ranks",
             ));
         }
     }
@@ -168,7 +172,10 @@ pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> 
             return Ok(None);
         }
         let count = names.len() + 1;
-        let what = format!("1 of {count} files of the item {}: the file of rank {rank}, next to {METADATA}", item.name);
+        let what = format!(
+            "1 of {count} files of the checkpoint item `{}`: it is the file of rank {rank}, and {METADATA} is beside it",
+            item.name
+        );
         return Ok(Some((what, names)));
     }
     Ok(None)

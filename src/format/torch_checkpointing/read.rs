@@ -76,8 +76,10 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
     for item in files.items.iter().filter(|item| chosen.contains(&item.name)) {
         let mut catalog = read_item(reading, &path, item)?;
         if item.metadata.is_none() && item.files.len() == 1 && metadata.world_size > 1 {
-            let warning = "is read as the item of all ranks";
-            catalog.warnings.push(format!("only rank 0 has a file of the item {}, which {warning}", item.name));
+            catalog.warnings.push(format!(
+                "only rank 0 has a file of the checkpoint item `{}`, so the item is read as that of all ranks",
+                item.name
+            ));
         }
         read.push((item.name.clone(), CheckpointPart::whole(None, metadata.world_size), catalog));
     }

@@ -175,7 +175,13 @@ impl<'a> Inflater<'a> {
         let mut items: Vec<(u64, String)> = Vec::new();
         for child in &self.nodes[path].children {
             let index = child.parse::<u64>().ok().filter(|index| index.to_string() == **child);
-            let index = index.ok_or_else(|| self.wrong(path, "positions in a list", format!("`{child}`")))?;
+            let index = index.ok_or_else(|| {
+                self.wrong(
+                    path,
+                    "item numbers (0, 1, 2, ...) after this path, because it is a list",
+                    format!("`{child}`"),
+                )
+            })?;
             items.push((index, format!("{path}/{child}")));
         }
         items.sort_unstable();

@@ -31,8 +31,8 @@ pub(super) fn first_gap(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Region {
 /// Returns the first range of indices along `dim` at which the tiles do not fill the slice. The slice at one index has
 /// `full` elements, and `n` is the size of the dim.
 fn first_not_full(n: u64, dim: usize, full: u64, tiles: &[&Tile]) -> std::ops::Range<u64> {
-    // Each triple has an index along `dim`, the number of elements that tiles hold in a slice from this index on, and
-    // the number of elements that tiles no longer hold from this index on.
+    // Each triple is a change at an index along `dim`: the number of elements that a tile holds in each slice from this
+    // index on, or the number of elements that it holds only in the slices before this index. The other number is 0.
     let mut changes: Vec<(u64, u64, u64)> = Vec::new();
     for tile in tiles {
         let slice = tile.dims()[dim + 1..].iter().map(Intervals::len).product();

@@ -12,8 +12,9 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     (first, second)
 }
 
-/// Lets the second process take over the seal lease of the first process.
-fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
+/// Takes the seal lease for a process. Generation 0 is the first lease; with generation 1, a second process takes over from
+/// the first process.
+fn take_seal(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
     Seal { staging, lease }
@@ -86,7 +87,7 @@ fn concurrent_publishers_both_succeed() {
             write(&env.out().join("old"), "old");
         }
         let (first, second) = two_seals(&env);
-        let seals = [seal_again(&first, 0), seal_again(&second, 1)];
+        let seals = [take_seal(&first, 0), take_seal(&second, 1)];
         std::thread::scope(|scope| {
             for seal in seals {
                 scope.spawn(|| seal.publish(round % 4 == 0).unwrap());

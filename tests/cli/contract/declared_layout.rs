@@ -501,7 +501,7 @@ fn gradients_are_reduced_where_they_are_selected() {
     let options = format!("{copies} --flat-layout {}", known.display());
     let both = env.make("reshard", "flat_grads/views", "both", &options).path;
     let declared = "--src-mesh dp=2 --reduce dp=avg";
-    let one = "1 plain float tensor, not counting optimizer and random state, holds partial values: avg over dp";
+    let one = "1 plain float tensor outside optimizer, random and trainer state holds partial values: avg over dp";
     let below_grads = "20 plain tensors below grads hold partial values: avg over dp";
     let sources = [(both, "--root grads", below_grads), (env.path("series"), "--series grads", one)];
     for (source, alone, values) in sources {
