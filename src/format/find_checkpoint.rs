@@ -198,20 +198,21 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new() }))
 }
 
-/// Returns a warning for each folder of an optimizer inside the folder of a checkpoint. accelerate makes such folders beside
-/// rank files of flat parameters (`LOCAL_STATE_DICT`). They are checkpoints of their own.
+/// Returns a warning for each folder of a model or an optimizer inside the folder of a checkpoint. They are checkpoints of
+/// their own. accelerate makes optimizer folders beside rank files of flat parameters (`LOCAL_STATE_DICT`). A model folder
+/// may be beside a file `model.safetensors` that was merged from it.
 ///
 /// # Errors
 /// `Io` if the folder cannot be listed.
-pub fn warn_of_optimizers(root: &Path) -> Result<Vec<String>> {
+pub fn warn_of_accelerate_folders(root: &Path) -> Result<Vec<String>> {
     if !lookup::is_folder(root)? {
         return Ok(Vec::new());
     }
     let mut names = subfolders(root)?;
-    names.retain(|name| is_optimizer(name));
+    names.retain(|name| is_model(name) || is_optimizer(name));
     let warning = |name: &String| {
         format!(
-            "{} is a checkpoint of its own and is not read: convert it with another command",
+            "{} is a checkpoint of its own and is not read: convert it with another command, with this folder as SRC",
             root.join(name).display()
         )
     };

@@ -309,7 +309,7 @@ impl Checkpoint {
         }
         check_total(&root, &catalog)?;
         if parts.iter().all(|part| part.folder.as_os_str().is_empty()) && options.want != Want::Model {
-            catalog.warnings.extend(find_checkpoint::warn_of_optimizers(&root)?);
+            catalog.warnings.extend(find_checkpoint::warn_of_accelerate_folders(&root)?);
         }
         let beside = match options.want {
             Want::All if lookup::is_folder(&root)? => reading.beside(&root, &mut catalog)?,

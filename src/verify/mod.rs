@@ -72,7 +72,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     refuse_nothing(args, &source, run.progress)?;
     // Name errors are reported here, before hours of reading.
     let names = ComparedNames::new(args, &source, other.as_ref())?;
-    sound(&source, run, found)?;
+    sound(&source, &names.source.catalog, run, found)?;
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
         (None, Some(listing)) => names.same_digests(&source, listing, args, run, found)?,

@@ -61,6 +61,7 @@ fn resharded_snapshots_consolidate_to_their_truth() {
         let made =
             env.make("consolidate", &ranks.path, &format!("{name}_shared"), "--series all --everything --assets none");
         assert_same(&read_safetensors(&made.path), &shared_tensors(name), name);
+        succeed("verify", &[&source, &ranks.path], "--exclude local.**");
     }
 }
 

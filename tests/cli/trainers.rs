@@ -323,6 +323,11 @@ fn unreadable_optimizer_state_does_not_hinder_the_model() {
     let source = fixture("trainers/torchao_adamw8bit/dcp");
     let refused = expect(2, "reshard", &[&source, &folder.path().join("dcp")], "--mesh dp=2").stderr;
     assert_contains(&refused, &["exp_avg", "is a tensor of class `torchao.", "with --exclude"]);
+    assert_contains(&succeed("verify", &[&source, &made], "--root model").stderr, &["the same: 4 tensors"]);
+    assert_contains(
+        &succeed("verify", &[&source], "").stdout,
+        &["`optim.state.0.weight.exp_avg` is a", "not compared"],
+    );
 }
 
 /// An object of an unknown class is refused if it is selected; the model beside it is read.
