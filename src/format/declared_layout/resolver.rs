@@ -337,7 +337,7 @@ impl<'a> LayoutResolver<'a> {
         for path in self.paths[id.0 as usize].clone() {
             let owner = self.owners.owner_of(&path);
             let parameter = owner.as_ref().and_then(|owner| owner.id);
-            let follows = parameter.filter(|parameter| self.same_local_shapes(*parameter, id));
+            let follows = parameter.filter(|parameter| self.has_local_shapes_of(id, *parameter));
             let has_other_shape = parameter.is_some() && follows.is_none();
             tensor_names.names.extend(self.owners.rule_names(&path, owner.as_ref(), has_other_shape));
             for own in parameter.iter().flat_map(|parameter| &self.paths[parameter.0 as usize]) {
@@ -363,10 +363,13 @@ impl<'a> LayoutResolver<'a> {
         tensor_names
     }
 
-    /// Returns whether every rank has the same local shape of both tensors.
-    fn same_local_shapes(&self, left: TensorId, right: TensorId) -> bool {
-        let (left, right) = (self.catalog.tensor(left).local_shapes(), self.catalog.tensor(right).local_shapes());
-        left == right
+    /// Returns whether each rank that has the optimizer state has the same local shape of the parameter. If the state of
+    /// other ranks is missing, it is still a shard, and not a whole tensor.
+    fn has_local_shapes_of(&self, state: TensorId, parameter: TensorId) -> bool {
+        let shapes_of = |id| self.catalog.tensor(id).local_shapes();
+        let (state, parameter) = (shapes_of(state), shapes_of(parameter));
+        let known: HashSet<_> = parameter.iter().map(|part| (part.rank, part.sizes.as_slice())).collect();
+        state.iter().all(|part| known.contains(&(part.rank, part.sizes.as_slice())))
     }
 
     /// Returns the path of the file in which a rank stores a chunk of the tensor.

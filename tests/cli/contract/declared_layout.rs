@@ -356,6 +356,20 @@ fn reduce_and_src_plan_combine() {
 }
 
 #[test]
+fn missing_shard_of_optimizer_state_is_refused() {
+    let env = TestEnv::new();
+    let local = "--mesh tp=3 --placements **.weight=S(0) --placements R --tensor-class local";
+    let source = env.make("reshard", "fsdp4/ranks", "out", local).path;
+    let is_lost =
+        |path: &PathBuf| path.to_str().is_some_and(|path| path.contains("optim") && path.ends_with("rank_1.pt"));
+    let lost = fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().path()).find(is_lost).unwrap();
+    fs::remove_file(lost).unwrap();
+    let options = "--series all --src-mesh tp=3 --src-placements **.weight=S(0) --allow-missing";
+    let run = expect(2, "unshard", &[&source, &env.path("whole.pt")], options);
+    assert_contains(&run.stderr, &["exp_avg", "the files have no shard of rank 1"]);
+}
+
+#[test]
 fn optimizer_state_and_gradients_get_the_layout_of_their_parameter() {
     let env = TestEnv::new();
     let weight = Array::new(&[6, 4], 1);
