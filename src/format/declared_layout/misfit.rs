@@ -25,18 +25,17 @@ impl LayoutMisfit<'_> {
     /// Converts the error to an error of the crate; `file` is the file of the rank that the error names.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
-        let hint = self.hint(&error);
         let conflict = |what, between: String, detail| {
             Error::Catalog(CatalogError::Conflict {
                 fqn: self.entry.fqn.to_string(),
                 what,
                 between,
                 detail,
-                hint: Some(hint),
+                hint: Some(self.hint(&error)),
             })
         };
         let declared_by = self.declared_by;
-        match error {
+        match &error {
             PartError::WrongSizes { rank, expected, found, shape } => conflict(
                 "the local shape",
                 format!("rank {rank} and {declared_by}"),
