@@ -26,6 +26,9 @@ pub struct FlatLayout {
     /// under `NO_SHARD`.
     pub shard_group_size: u32,
     pub use_orig_params: bool,
+    /// Whether the alignment of parameters is an assumption: the files match several alignments, which give flat
+    /// parameters with different padding. Only `use_orig_params` has alignment.
+    pub has_assumed_alignment: bool,
     /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
     /// The names of the parameters that the optimizer updates: one list for each parameter group, in the optimizer's
@@ -309,6 +312,7 @@ mod tests {
             world_size: 4,
             shard_group_size: 2,
             use_orig_params: true,
+            has_assumed_alignment: false,
             units: vec![root, unit("blk", vec![param("blk.w", smallvec![7])])],
             optimizer: None,
         }

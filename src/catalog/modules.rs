@@ -25,6 +25,17 @@ pub fn metadata(dict: &Dict) -> Option<&Dict> {
     dict.attributes.as_ref()?.as_dict()?.get(METADATA)?.as_dict()
 }
 
+/// Returns PyTorch's `_metadata` of a state dict, for modification.
+#[must_use]
+pub fn metadata_mut(state: &mut Value) -> Option<&mut Dict> {
+    let Value::Dict(dict) = state else { return None };
+    let Value::Dict(attributes) = dict.attributes.as_deref_mut()? else { return None };
+    match attributes.entries.iter_mut().find(|(key, _)| key.as_str() == Some(METADATA)) {
+        Some((_, Value::Dict(metadata))) => Some(metadata),
+        _ => None,
+    }
+}
+
 /// Returns the modules of a model in registration order, without wrapper components, if the state dict records them. A
 /// wrapped module appears twice in the list.
 #[must_use]

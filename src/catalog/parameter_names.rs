@@ -119,13 +119,12 @@ pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn])
 }
 
 /// Replaces the names of an optimizer's parameters by numbers as in `optimizer.state_dict()`: one group after another, and
-/// in each group in the order of `model`. Returns false, and changes nothing, if the state has a name that no group lists.
-pub fn number_parameters(state: &mut Value, optimizer: &Path, model: &[Fqn]) -> bool {
+/// in each group in the order of `position`. Returns false, and changes nothing, if the state has a name that no group lists.
+pub fn number_parameters(state: &mut Value, optimizer: &Path, position: &dyn Fn(&Fqn) -> Option<usize>) -> bool {
     let groups = optimizer.find(state).and_then(Value::as_dict).and_then(|dict| names_of(dict.get(GROUPS)?));
     let Some(mut groups) = groups else { return false };
-    let positions: HashMap<Fqn, usize> = model.iter().map(|name| clean(name.as_str())).zip(0..).collect();
     for group in &mut groups {
-        group.sort_by_key(|name| positions.get(&clean(name.as_str())).copied().unwrap_or(usize::MAX));
+        group.sort_by_key(|name| position(&clean(name.as_str())).unwrap_or(usize::MAX));
     }
     let names: Vec<Fqn> = groups.iter().flatten().map(|name| clean(name.as_str())).collect();
     if !set_parameter_numbers(state, optimizer, &names) {

@@ -113,15 +113,19 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<(
 }
 
 /// Replaces the parameter names of the selected optimizers by numbers, because optimizers with state of flat parameters have
-/// numbers in SRC, too. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model.
+/// numbers in SRC, too. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model. Without the
+/// model, the names stay.
 pub fn number_flat_optimizers(source: &mut ConversionSource) {
-    let selected = &mut source.selection.catalog;
-    let model = state_dict::model(&selected.state).tensors;
+    let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
+    if named_optimizers(&stored.state) == [Path::default()] {
+        return;
+    }
+    let model = state_dict::model(&stored.state).tensors;
     let parameters: HashMap<&Fqn, TensorId> = model.iter().map(|(name, id)| (name, *id)).collect();
     // Once the keys are numbers, the parameter of a state tensor cannot be found, so the state gets the layout of its parameter
     // first.
     let mut followers = Vec::new();
-    tensors(&selected.state, &Path::default(), &mut |path, id| {
+    tensors(&stored.state, &Path::default(), &mut |path, id| {
         let parameter = optimizer::optimizer_parameter(path).and_then(|name| parameters.get(&name));
         followers.extend(parameter.map(|parameter| (id, *parameter)));
     });
@@ -132,9 +136,13 @@ pub fn number_flat_optimizers(source: &mut ConversionSource) {
             selected.tensors[id.0 as usize].sharding = sharding;
         }
     }
-    let model: Vec<Fqn> = model.into_iter().map(|(name, _)| name).collect();
+    let names: Vec<Fqn> = model.into_iter().map(|(name, _)| clean_name(name.as_str()).into()).collect();
+    let new_names = new_names(stored, selected);
+    let renamed = names.iter().zip(0..).filter_map(|(name, position)| Some((new_names.get(name)?.clone(), position)));
+    // The optimizer has a new name where `--rename` gives one; other options change only the names of the model.
+    let positions: HashMap<Fqn, usize> = names.iter().cloned().zip(0..).chain(renamed).collect();
     for optimizer in named_optimizers(&selected.state) {
-        number_parameters(&mut selected.state, &optimizer, &model);
+        number_parameters(&mut selected.state, &optimizer, &|name| positions.get(name).copied());
     }
     rename_entries(selected);
 }

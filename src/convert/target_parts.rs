@@ -192,8 +192,15 @@ pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Res
     })
 }
 
-/// Name of the file in which trainers (verl) record the number of ranks that saved the checkpoint.
+/// Name of the file in which trainers (verl) record the number of ranks that saved the checkpoint, and the version of FSDP.
 const FSDP_CONFIG: &str = "fsdp_config.json";
+
+/// Returns the version of FSDP in `fsdp_config.json`, if the checkpoint has this file.
+pub fn fsdp_version(checkpoint: &Checkpoint) -> Option<u64> {
+    let file = checkpoint.beside.iter().find(|path| path.ends_with(FSDP_CONFIG))?;
+    let text = std::fs::read(checkpoint.place(&checkpoint.root.join(file))).ok()?;
+    serde_json::from_slice::<serde_json::Value>(&text).ok()?.get("FSDP_version")?.as_u64()
+}
 
 fn for_new_job(text: &[u8], job: NewJob) -> Vec<u8> {
     let set = |text: &[u8], key: &str, value: u32| {

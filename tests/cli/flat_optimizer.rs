@@ -56,7 +56,7 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
         let (there, back) = (folder.path().join(name), folder.path().join(format!("{name}_back")));
         let source = fixture(&format!("trainers/{name}"));
         let run = succeed("reshard", &[&source, &there], "--mesh fsdp=3");
-        assert_contains(&run.stderr, &["`optim` keeps state of FSDP1's flat parameters"]);
+        assert_contains(&run.stderr, &["`optim` is for a job with FSDP1, as in SRC"]);
         assert_same(&unsharded(&there), &truth(name), name);
         let config = fs::read_to_string(there.join("fsdp_config.json")).unwrap();
         assert_contains(&config, &["\"FSDP_version\": 1", "\"world_size\": 3"]);
@@ -70,16 +70,89 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
             assert_eq!([first["0"], first["1"], first["2"]], [415, 545, 545]);
         }
         succeed("reshard", &[&there, &back], "--mesh fsdp=2");
-        // A job of one rank uses NO_SHARD, and loads plain tensors only.
-        let one = folder.path().join(format!("{name}_one"));
-        succeed("reshard", &[&source, &one], "--mesh fsdp=1");
-        let tensors = inspect(&one, "--series model")["tensors"].clone();
-        assert!(tensors.as_object().unwrap().values().all(|tensor| tensor["placements"].is_null()), "{tensors}");
-        assert_contains(&succeed("verify", &[&source, &one], "--series model,optim").stderr, &["the same: 84 tensors"]);
         let actor = source.join("global_step_2/actor");
         for rank in 0..2 {
             let file = format!("optim_world_size_2_rank_{rank}.pt");
             assert_same(&read(&back.join(&file)), &read(&actor.join(&file)), name);
+        }
+    }
+}
+
+/// If a shard group has one rank, FSDP1 uses `NO_SHARD`, and loads plain tensors only. Such a checkpoint is read like one
+/// with sharded parameters: for the ranks of SRC, `reshard` writes the optimizer files of SRC.
+#[test]
+fn shard_groups_of_one_rank_have_plain_tensors() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, use_orig_params) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        let actor = source.join("global_step_2/actor");
+        let layout = fixture(&format!("trainers/{name}.flat_layout.json"));
+        for (number, mesh) in ["fsdp=1", "ddp=2,fsdp=1"].into_iter().enumerate() {
+            let at = |what: &str| folder.path().join(format!("{name}{number}{what}"));
+            let (one, model, back, again, hybrid) = (at("one"), at("model"), at("back"), at("again"), at("hybrid"));
+            succeed("reshard", &[&source, &one], &format!("--mesh {mesh}"));
+            succeed("reshard", &[&source, &model], &format!("--mesh {mesh} --series model"));
+            for made in [&one, &model] {
+                let tensors = inspect(made, "--series model")["tensors"].clone();
+                assert!(
+                    tensors.as_object().unwrap().values().all(|tensor| tensor["placements"].is_null()),
+                    "{tensors}"
+                );
+            }
+            assert_contains(
+                &succeed("verify", &[&one, &source], "--series model,optim").stderr,
+                &["the same: 84 tensors"],
+            );
+            let given = if use_orig_params {
+                // The files of `NO_SHARD` do not show the padding between parameters.
+                let refused = expect(2, "reshard", &[&one, &back], "--mesh fsdp=2").stderr;
+                assert_contains(&refused, &["the padding between the parameters", "--flat-layout FILE"]);
+                format!("--flat-layout {}", layout.display())
+            } else {
+                String::new()
+            };
+            succeed("reshard", &[&one, &back], &format!("--mesh fsdp=2 {given}"));
+            for rank in 0..2 {
+                let file = format!("optim_world_size_2_rank_{rank}.pt");
+                assert_same(&read(&back.join(&file)), &read(&actor.join(&file)), &format!("{name} {mesh}"));
+                let extra = inspect(&back, "--series all")["tensors"]["extra_state.rng.cpu"].clone();
+                assert!(extra["placements"].is_null(), "{extra}");
+            }
+            // Without a mesh, the files are those of the job that saved SRC.
+            succeed("reshard", &[&one, &again], "");
+            let file = one.join(format!("optim_world_size_{}_rank_0.pt", number + 1));
+            assert_same(&read(&again.join(file.file_name().unwrap())), &read(&file), name);
+            succeed("reshard", &[&again, &hybrid], &format!("--mesh ddp=2,fsdp=2 {given}"));
+            assert_same(&unsharded(&hybrid), &truth(name), name);
+            let config = fs::read_to_string(hybrid.join("fsdp_config.json")).unwrap();
+            assert_contains(&config, &["\"FSDP_version\": 1", "\"world_size\": 4"]);
+        }
+    }
+}
+
+/// An optimizer that is not in files of its own, or that has no parameter groups, cannot have state of flat parameters. DST
+/// is for a job with FSDP2, and says so in `fsdp_config.json`.
+#[test]
+fn optimizer_without_its_own_files_is_for_fsdp2() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        for (number, (options, head)) in [
+            ("--nest a.b --mesh fsdp=2", "a.b.optim.state.20.exp_avg"),
+            ("--add-prefix x. --mesh fsdp=2", "x.optim.state.20.exp_avg"),
+            ("--exclude optim.param_groups --mesh fsdp=2", "optim.state.lm_head.weight.exp_avg"),
+            ("--series optim --mesh ddp=2,fsdp=1 --placements R,S(0)", "state.lm_head.weight.exp_avg"),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let made = folder.path().join(format!("{name}{number}"));
+            let run = succeed("reshard", &[&source, &made], options);
+            assert_contains(&run.stderr, &["the optimizer of DST has state of parameters, for a job with FSDP2"]);
+            let moment = inspect(&made, "--series all")["tensors"][head].clone();
+            assert_eq!(moment["shape"][0], 41, "{name} {options}: {moment}");
+            assert!(moment["placements"].as_str().unwrap().contains("S(0)"), "{name} {options}: {moment}");
+            assert_contains(&fs::read_to_string(made.join("fsdp_config.json")).unwrap(), &["\"FSDP_version\": 2"]);
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::common::{
     Run, Tensors, Truth, assert_same, copy_folder, expect, fixture, inspect, read, read_safetensors, succeed,
 };
 use crate::common::{below, tensors_of};
+use crate::contract::assert_contains;
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Key, Path, Value, state_dict};
 use dtshard::format::fsdp_flat::document;
@@ -189,14 +190,22 @@ fn flat_layout_of_another_world_size_is_accepted() {
     }
 }
 
-/// With NO_SHARD, files hold complete parameters. A flat layout is still needed for the parameter numbers of the
-/// optimizer.
+/// With NO_SHARD, files hold complete parameters. A flat layout is still needed for the optimizer: for its parameter
+/// numbers, and without `use_orig_params` for its state.
 #[test]
 fn no_shard_parameters_are_whole() {
     for name in ["views", "flat"] {
         let bare = Copy::new("flat_none", name);
-        let checkpoint = bare.opened(None).unwrap();
-        assert_eq!((checkpoint.format, checkpoint.catalog.flat.is_none()), (Format::TorchRanks, true));
+        if name == "flat" {
+            let error = bare.opened(None).unwrap_err().to_string();
+            assert_contains(
+                &error,
+                &["the optimizer has 5 parameters", "does not match the 5 units with 25 parameters"],
+            );
+        } else {
+            let checkpoint = bare.opened(None).unwrap();
+            assert_eq!((checkpoint.format, checkpoint.catalog.flat.is_none()), (Format::TorchRanks, true));
+        }
         let copy = Copy::with_layout("flat_none", name);
         let checkpoint = copy.opened(None).unwrap();
         assert_eq!(checkpoint.format, Format::TorchRanks);

@@ -23,7 +23,7 @@ use crate::format::fsdp_flat::{FlatTarget, PartSurvey};
 use crate::format::{Format, TensorStorage, fsdp_flat};
 use crate::layout::Rank;
 use crate::publish::DestinationKind;
-pub use target::{FlattenRequest, GroupSize};
+pub use target::{FlattenRequest, GroupSize, unknown_padding};
 
 /// Lays out the destination of `flatten`.
 ///
@@ -63,6 +63,9 @@ pub fn lay_out(
     check_tied(args.tied, to)?;
     source.resolve_conflicts(args.checks, TargetFiles::Apart, run)?;
     let (layout, mut notes) = request.layout(&source)?;
+    if layout.has_assumed_alignment && layout.shard_group_size > 1 {
+        return Err(unknown_padding(&source));
+    }
     notes.extend(source.conflicts.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;

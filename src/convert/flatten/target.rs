@@ -162,7 +162,10 @@ impl FlattenRequest {
                 numbering::of_parameters(&base, &source.selection.catalog.state, order.as_deref())?
             }
         };
-        let mut layout = FlatLayout { world_size, shard_group_size, use_orig_params, optimizer, units: base.units };
+        let has_assumed_alignment = base.has_assumed_alignment && use_orig_params && self.forward_dtype.is_none();
+        let units = base.units;
+        let mut layout =
+            FlatLayout { world_size, shard_group_size, use_orig_params, has_assumed_alignment, units, optimizer };
         self.retype(&mut layout, source);
         layout.check().map_err(|wrong| {
             Error::usage(
@@ -284,6 +287,20 @@ impl FlattenRequest {
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }
+}
+
+/// Returns the error for a target whose flat parameters depend on padding that the files do not show.
+pub fn unknown_padding(source: &ConversionSource) -> Error {
+    let like = source.like.as_ref().filter(|like| like.catalog.flat.is_some());
+    Error::unsupported(
+        format!(
+            "{}: the padding between the parameters of flat parameters is unknown, because the files match several \
+             alignments",
+            like.unwrap_or(&source.checkpoint).root.display()
+        ),
+        "give options::flat_layout FILE, which has the `align_numel` of each unit (docs/how-to/fsdp1.md has the Python \
+         snippet that writes FILE from a live model)",
+    )
 }
 
 /// Returns true if PyTorch's `_metadata` in the state dict lists every module. The parameters of a flat checkpoint are

@@ -80,7 +80,14 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     }
     // A module whose parameters are all in child units has no flat parameter.
     units.retain(|unit| !unit.params.is_empty());
-    let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
+    let layout = FlatLayout {
+        world_size: 1,
+        shard_group_size: 1,
+        use_orig_params: false,
+        has_assumed_alignment: false,
+        units,
+        optimizer: None,
+    };
     let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
     notes.extend(order::row_major_warning(&model.checkpoint.root, params));
     Ok((layout, notes))

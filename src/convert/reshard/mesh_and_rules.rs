@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use super::fsdp1_job::{is_hybrid_shard, is_of_fsdp1};
 use super::sharded_tensor_mesh::{mesh_of_rows, rows};
 use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
@@ -143,11 +144,19 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
     }
 }
 
+/// The mesh and the rules of the target.
+pub struct TargetLayout {
+    pub layout: MeshLayout,
+    /// Whether the placements of tensors without a rule are a default, which the user did not give.
+    pub has_default_fallback: bool,
+    pub notes: Vec<String>,
+}
+
 /// Returns the mesh and the rules of the target, and notes about them.
 ///
 /// # Errors
 /// `Usage` and `Layout` for options that contradict each other or the source.
-pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
+pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<TargetLayout> {
     let catalog = &source.selection.catalog;
     let split = args.split.clone();
     let hint = "write flat parameters with options::to fsdp-flat; for tensors, give a mesh and placements: \
@@ -193,12 +202,18 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         None if source.like.is_some() => Fallback::Source,
         None if plan.is_some() => Fallback::Placements(vec![PlacementSpec::Replicate; mesh.ndim()]),
         None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
+        None if catalog.meshes.is_empty()
+            && is_of_fsdp1(&source.checkpoint)
+            && is_hybrid_shard(&mesh, &source.checkpoint) =>
+        {
+            Fallback::Placements(parse_placements("R,S(0)")?)
+        }
         None => default_fallback(&mesh, catalog, !rules.is_empty())?,
     };
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
     notes.extend(unsaid(&layout).filter(|_| !is_declared && !is_own));
-    Ok((layout, notes))
+    Ok(TargetLayout { layout, has_default_fallback: !is_declared, notes })
 }
 
 /// Name of a mesh dimension for tensor parallelism. A user with such a dimension probably wants a parallelize plan, but

@@ -5,7 +5,7 @@
 mod attention_heads;
 mod class;
 mod flat;
-mod flat_optimizer;
+mod fsdp1_job;
 mod like;
 mod mesh_and_rules;
 mod placement_report;
@@ -37,8 +37,9 @@ use crate::publish::DestinationKind;
 use crate::select::Wrappers;
 use attention_heads::AttentionHeads;
 use class::tensor_class;
+use fsdp1_job::{Fsdp1Job, has_sharded_tensors, is_beside_dtensors, is_of_fsdp1, is_optimizer, remove_wrapped_modules};
 use like::LikeLayout;
-use mesh_and_rules::target_layout;
+use mesh_and_rules::{TargetLayout, target_layout};
 pub use mesh_and_rules::{own_mesh, row_specs, shared_mesh};
 pub use placement_resolver::PlacementResolver;
 pub use sharded_tensor_mesh::rows;
@@ -73,10 +74,10 @@ pub fn prepare(
         to.tensors() == TensorStorage::Boxes && source.checkpoint.format.tensors() != TensorStorage::Boxes;
     let notes_of_names = if stores_names { name_for_dcp(&mut source) } else { Vec::new() };
     let has_flat_params = source.checkpoint.format.tensors() == TensorStorage::Flat;
-    let of_flat = (has_flat_params || flat_optimizer::is_beside_dtensors(&source)).then_some(Class::DTensor);
+    let of_flat = (has_flat_params || is_beside_dtensors(&source)).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
-    let (layout, notes_of_layout) = target_layout(args, &source)?;
+    let TargetLayout { layout, has_default_fallback, notes: notes_of_layout } = target_layout(args, &source)?;
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
@@ -93,13 +94,22 @@ pub fn prepare(
     if to.entry().names_tensors_by_rank {
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
-    let flat_optimizer = flat_optimizer::target_layout(args, &source, &layout.mesh, to)?;
+    let fsdp1 = Fsdp1Job::new(args, &source, &layout.mesh, to);
+    let flat_optimizer = fsdp1.as_ref().map(|job| job.flat_layout(&source)).transpose()?.flatten();
+    let has_sharded_tensors = class == Some(Class::ShardedTensor) || has_sharded_tensors(&source.checkpoint);
     let changes_to_fsdp2 =
-        flat_optimizer.is_none() && to == Format::TorchRanks && flat_optimizer::is_beside_dtensors(&source);
-    if changes_to_fsdp2 {
+        fsdp1.is_none() && to == Format::TorchRanks && is_of_fsdp1(&source.checkpoint) && !has_sharded_tensors;
+    if changes_to_fsdp2 && is_beside_dtensors(&source) {
+        remove_wrapped_modules(&mut source.selection.catalog.state);
         number_flat_optimizers(&mut source);
+        notes.push(String::from(
+            "the optimizer of DST has state of parameters, for a job with FSDP2; in SRC it is for a job with FSDP1",
+        ));
     }
-    let (mut reservation, more) = reserve(&source, &layout, &job, (wrappers, class, to), flat_optimizer.as_ref(), run)?;
+    let no_shard = fsdp1.as_ref().is_some_and(Fsdp1Job::is_no_shard);
+    let flat_optimizer = flat_optimizer.as_ref();
+    let form = TargetForm { to, class, wrappers, has_default_fallback, flat_optimizer, no_shard };
+    let (mut reservation, more) = reserve(&source, &layout, &job, &form, run)?;
     notes.extend(more);
     let new_job = NewJob { world_size: job.world_size, changes_to_fsdp2 };
     let carried = carry_along(&source, to, new_job, &mut reservation)?;
@@ -131,20 +141,33 @@ fn keeps_no_shard(args: &ReshardOptions, source: &ConversionSource) -> bool {
     flat.is_some_and(|flat| flat.shard_group_size == 1) && !has_mesh && !has_plan && !has_form
 }
 
+/// The form in which tensors are written.
+struct TargetForm<'a> {
+    to: Format,
+    class: Option<Class>,
+    wrappers: Wrappers,
+    /// Whether the placements of tensors without a rule are a default, which the user did not give.
+    has_default_fallback: bool,
+    /// The flat layout of an optimizer with state of FSDP1's flat parameters.
+    flat_optimizer: Option<&'a FlatLayout>,
+    /// Whether the loading job uses FSDP1 with `NO_SHARD`. Such a job loads plain tensors only.
+    no_shard: bool,
+}
+
 /// Lays out each part of the source separately (a part is a series of rank files or a folder). Returns the reservation
 /// and the notes about the layout.
 fn reserve(
     source: &ConversionSource,
     layout: &MeshLayout,
     job: &LoadingJob,
-    (wrappers, class, to): (Wrappers, Option<Class>, Format),
-    flat_optimizer: Option<&FlatLayout>,
+    &TargetForm { to, class, wrappers, has_default_fallback, flat_optimizer, no_shard }: &TargetForm<'_>,
     run: &Run<'_>,
 ) -> Result<(Reservation, Vec<String>)> {
     let selected = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
     let resolver = PlacementResolver::new(selected, layout, wrappers, class)
         .like(like)
+        .default_fallback(has_default_fallback)
         .left_out(&source.selection.left_out.tensors);
     let mut resolver = resolver.plan(source.checkpoint.format.order())?;
     for detail in resolver.details() {
@@ -153,16 +176,14 @@ fn reserve(
     let mut whole = Reservation::default();
     let mut notes = Vec::new();
     for part in parts(source, to) {
-        if let Some(flat) = flat_optimizer.filter(|_| flat_optimizer::is_optimizer(&part)) {
+        if let Some(flat) = flat_optimizer.filter(|_| is_optimizer(&part)) {
             whole.append(&part.folder, flatten::reserve_optimizer(source, &part, flat, run)?);
             let name = if part.at.0.is_empty() { String::from("the optimizer") } else { format!("`{}`", part.at) };
             notes.push(format!(
-                "{name} keeps state of FSDP1's flat parameters; for a job with FSDP2, use options::tensor_class dtensor"
+                "{name} is for a job with FSDP1, as in SRC; for a job with FSDP2, use options::tensor_class dtensor"
             ));
             continue;
         }
-        // With one rank in each shard group, FSDP1 uses NO_SHARD, and loads a model only from plain tensors.
-        let no_shard = flat_optimizer.is_some_and(|flat| flat.shard_group_size == 1);
         let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
         let reservation = writer.reserve(ShardedTarget {
             source: selected,
@@ -184,7 +205,7 @@ fn reserve(
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     resolver: &'a mut PlacementResolver<'c>,
-    /// Whether the loading job uses FSDP1 with `NO_SHARD`, so that rank files contain no DTensors.
+    /// Whether rank files contain no DTensors and no ShardedTensors.
     no_shard: bool,
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Four inputs can set the placements of a tensor, and the first that applies wins: a rule that matches its name, the
 //! plan, the checkpoint of `--like`, and the fallback placements for all other tensors. A tensor that is plain in a
-//! source of DTensors (a buffer, a step) stays plain unless a rule or the plan shards it.
+//! source of DTensors (a buffer, a step) stays plain unless a rule or the plan shards it. Plain integers outside the model
+//! (a random state) stay plain unless the user gives them placements.
 //!
 //! ```text
 //!     rule  -->  plan  -->  --like  -->  fallback
@@ -36,6 +37,8 @@ pub struct PlacementResolver<'a> {
     planned: Option<PlannedModel>,
     /// The checkpoint of `--like`, which sets the placements of tensors without a rule.
     like: Option<LikeLayout<'a>>,
+    /// Whether the fallback placements are a default, which the user did not give.
+    has_default_fallback: bool,
     /// The class that every sharded tensor gets; `None` if each tensor keeps its class from the source.
     class: Option<Class>,
     /// The class for sharded tensors of the target that are not sharded in the source.
@@ -80,6 +83,7 @@ impl<'a> PlacementResolver<'a> {
             subjects: TensorContexts::new(catalog, wrappers, class),
             planned: None,
             like: None,
+            has_default_fallback: false,
             class,
             usual_class: usual_class(catalog),
             report: PlacementReport::default(),
@@ -89,6 +93,11 @@ impl<'a> PlacementResolver<'a> {
     /// Sets the checkpoint of `--like`.
     pub fn like(self, like: Option<LikeLayout<'a>>) -> Self {
         Self { like, ..self }
+    }
+
+    /// Sets whether the fallback placements are a default, which the user did not give.
+    pub fn default_fallback(self, has_default_fallback: bool) -> Self {
+        Self { has_default_fallback, ..self }
     }
 
     /// Accepts rules for tensors of SRC that the filters leave out.
@@ -324,6 +333,10 @@ impl<'a> PlacementResolver<'a> {
         }
         if is_plain && self.is_outside_units() {
             self.report.outside_units(subject);
+            return Ok(Choice::Plain);
+        }
+        // Random states and counters outside the model are equal on all ranks.
+        if self.has_default_fallback && subject.is_outside_model() && !subject.entry.dtype.is_float() {
             return Ok(Choice::Plain);
         }
         let shape = &subject.entry.shape;

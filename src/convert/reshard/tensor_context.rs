@@ -164,6 +164,11 @@ impl<'a> TensorContext<'a> {
         self.entry.is_shared() || self.sharding().is_some()
     }
 
+    /// Returns true if the tensor is a plain tensor that is not part of the model, its optimizer state or its gradients.
+    pub fn is_outside_model(&self) -> bool {
+        self.in_model.is_none() && self.owner.is_none() && !self.is_shared()
+    }
+
     /// Returns true if the tensor is optimizer state to which rules for its parameter do not apply, because it has
     /// another shape than the parameter.
     pub fn is_stray(&self) -> bool {

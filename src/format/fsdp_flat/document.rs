@@ -142,6 +142,7 @@ fn into_checked_layout(path: &Path, document: FlatDocument) -> Result<FlatLayout
         world_size: document.world_size,
         shard_group_size: document.shard_group_size.unwrap_or(document.world_size),
         use_orig_params: document.use_orig_params,
+        has_assumed_alignment: false,
         units: document.units.into_iter().map(|unit| read_unit(path, unit)).collect::<Result<_>>()?,
         optimizer: document
             .optimizer
@@ -195,7 +196,7 @@ fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
 #[must_use]
 pub fn render(layout: &FlatLayout) -> String {
     let mut text = String::new();
-    let FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer } = layout;
+    let FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer, .. } = layout;
     let _ = write!(
         text,
         "{{\n  \"version\": {VERSION},\n  \"world_size\": {world_size},\n  \"shard_group_size\": \
@@ -260,6 +261,7 @@ mod tests {
             world_size: 4,
             shard_group_size: 2,
             use_orig_params: true,
+            has_assumed_alignment: false,
             units: vec![
                 FlatUnit {
                     module: "".into(),

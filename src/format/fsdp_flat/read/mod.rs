@@ -72,15 +72,19 @@ pub fn read(
     let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&skipped_models).collect();
     found.has_flat_params = !all.is_empty();
     let known = ModelKnowledge::find(folder, knowledge, &all)?;
+    let mut model = None;
     if all.is_empty() {
-        if let Some(model) = candidates.sharded_model(series, &skipped_model) {
-            return candidates.unflatten_beside(&model, folder, series, &known, knowledge);
+        model = candidates.sharded_model(series, &skipped_model);
+        let is_document = matches!(known, ModelKnowledge::Document { .. });
+        // Under NO_SHARD a layout document is enough: no parameter of the model is flat.
+        if let Some(model) = model.as_ref().filter(|model| !(is_document && model.is_no_shard())) {
+            return candidates.unflatten_beside(model, folder, series, &known, knowledge);
         }
         match &known {
             // Without flat parameters, the layout is still needed for optimizer state and gradients: under NO_SHARD, or
             // if no series has a model.
             ModelKnowledge::Document { layout, .. }
-                if layout.shard_group_size == 1 || candidates.have_no_model(series) => {}
+                if model.is_some() || layout.shard_group_size == 1 || candidates.have_no_model(series) => {}
             // The layout that the user gave may be meant for the target alone, so it is no error that it has no effect.
             ModelKnowledge::Document { given: true, .. } => return Ok(found),
             ModelKnowledge::Document { path, .. } => {
@@ -95,6 +99,9 @@ pub fn read(
         }
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
+    if let Some(model) = model {
+        layout = model.with_sizes(&layout);
+    }
     let source = known.describe();
     check_counts(folder, series, &layout, &source)?;
     for state in &all {
@@ -157,13 +164,17 @@ impl Candidates {
         self.optimizers.iter().map(|(index, at)| optimizer::may_be_flat(&series[*index].files, at))
     }
 
-    /// Returns the model with sharded parameters that is beside optimizer state of flat parameters. `skipped` has the
-    /// files of the model series, if no given series has the model.
+    /// Returns the model, saved by `SHARDED_STATE_DICT` or under `NO_SHARD`, that is beside optimizer state of flat
+    /// parameters. `skipped` has the files of the model series, if no given series has the model.
     fn sharded_model(&self, series: &[SeriesFiles], skipped: &[RankFile]) -> Option<ShardedModel> {
-        if self.optimizers.is_empty() || !self.optimizers_may_be_flat(series).all(|may_be| may_be) {
+        if self.optimizers.is_empty() {
             return None;
         }
         let model = series.iter().map(|own| &*own.files).chain([skipped]).find_map(ShardedModel::find)?;
+        // Under NO_SHARD with use_orig_params, the state has the shapes of parameters.
+        if !model.is_no_shard() && !self.optimizers_may_be_flat(series).all(|may_be| may_be) {
+            return None;
+        }
         let is_flat = |(index, at): &(usize, state::Path)| model.has_flat_state(&series[*index].files, at);
         self.optimizers.iter().any(is_flat).then_some(model)
     }
@@ -184,6 +195,10 @@ impl Candidates {
                 ModelKnowledge::Document { layout, .. } => Ok(model.with_sizes(layout)),
                 ModelKnowledge::Like(_) | ModelKnowledge::Unknown => model.layout(files, at),
             };
+            // Under NO_SHARD with use_orig_params no state is flat, so it is complete without a layout.
+            if layout.is_err() && model.is_no_shard() && !model.has_other_vectors(files, at) {
+                continue;
+            }
             let unflattened = layout.and_then(|mut layout| {
                 let default = default_optimizer_order(None, &layout);
                 let order = OptimizerOrder { default: default.as_deref(), plain: None };

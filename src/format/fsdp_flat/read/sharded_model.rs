@@ -1,10 +1,10 @@
 //! Finds the flat layout of an FSDP1 job whose model was saved with `SHARDED_STATE_DICT`, and whose optimizer was saved
 //! with `optimizer.state_dict()`. verl saves such checkpoints.
 //!
-//! The model is in DTensors or ShardedTensors, but the optimizer has state of flat parameters. The state dict of the
-//! model records everything that a flat layout needs: `_metadata` lists the modules in the order of registration and
-//! shows which of them FSDP1 wraps, and the tensors have names and shapes. The lengths of the optimizer state are checked
-//! against the layout, and show which parameters are tied. Unit of lengths: elements.
+//! The model is in DTensors or ShardedTensors, or under `NO_SHARD` in plain tensors, but the optimizer has state of flat
+//! parameters. The state dict of the model records everything that a flat layout needs: `_metadata` lists the modules in
+//! the order of registration and shows which of them FSDP1 wraps, and the tensors have names and shapes. The lengths of
+//! the optimizer state are checked against the layout, and show which parameters are tied. Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -19,7 +19,7 @@ use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, TensorNode};
-use crate::layout::{Dims, Placement, TensorDim};
+use crate::layout::{Dims, Placement, TensorDim, numel};
 
 /// The model of an FSDP1 job, as its state dict with sharded parameters describes it.
 #[derive(Debug)]
@@ -36,9 +36,18 @@ pub struct ShardedModel {
     sizes: (u32, u32),
 }
 
-/// For each parameter number with state: the ranks that have the state, each with the length of the first 1-d tensor in
-/// the state.
-type StateLengths = HashMap<i64, Vec<(u32, u64)>>;
+/// For each parameter number with state: the length of the state on each rank.
+type StateLengths = HashMap<i64, Vec<StateLength>>;
+
+/// The length of the state of one parameter on one rank: the number of elements of the first tensor of the state that is
+/// not 0-d.
+#[derive(Clone, Copy)]
+struct StateLength {
+    rank: u32,
+    len: u64,
+    /// Whether the tensor is 1-d, as state of flat parameters is.
+    is_vector: bool,
+}
 
 impl ShardedModel {
     /// Finds the model in the files of a series. Returns `None` if no file has a model with sharded parameters.
@@ -47,14 +56,15 @@ impl ShardedModel {
         let mut found = None;
         visit_dicts(&file.contents.value, &Path::default(), &mut |_, dict| {
             if found.is_none() {
-                found = Self::from_state_dict(file, dict, files.len() == 1);
+                found = Self::from_state_dict(file, dict, files.len());
             }
         });
         found
     }
 
-    /// Finds the model in a state dict. If the job has one rank, its parameters are plain tensors.
-    fn from_state_dict(file: &RankFile, dict: &Dict, is_only_rank: bool) -> Option<Self> {
+    /// Finds the model in a state dict of a job with this number of ranks. Under `NO_SHARD`, which FSDP1 uses if a shard
+    /// group has one rank, all tensors of the state dict are plain tensors.
+    fn from_state_dict(file: &RankFile, dict: &Dict, ranks: usize) -> Option<Self> {
         let paths = metadata(dict).into_iter().flat_map(|paths| &paths.entries).filter_map(|(path, _)| path.as_str());
         let wrapped = |path: &str| Some(path.strip_suffix(FSDP_WRAPPED)?.trim_end_matches('.').to_owned());
         let modules: Vec<String> = paths.filter_map(wrapped).map(|path| clean_name(&path)).collect();
@@ -63,16 +73,21 @@ impl ShardedModel {
         for (position, module) in registered_modules(dict).into_iter().flatten().enumerate() {
             registered.entry(module).or_insert(position);
         }
+        let node = |value: &Value| match value {
+            Value::Tensor(id) => Some(&file.contents.tensors[id.0 as usize]),
+            _ => None,
+        };
+        let is_plain = |(_, value): &(_, Value)| node(value).is_none_or(|node| matches!(node, TensorNode::Plain(_)));
+        let is_no_shard = !modules.is_empty() && dict.entries.iter().all(is_plain);
+        let unsharded = (1, u32::try_from(ranks).ok()?);
         let mut sizes = None;
         let mut vector_lengths = HashSet::new();
         let mut params: Vec<(FlatParam, Dtype)> = Vec::new();
         for (key, value) in &dict.entries {
-            let (Some(key), Value::Tensor(id)) = (key.as_str(), value) else { continue };
-            vector_lengths.extend(lengths_of_vector(&file.contents.tensors[id.0 as usize]));
-            let (shape, dtype, own_sizes) = match &file.contents.tensors[id.0 as usize] {
-                TensorNode::Plain(view) if is_only_rank && !modules.is_empty() => {
-                    (view.sizes.clone(), view.dtype, (1, 1))
-                }
+            let (Some(key), Some(node)) = (key.as_str(), node(value)) else { continue };
+            vector_lengths.extend(lengths_of_vector(node));
+            let (shape, dtype, own_sizes) = match node {
+                TensorNode::Plain(view) if is_no_shard => (view.sizes.clone(), view.dtype, unsharded),
                 found => match sharded(found) {
                     Some(found) => found,
                     None => continue,
@@ -99,11 +114,22 @@ impl ShardedModel {
         Some(Self { file: file.path.clone(), units, names, vector_lengths, sizes })
     }
 
-    /// Returns whether the optimizer at a path has state of flat parameters: FSDP1 wraps modules of the model, or some state
-    /// is a 1-d tensor with a length that no 1-d tensor of the model has.
+    /// Returns whether the optimizer at a path may have state of flat parameters: FSDP1 wraps modules of the model, or some
+    /// state is longer or shorter than every 1-d tensor of the model.
     pub fn has_flat_state(&self, files: &[RankFile], at: &Path) -> bool {
-        let lengths = || state_lengths(files, at).into_values().flatten();
-        !self.units.is_empty() || lengths().any(|(_, len)| !self.vector_lengths.contains(&len))
+        !self.units.is_empty() || self.has_other_vectors(files, at)
+    }
+
+    /// Returns whether some state of the optimizer at a path is a 1-d tensor with a length that no 1-d tensor of the model
+    /// has.
+    pub fn has_other_vectors(&self, files: &[RankFile], at: &Path) -> bool {
+        let mut lengths = state_lengths(files, at).into_values().flatten();
+        lengths.any(|state| state.is_vector && !self.vector_lengths.contains(&state.len))
+    }
+
+    /// Returns whether the job uses `NO_SHARD`.
+    pub fn is_no_shard(&self) -> bool {
+        self.sizes.0 == 1
     }
 
     /// Returns the flat layout of the optimizer at a path. With `use_orig_params` the optimizer numbers parameters,
@@ -150,7 +176,7 @@ impl ShardedModel {
         let unit = |(unit, number): (&FlatUnit, i64)| {
             let fits = |unit: &FlatUnit| {
                 let expected = layout.checked_flat(unit).map(|flat| flat.shard_len());
-                lengths.get(&number).into_iter().flatten().all(|(_, len)| Some(*len) == expected)
+                lengths.get(&number).into_iter().flatten().all(|state| state.is_vector && Some(state.len) == expected)
             };
             if fits(unit) { Some(unit.clone()) } else { only(tied(unit).filter(fits)) }
         };
@@ -171,7 +197,11 @@ impl ShardedModel {
                 (names.len() == count && views_fit(&layout, &names, lengths)).then_some((layout, names))
             };
             // The default is 16 bytes of the parameter's dtype; mixed precision changes it to 16 bytes of another dtype.
-            [None, Some(8), Some(4), Some(2)].into_iter().find_map(fitting)
+            let mut fitting = [None, Some(8), Some(4), Some(2)].into_iter().filter_map(fitting);
+            let (mut layout, names) = fitting.next()?;
+            let flat = |layout: &FlatLayout| layout.units.iter().map(|unit| layout.flat(unit)).collect::<Vec<_>>();
+            layout.has_assumed_alignment = fitting.any(|(other, _)| flat(&other) != flat(&layout));
+            Some((layout, names))
         };
         if count + 1 != self.names.len() {
             return aligned(&self.units);
@@ -194,7 +224,14 @@ impl ShardedModel {
 
     fn with_units(&self, units: Vec<FlatUnit>, use_orig_params: bool) -> FlatLayout {
         let (shard_group_size, world_size) = self.sizes;
-        FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer: None }
+        FlatLayout {
+            world_size,
+            shard_group_size,
+            use_orig_params,
+            has_assumed_alignment: false,
+            units,
+            optimizer: None,
+        }
     }
 }
 
@@ -243,9 +280,9 @@ fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool
         let Some(flat) = layout.checked_flat(unit) else { return false };
         unit.params.iter().enumerate().all(|(index, param)| {
             let lengths = numbers.get(&param.fqn).and_then(|number| lengths.get(number));
-            lengths.into_iter().flatten().all(|(rank, len)| {
-                let part = flat.part(index, layout.shard_of(*rank));
-                *len == part.end - part.start
+            lengths.into_iter().flatten().all(|state| {
+                let part = flat.part(index, layout.shard_of(state.rank));
+                state.len == part.end - part.start
             })
         })
     };
@@ -259,11 +296,12 @@ fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
         let states = optimizer_state(&file.contents.value, at).and_then(Value::as_dict);
         for (key, state) in states.iter().flat_map(|states| &states.entries) {
             let first = state.tensor_ids().into_iter().find_map(|id| match &file.contents.tensors[id.0 as usize] {
-                TensorNode::Plain(view) if view.sizes.len() == 1 => Some(view.sizes[0]),
+                TensorNode::Plain(view) if !view.sizes.is_empty() => Some(&view.sizes),
                 _ => None,
             });
-            if let (Some(rank), Some(number), Some(len)) = (file.rank, key.as_i64(), first) {
-                lengths.entry(number).or_default().push((rank.0, len));
+            if let (Some(rank), Some(number), Some(sizes)) = (file.rank, key.as_i64(), first) {
+                let len = numel(sizes).unwrap_or(u64::MAX);
+                lengths.entry(number).or_default().push(StateLength { rank: rank.0, len, is_vector: sizes.len() == 1 });
             }
         }
     }

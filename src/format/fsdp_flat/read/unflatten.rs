@@ -42,8 +42,15 @@ impl UnitShard<'_> {
         self.unit.params.iter().zip(local).map(|(param, local)| self.sharded(param, dtype, local)).collect()
     }
 
-    /// Returns a parameter as a ShardedTensor of which this rank has the boxes `local`.
+    /// Returns a parameter as a ShardedTensor of which this rank has the boxes `local`. Under `NO_SHARD` the rank has the
+    /// whole parameter, which is a plain tensor.
     pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> TensorNode {
+        let is_no_shard = self.group.sizes.is_some_and(|(shards, _)| shards == 1);
+        if let ([(region, view)], true) = (local.as_slice(), is_no_shard)
+            && region.sizes == param.shape
+        {
+            return TensorNode::Plain(view.clone());
+        }
         let all = local.iter().map(|(region, _)| region.clone()).collect();
         let stride = param.stride.as_ref().and_then(|stride| permuted_stride(&param.shape, stride));
         TensorNode::Sharded { dtype, shape: param.shape.clone(), stride, group: self.group, local, all }

@@ -52,7 +52,8 @@ pub struct FlatTarget<'a> {
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
-/// Lays out one file per rank, and `flat_layout.json` if the model has units.
+/// Lays out one file per rank, and `flat_layout.json` if the model has units and the alignment of their parameters is
+/// known.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -78,8 +79,9 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
             reservation.tensors.push(Reserved::new(source_id, entry));
         }
     }
-    // A layout without units would have no effect except warnings on reading.
-    if target.model.is_some() && !layout.units.is_empty() {
+    // A layout without units would have no effect except warnings on reading. A layout file states facts, so it must not
+    // contain an assumed alignment.
+    if target.model.is_some() && !layout.units.is_empty() && !layout.has_assumed_alignment {
         let mut document = OutputFile::new(FILE_NAME);
         document.push_header(render(&plan.written_layout()).into_bytes());
         reservation.files.push(document);

@@ -41,7 +41,14 @@ fn layout(use_orig_params: bool) -> FlatLayout {
     let mut root = unit("", vec![param("emb", &[5, 3]), param("norm", &[3])]);
     root.shared.push(SharedName { fqn: "head".into(), with: "emb".into() });
     let blk = unit("blk", vec![param("blk.w", &[3, 5]), param("blk.b", &[5])]);
-    FlatLayout { world_size: 2, shard_group_size: 2, use_orig_params, units: vec![root, blk], optimizer: None }
+    FlatLayout {
+        world_size: 2,
+        shard_group_size: 2,
+        use_orig_params,
+        has_assumed_alignment: false,
+        units: vec![root, blk],
+        optimizer: None,
+    }
 }
 
 /// A checkpoint `{"model": .., "optim": ..}`.
@@ -375,8 +382,14 @@ fn equal_bytes_of_ranks_are_kept_once() {
     }
     source.groups = vec![source.model.iter().map(|(name, _)| name.clone()).collect()];
     for use_orig_params in [true, false] {
-        let layout =
-            FlatLayout { world_size: 64, shard_group_size: 64, use_orig_params, units: units.clone(), optimizer: None };
+        let layout = FlatLayout {
+            world_size: 64,
+            shard_group_size: 64,
+            use_orig_params,
+            has_assumed_alignment: false,
+            units: units.clone(),
+            optimizer: None,
+        };
         let reservation = source.reserve(&layout).unwrap();
         let (held, payload) = (reservation.planning_bytes(&source.catalog), reservation.payload_bytes());
         assert!(held < 8 << 20, "{held} bytes beside {payload}");

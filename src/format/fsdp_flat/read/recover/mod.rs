@@ -35,6 +35,7 @@ pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout>
         world_size,
         shard_group_size,
         use_orig_params: state.has_views(),
+        has_assumed_alignment: false,
         units: Vec::new(),
         optimizer: None,
     };

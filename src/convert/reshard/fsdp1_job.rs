@@ -1,0 +1,146 @@
+//! `reshard` for a job with FSDP1 that saves its model with `SHARDED_STATE_DICT` and its optimizer with
+//! `optimizer.state_dict()`, as verl does. The model is in DTensors, and the optimizer has state of flat parameters.
+//!
+//! For a job on another number of ranks, the optimizer gets state of the flat parameters of that job. If its shard groups
+//! have one rank, the job uses `NO_SHARD`, and the model gets plain tensors. If an option asks for another layout of the
+//! model, the job is not an FSDP1 job: the optimizer gets state of parameters, with numbers as keys, as in the files of
+//! SRC.
+
+use std::collections::HashSet;
+
+use super::super::flatten::{FlattenRequest, GroupSize, unknown_padding};
+use super::super::source::ConversionSource;
+use super::super::target_parts::{PartTarget, example_of, fsdp_version, parts};
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::modules::{metadata, metadata_mut};
+use crate::catalog::parameter_names::named_optimizers;
+use crate::catalog::wrappers::FSDP_WRAPPED;
+use crate::catalog::{Class, Path, TensorId, Value, optimizer, path, state_dict};
+use crate::convert::options::ReshardOptions;
+use crate::error::Result;
+use crate::format::{Checkpoint, Format};
+use crate::layout::DeviceMesh;
+
+/// The job with FSDP1 that will load DST.
+pub struct Fsdp1Job {
+    world_size: u32,
+    shard_group_size: u32,
+}
+
+impl Fsdp1Job {
+    /// Returns the job that will load DST. Returns `None` if the checkpoint of `--like`, otherwise SRC, is not from a job
+    /// with FSDP1, or if an option asks for a layout that FSDP1 does not have.
+    pub fn new(args: &ReshardOptions, source: &ConversionSource, mesh: &DeviceMesh, to: Format) -> Option<Self> {
+        let names = [&args.plan, &args.tp, &args.fsdp, &args.replicate, &args.ddp];
+        let has_rules = !args.placements.is_empty() || args.layout.is_some() || names.iter().any(|name| name.is_some());
+        let has_form = args.split.is_some() || args.tensor_class.is_some();
+        let example = example_of(source);
+        let shards = match *mesh.shape() {
+            [ranks] => ranks,
+            [_, ranks] if is_hybrid_shard(mesh, example) => ranks,
+            _ => return None,
+        };
+        let shard_group_size = u32::try_from(shards).expect("ranks are 32-bit numbers");
+        let is_kept = to == Format::TorchRanks && !has_rules && !has_form && mesh.ranks_are_row_major();
+        (is_kept && is_of_fsdp1(example) && keeps_optimizer(source, to))
+            .then(|| Self { world_size: mesh.job_size(), shard_group_size })
+    }
+
+    /// Returns whether the job uses `NO_SHARD`, because each shard group has one rank.
+    pub fn is_no_shard(&self) -> bool {
+        self.shard_group_size == 1
+    }
+
+    /// Returns the flat layout of the optimizer in DST. Returns `None` if no optimizer state of flat parameters was read.
+    ///
+    /// # Errors
+    /// `Unsupported` if the layout depends on padding that the files do not show; the errors of [`FlattenRequest::layout`].
+    pub fn flat_layout(&self, source: &ConversionSource) -> Result<Option<FlatLayout>> {
+        let Some(own) = &example_of(source).catalog.flat else { return Ok(None) };
+        let mut request = FlattenRequest::default();
+        request.world_size = Some(self.world_size);
+        request.group = GroupSize::Of(self.shard_group_size);
+        let (layout, _) = request.layout(source)?;
+        let sizes = |layout: &FlatLayout| (layout.world_size, layout.shard_group_size);
+        if layout.has_assumed_alignment && layout.shard_group_size > 1 && sizes(&layout) != sizes(own) {
+            return Err(unknown_padding(source));
+        }
+        Ok(Some(layout))
+    }
+}
+
+/// Returns whether FSDP1 uses a mesh of two dims for `HYBRID_SHARD`: the first dim has the replicas, and the last dim
+/// shards the model, because it has the name of the last dim of the example's mesh. Under `NO_SHARD` the example has no mesh;
+/// then the name is `fsdp`.
+pub fn is_hybrid_shard(mesh: &DeviceMesh, example: &Checkpoint) -> bool {
+    let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
+    let own = match example.catalog.meshes.first() {
+        Some(own) => last_name(own),
+        None => Some(String::from("fsdp")).filter(|_| !has_sharded_tensors(example)),
+    };
+    mesh.ndim() == 2 && own.is_some() && last_name(mesh) == own
+}
+
+/// Returns whether the files are those of a job with FSDP1 whose model is in DTensors, in ShardedTensors, or under
+/// `NO_SHARD` in plain tensors. `_metadata` alone does not show this for DTensors, because a conversion of flat parameters
+/// to DTensors keeps it; `fsdp_config.json` does.
+pub fn is_of_fsdp1(checkpoint: &Checkpoint) -> bool {
+    let Checkpoint { catalog, format, .. } = checkpoint;
+    let is_dtensor = |(_, id): &(_, TensorId)| catalog.tensor(*id).class == Class::DTensor;
+    let has_dtensors = || state_dict::model(&catalog.state).tensors.iter().any(is_dtensor);
+    let has_model =
+        || lists_wrapped_modules(&catalog.state) && (!has_dtensors() || fsdp_version(checkpoint) == Some(1));
+    *format == Format::TorchRanks && (catalog.flat.is_some() || has_model())
+}
+
+/// Returns whether PyTorch's `_metadata` of the model lists a module that FSDP1 wraps.
+fn lists_wrapped_modules(state: &Value) -> bool {
+    let model = state_dict::model_root(state);
+    let paths = model.find(state).and_then(|model| metadata(model.as_dict()?));
+    let mut paths = paths.into_iter().flat_map(|paths| &paths.entries).filter_map(|(path, _)| path.as_str());
+    paths.any(|path| path.ends_with(FSDP_WRAPPED))
+}
+
+/// Removes FSDP1's wrappers from `_metadata` of the model, as in a job without FSDP1.
+pub fn remove_wrapped_modules(state: &mut Value) {
+    let model = state_dict::model_root(state);
+    let Some(paths) = model.find_mut(state).and_then(metadata_mut) else { return };
+    let without_wrapper = |path: &str| {
+        let kept: Vec<&str> = path.split('.').filter(|component| *component != FSDP_WRAPPED).collect();
+        kept.join(".")
+    };
+    paths.entries.retain(|(path, _)| !path.as_str().is_some_and(|path| path.ends_with(FSDP_WRAPPED)));
+    for (path, _) in &mut paths.entries {
+        if let Some(clean) = path.as_str().map(without_wrapper) {
+            *path = Value::Str(clean.as_str().into());
+        }
+    }
+}
+
+/// Returns whether SRC has state of flat parameters beside a model in DTensors, or under `NO_SHARD` in plain tensors.
+pub fn is_beside_dtensors(source: &ConversionSource) -> bool {
+    let checkpoint = &source.checkpoint;
+    checkpoint.catalog.flat.is_some() && is_of_fsdp1(checkpoint) && !has_sharded_tensors(checkpoint)
+}
+
+/// Returns whether the checkpoint has a model in ShardedTensors.
+pub fn has_sharded_tensors(Checkpoint { catalog, .. }: &Checkpoint) -> bool {
+    let has_model = named_optimizers(&catalog.state) != [Path::default()];
+    let is_sharded = |(_, id): &(_, TensorId)| catalog.tensor(*id).class == Class::ShardedTensor;
+    has_model && state_dict::model(&catalog.state).tensors.iter().any(is_sharded)
+}
+
+/// Returns whether the optimizer state, if any is selected, is in a series of rank files of its own.
+fn keeps_optimizer(source: &ConversionSource, to: Format) -> bool {
+    let mut state = HashSet::new();
+    path::tensors(&source.checkpoint.catalog.state, &Path::default(), &mut |path, id| {
+        state.extend(optimizer::optimizer_state(path).map(|_| id));
+    });
+    let has_state = source.selection.catalog.state.tensor_ids().iter().any(|id| state.contains(id));
+    !has_state || parts(source, to).iter().any(is_optimizer)
+}
+
+/// Returns whether a part of the target is an optimizer without its model.
+pub fn is_optimizer(part: &PartTarget) -> bool {
+    named_optimizers(&part.state) == [Path::default()]
+}
