@@ -433,7 +433,7 @@ pub fn command() -> clap::Command {
     };
     let defaults = [
         ("reshard", String::from("the format of SRC; dcp if SRC is not a folder of shards")),
-        ("unshard", by_suffix("torch; with --all-ranks or --unit: rank files, as in SRC")),
+        ("unshard", by_suffix("torch; with --all-ranks or --unit: rank files")),
         ("flatten", String::from("fsdp-flat")),
         ("consolidate", by_suffix("safetensors")),
     ];

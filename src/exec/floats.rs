@@ -10,11 +10,10 @@
 //!
 //! - f8_e4m3fn has no infinity and saturates at 448; infinities also become 448. The `fnuz` dtypes have no negative
 //!   zero and a single NaN, 0x80. Overflows and infinities also become this NaN.
-//! - Tensors of 1, 3 and 10,000 elements give the same result for every value that is not NaN. NaNs differ. PyTorch's
-//!   vector code (contiguous tensors that are long enough) gives bf16 NaNs as 0xffff, whatever the sign and payload,
-//!   and widens f16 NaNs with their payload. PyTorch's scalar code (strided tensors; for f64 to bf16 and f16 to f32
-//!   also short tensors and the last elements of long ones) gives 0x7fc0 and 0x7fffffff. A cast from f16 to bf16 gives
-//!   0x7fc0 at any length. This module always gives the results of long contiguous tensors, on every machine.
+//! - Tensors of 1, 3 and 10,000 elements give the same result for every value that is not NaN. For NaNs, this module
+//!   always gives the result of long contiguous tensors: a cast from f32 or f64 to bf16 gives 0xffff, a cast from f16 to
+//!   bf16 gives 0x7fc0, and a cast from f16 to f32 keeps the payload. Short and strided tensors have other NaNs in
+//!   PyTorch (decision record 7 has a table).
 //!
 //! The `half` crate is not used, because its results depend on the processor: with f16c, its cast from f64 to f16
 //! rounds twice, otherwise once. The crate also keeps the payload of bf16 NaNs.

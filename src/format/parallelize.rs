@@ -63,8 +63,8 @@ impl PlanSide {
                  replicate = \"{name}\" or ddp = \"{name}\""
             ),
             (PlanError::NoTensorDim { .. }, Self::Target) => String::from(
-                "name a dim for tensor parallelism with options::tp DIM; for FSDP alone, remove options::plan and give \
-                 options::mesh dp=4 options::fsdp dp",
+                "name a dim for tensor parallelism with options::tp DIM; for FSDP alone, remove the plan and its \
+                 styles, and name the dim with options::fsdp DIM",
             ),
             (PlanError::NoTensorDim { .. }, Self::Source) => String::from(
                 "give the dim for tensor parallelism the name tp in options::src_mesh, or name the dim in a layout file \

@@ -32,7 +32,7 @@ use crate::nearest;
 use crate::quantity::count;
 
 /// The text in messages for the origin of a layout, if the user declared no layout for the tensor.
-const UNDECLARED: &str = "the default for undeclared tensors (whole on every rank)";
+const UNDECLARED: &str = "the default layout (whole on every rank)";
 /// The text in messages for the origin of a layout, if the tensor is treated as a buffer: no rule matches the model
 /// tensor, and it has no optimizer state although other tensors of the model have optimizer state.
 const UNTRAINED: &str = "the default for tensors without a rule and optimizer state (buffers, whole on every rank)";

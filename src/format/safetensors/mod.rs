@@ -141,8 +141,8 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
         between: format!("{} and {}", path.display(), other.display()),
         detail: String::from("both files have this tensor, but a tensor may be in one file only"),
         hint: Some(String::from(
-            "if each file contains the shards of one rank, declare the layout with options::src_mesh and \
-             options::src_placements (options::src_mesh tp=2 options::src_placements '**.w1=S(0)')",
+            "if each file contains the shards of one rank, declare the layout, such as options::src_mesh tp=2 \
+             options::src_placements '**.w1=S(0)'",
         )),
     })
 }

@@ -24,8 +24,8 @@ use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// The hint for plain tensors that have the same name and different shapes on several ranks.
-const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the layout (options::src_mesh tp=2 \
-                          options::src_placements '**.w1=S(0)'); otherwise check that all files come from one save of \
+const PARTS_HINT: &str = "if these tensors are shards of one tensor, declare the layout, such as options::src_mesh tp=2 \
+                          options::src_placements '**.w1=S(0)'; otherwise check that all files come from one save of \
                           one job";
 
 /// The relation between plain tensors with one name in the files of several ranks.

@@ -388,7 +388,7 @@ fn check_replicas_compares_dtensors() {
 
 /// Writes a torch file of two vectors, the second of which has a flipped byte.
 fn damaged(env: &TestEnv) -> PathBuf {
-    let source = env.vectors("m.safetensors", &[("good", 16), ("rotten", 16)]);
+    let source = env.vectors("m.safetensors", &[("sound.weight", 16), ("damaged.weight", 16)]);
     let whole = env.make("unshard", source, "damaged.pt", "").path;
     let mut bytes = fs::read(&whole).unwrap();
     let first = 2.0_f32.to_le_bytes();
@@ -407,14 +407,14 @@ fn checksums_of_copied_records_are_checked_and_of_all_with_check_crc() {
     let outcome = env.refuse("unshard", &source, "x.pt", "");
     assert_contains(&outcome.stderr, &["CRC-32"]);
     // The record is not copied, so its checksum is not checked.
-    env.make("unshard", &source, "good.pt", "--exclude rotten");
-    env.refuse("unshard", &source, "x.pt", "--exclude rotten --check-crc");
+    env.make("unshard", &source, "good.pt", "--exclude damaged.weight");
+    env.refuse("unshard", &source, "x.pt", "--exclude damaged.weight --check-crc");
     // The record is copied in parts, so its checksum is not checked.
-    let parts = "--mesh dp=2 --include rotten";
+    let parts = "--mesh dp=2 --include damaged.weight";
     env.refuse("reshard", &source, "x", &format!("{parts} --check-crc"));
     // verify always checks.
     assert_contains(&expect(1, "verify", &[&source], "").stdout, &["CRC-32"]);
-    expect(1, "verify", &[&source, &source], "--exclude rotten");
+    expect(1, "verify", &[&source, &source], "--exclude damaged.weight");
 }
 
 // ------------------------------------------------------------------------------- what is missing or cannot be held
