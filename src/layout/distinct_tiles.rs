@@ -113,7 +113,8 @@ impl DimParts {
     }
 }
 
-/// Returns the distinct tiles and their ranks, ordered by the first rank of the mesh that holds each tile.
+/// Returns the distinct tiles of a tensor, each with the ranks that hold it. The tiles are in the order in which they
+/// first occur if the ranks of the mesh are visited in row-major order.
 ///
 /// # Errors
 /// `LayoutError` if the placements do not fit the shape.

@@ -1,7 +1,7 @@
 //! Errors in a mesh, placement or layout that the user wrote.
 //!
-//! Each message names the expected and the found value, and can be read without its context. Errors about tiles are in
-//! [`super::CoverError`]. Unit of sizes: elements.
+//! Each message can be understood without its context, and most messages name the expected and the found value. Errors
+//! about tiles are in [`super::CoverError`]. Sizes are in elements.
 
 use serde_json::{Value as Json, json};
 
@@ -73,11 +73,11 @@ pub enum LayoutError {
     #[error("a local shard has {found} intervals along dim {dim}, but dtshard supports at most {limit}")]
     Fragmented { dim: TensorDim, limit: u64, found: u64 },
 
-    /// The text is not a split.
+    /// The text is not a split rule.
     #[error("split `{spec}`: expected chunk, balanced, makani or sizes such as 3+1")]
     SplitSpec { spec: String },
 
-    /// The number of splits differs from the number of mesh dims.
+    /// The number of split rules differs from the number of mesh dims.
     #[error("expected no split or one for each of {expected} mesh dims, found {found}")]
     SplitCount { expected: usize, found: usize },
 
@@ -86,15 +86,16 @@ pub enum LayoutError {
     #[error("the split has the sizes {}, but {parts} ranks need {parts} sizes that add up to {numel}", sum_of(sizes))]
     SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
 
-    /// A strided shard needs a tensor dim that divides evenly, but the dim does not divide evenly under the split rule.
+    /// A strided shard has explicit sizes, or it has another split rule than `torch.chunk` and the tensor dim does not
+    /// divide evenly.
     #[error(
         "_S with split factor {split_factor} on mesh dim {mesh_dim} needs a tensor dim that divides evenly under the split \
          rule `{split}`, but this tensor dim has {numel} elements"
     )]
     SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
 
-    /// Two Partial mesh dims have reduction operations that do not commute, so the reduced value depends on their
-    /// order.
+    /// Two mesh dims have Partial placements whose reduction operations do not commute, so the reduced value depends on
+    /// the order of the two reductions.
     #[error("the mesh dims reduce by {first} and {second}, which do not commute, so the reduced value is not defined")]
     MixedReduction { first: ReduceOp, second: ReduceOp },
 
@@ -105,8 +106,8 @@ pub enum LayoutError {
     )]
     PartialToPartial { from: ReduceOp, to: ReduceOp },
 
-    /// The target needs partial values of an operation for which a complete value cannot be converted to partial
-    /// values.
+    /// The target needs partial values of `op`, a product or a bit operation, and the source does not have such partial
+    /// values on the same mesh dim. A complete value cannot be converted to partial values of these operations.
     #[error(
         "a value that is not Partial cannot be converted to P({op}), because there are many ways to choose the partial \
          values"
@@ -129,7 +130,7 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected one placement for each dim of the mesh {mesh}")]
     PlacementList { placements: String, mesh: String },
 
-    /// A placement shards a tensor on a mesh dim outside the tensor's slice of the mesh.
+    /// A tensor is on a slice of the mesh, but has a placement other than R on a mesh dim outside this slice.
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
@@ -141,7 +142,7 @@ pub enum LayoutError {
     #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
-    /// A tensor cannot be split as requested. `by` names the rule or option that requests the split.
+    /// A tensor cannot be split as requested. `by` names the origin of the split rule: a rule, an option or SRC.
     #[error("{fqn}: {source} ({by})")]
     Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 

@@ -71,7 +71,7 @@ impl FlatParameter {
         (shards > 0).then_some(Self { params, total, shards })
     }
 
-    /// Returns the range of each parameter.
+    /// Returns the range of each parameter in the flat parameter.
     #[must_use]
     pub fn params(&self) -> &[Range<u64>] {
         &self.params
@@ -96,7 +96,7 @@ impl FlatParameter {
         self.total.div_ceil(self.shards)
     }
 
-    /// Returns the range of a shard. The last shards may be shorter than the first shard, or empty.
+    /// Returns the range of a shard in the flat parameter. The last shards may be shorter than the first shard, or empty.
     #[must_use]
     pub fn shard(&self, index: u64) -> Range<u64> {
         let len = self.shard_len();
@@ -113,12 +113,12 @@ impl FlatParameter {
         start..param.end.min(shard.end).max(start)
     }
 
-    /// Returns the pieces of a shard, without gaps, from its start to its end.
+    /// Returns the pieces of a shard in order. Together they cover the shard without gaps.
     pub fn pieces(&self, shard: u64) -> impl Iterator<Item = FlatPiece> + '_ {
         self.pieces_within(self.shard(shard))
     }
 
-    /// Returns the pieces of any range of the flat parameter.
+    /// Returns the pieces of any range of the flat parameter. The offset of a piece counts from the start of this range.
     pub fn pieces_within(&self, range: Range<u64>) -> impl Iterator<Item = FlatPiece> + '_ {
         let mut at = range.start;
         let mut next = self.params.partition_point(|param| param.end <= range.start);
@@ -217,8 +217,9 @@ impl StorageOrder {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }
 
-    /// Returns `sizes` (in storage order) without the innermost dims that need no splitting: the longest run of
-    /// innermost dims that are already in the tensor's order of dims.
+    /// Returns the sizes of the outer dims, which must be split into single indices. The remaining inner dims need no
+    /// splitting: they are the longest run of innermost dims that the storage has in the tensor's order of dims. `sizes`
+    /// is in storage order.
     fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
         let mut tail = sizes.len();
         let mut inner = usize::MAX;

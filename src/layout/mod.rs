@@ -69,7 +69,7 @@ pub struct TensorDim(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MeshDim(pub usize);
 
-/// A process, by its number in the job: PyTorch's *global* rank.
+/// The number of a process in the training job: PyTorch's *global* rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
 
@@ -102,7 +102,8 @@ pub fn numel(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1, |n: u64, &size| n.checked_mul(size))
 }
 
-/// Returns the coordinate of the `index`-th cell of a row-major array. `index` must be below the number of cells.
+/// Returns the coordinate of the cell `index` of a row-major array. `index` counts from 0 and must be below the number
+/// of cells.
 #[must_use]
 pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     let mut coordinate: Dims = smallvec![0; shape.len()];

@@ -7,12 +7,12 @@
 //!
 //! ```text
 //!     target dim      source                            a rank gets
-//!     P(sum)          P(sum) on the same mesh           its own partial value, unchanged
+//!     P(a)            P(a) on the same mesh             its own partial value, unchanged
 //!     P(sum)          S(d) or _S(d,f), same mesh        the elements that the source has at its coordinate, else zeros
+//!     P(a)            P(b), a different op              an error
 //!     P(sum)          anything else                     the value divided by the size of the mesh dim
-//!     P(avg|max|min)  anything but another P            the value
-//!     P(product|...)  anything but the same P           an error
-//!     P(a)            P(b)                              an error
+//!     P(avg|max|min)  anything else                     the value
+//!     P(product|...)  anything else                     an error
 //! ```
 //!
 //! If source and target have the same mesh, "source" is the placement on the same mesh dim. Otherwise "source" is any
@@ -73,7 +73,8 @@ impl PartialReduction {
         format!("partial value {} of {}", AsTuple(&unravel(number, &self.dims)), AsTuple(&self.dims))
     }
 
-    /// Returns the share for a rank that gets the complete value: the rank reduces all partial values.
+    /// Returns the conversion for a rank that gets the complete value: the rank reduces all partial values, and divides
+    /// the result by the size of each mesh dim whose op is `Avg`.
     #[must_use]
     pub fn full_reduction(&self) -> Share {
         let averaged = self.dims.iter().zip(&self.averages).filter(|(_, average)| **average);
@@ -85,7 +86,8 @@ impl PartialReduction {
     }
 }
 
-/// Returns the number of the partial value that the rank at a coordinate holds; 0 if no placement is Partial.
+/// Returns the row-major index, over the Partial mesh dims, of the partial value that the rank at a coordinate holds. The
+/// index is 0 if no placement is Partial.
 #[must_use]
 pub fn partial_index(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64]) -> u64 {
     let is_partial = |dim: &usize| placements[*dim].is_partial();
@@ -140,7 +142,7 @@ impl MeshPlacement<'_> {
 /// reduced, and how the result is scaled and masked.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
-    /// The partial values to reduce, ascending.
+    /// The row-major indices of the partial values to reduce, ascending.
     pub partial_values: Vec<u64>,
     /// The number by which the reduced value is divided.
     pub divisor: u64,
@@ -159,8 +161,8 @@ impl Share {
         self.within.iter().for_each(|tile| tile.encode(emit));
     }
 
-    /// Returns the share of the rank at `coordinate` of the target. `source` has the placements of the tensor in the
-    /// source, or `None` if these are not known.
+    /// Returns the conversion for the rank at `coordinate` of the target mesh. `source` has the placements of the tensor
+    /// in the source; it is `None` if these placements are not known.
     ///
     /// # Errors
     /// `PartialToPartial`, `NoPartialValues` or `MixedReduction` for undefined conversions, and the errors of
@@ -253,7 +255,7 @@ mod tests {
         Other,
     }
 
-    /// Displays the share of a rank on a 2x2 mesh as `partial values /divisor within`.
+    /// Displays the share of the rank at `at` on a 2x2 mesh as `partial values /divisor within`.
     fn share(source: &str, target: &str, mesh_of_source: SourceMesh, at: &[u64]) -> Result<String, String> {
         let mesh = |ranks: [u32; 4]| DeviceMesh::new([2, 2].as_slice(), ranks.map(Rank).to_vec(), None).unwrap();
         let (here, there) = (mesh([0, 1, 2, 3]), mesh([3, 2, 1, 0]));

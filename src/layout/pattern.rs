@@ -50,7 +50,7 @@ impl Pattern {
         texts.iter().map(|text| Self::parse(text)).collect()
     }
 
-    /// Returns whether the pattern matches the name or a module that contains it.
+    /// Returns whether the pattern matches the name itself or the name of a module that contains the tensor.
     #[must_use]
     pub fn covers(&self, name: &str) -> bool {
         let path = as_path(name);

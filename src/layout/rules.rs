@@ -206,7 +206,7 @@ impl MeshLayout {
         if shared.splits.is_empty() { SharedTensor { splits: self.default_splits(), ..shared } } else { shared }
     }
 
-    /// Returns the default split for each mesh dim; empty if the default split is `torch.chunk`.
+    /// Returns the default split rule for each mesh dim; empty if the default rule is `torch.chunk`.
     fn default_splits(&self) -> Vec<Split> {
         match &self.split {
             None | Some(Split::Chunk) => Vec::new(),
@@ -215,7 +215,8 @@ impl MeshLayout {
     }
 
     /// Returns placements for the mesh of the layout. Each mesh dim has the placement that the tensor has in the source
-    /// on the mesh dim of the same name, or Replicate if the source has no mesh dim of this name.
+    /// on the mesh dim of the same name, or Replicate if the source has no mesh dim of this name. Split factors are
+    /// adapted to the sizes of the new mesh.
     #[must_use]
     pub fn source_placement(&self, source: MeshPlacement<'_>) -> SharedTensor {
         let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;
@@ -249,11 +250,12 @@ impl MeshLayout {
         SharedTensor { placements, splits: default.unwrap_or(splits), slice: None }
     }
 
-    /// If the source has the tensor on a slice of its mesh, returns placements on the slice of the target mesh whose
-    /// dims have the same names. For example, under FSDP and TP, norms are on the FSDP slice.
+    /// Returns `shared` with a slice of the mesh, if the source has the tensor on a slice of its mesh: the mesh dims of
+    /// the layout that have the names of the mesh dims in the source's slice. For example, under FSDP and TP, norms are
+    /// on the FSDP slice.
     ///
-    /// A slice that a rule sets takes precedence. The slice of the source is used only if the tensor is replicated on
-    /// all other mesh dims.
+    /// If `shared` already has a slice (from a rule), this slice stays. The slice of the source is used only if `shared`
+    /// replicates the tensor on all other mesh dims.
     #[must_use]
     pub fn with_source_slice(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
         let slice = || {

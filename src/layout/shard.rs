@@ -41,8 +41,8 @@ pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
 
 /// Divides `n` positions into `blocks` blocks, splits each block into `k` parts, and returns part `r` of every block.
 ///
-/// All blocks except the last have the same length, so the result is one run of equal intervals and one last interval,
-/// for any number of blocks.
+/// All blocks except the last have the same length, so the result is at most one run of equal intervals and one last
+/// interval, for any number of blocks.
 fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
     if n == 0 {
         return Intervals::empty();
@@ -72,11 +72,12 @@ pub fn local_shard(
     local_part(shape, mesh_shape, placements, &[], coordinate)
 }
 
-/// Returns the tile of the rank at `coordinate`, with one split for each mesh dim. No splits means `torch.chunk`.
+/// Returns the tile of the rank at `coordinate`, with one split rule for each mesh dim. If `splits` is empty, all mesh
+/// dims split by `torch.chunk`.
 ///
 /// # Errors
-/// The errors of [`local_shard`]. It is also an error if explicit sizes do not fit, or if the split rule of a
-/// `StridedShard` gives other parts than `torch.chunk` would.
+/// The errors of [`local_shard`]. It is also an error if explicit sizes do not fit, if a `StridedShard` has explicit
+/// sizes, or if a `StridedShard` has the rule `balanced` or `makani` and its tensor dim does not divide evenly.
 pub fn local_part(
     shape: &[u64],
     mesh_shape: &[u64],
@@ -151,12 +152,14 @@ impl<'a> DimCut<'a> {
 
 /// Converts placements with an explicit shard order to placements that are read from left to right.
 ///
-/// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim that splits after mesh
-/// dims to its right becomes a `StridedShard`; its split factor is the number of parts that the mesh dims to its right
-/// have made. A tensor dim without an entry in `order` is sharded by its mesh dims from left to right.
+/// Each entry of `order` has a tensor dim, and the mesh dims that shard this tensor dim in the order in which they split
+/// it. If some of the mesh dims that split earlier are to the right of a mesh dim, the placement of this mesh dim becomes
+/// a `StridedShard`. The split factor is the product of the sizes of these earlier mesh dims. A tensor dim without an
+/// entry in `order` is sharded by its mesh dims from left to right. If a tensor dim already has a `StridedShard`, its
+/// placements stay unchanged.
 ///
 /// # Errors
-/// If an entry does not list exactly the mesh dims that shard its tensor dim.
+/// If an entry does not list exactly the mesh dims that shard its tensor dim, or a tensor dim has two entries.
 pub fn from_shard_order(
     mesh_shape: &[u64],
     placements: &[Placement],

@@ -21,13 +21,13 @@ pub struct MeshChange<'a> {
 }
 
 impl MeshChange<'_> {
-    /// Returns the split factor of mesh dim `at` on the new mesh, or `None` if a plain `Shard` is enough there.
-    /// `sharded` is the tensor dim that each mesh dim shards.
+    /// Returns the split factor on the new mesh of a mesh dim that has the split factor `factor` on the old mesh. `at` is
+    /// the index of the mesh dim on the old mesh. `sharded` has the tensor dim that each mesh dim of the old mesh shards.
     ///
-    /// Consider the mesh dims to the right of `at` that shard the same tensor dim. If the split factor equals the
-    /// product of the sizes of these mesh dims, the new split factor is the product of their sizes on the new mesh.
-    /// Mesh dims that are to the left of `at` on the new mesh are left out of this product, because they split the
-    /// tensor dim first. If no mesh dim remains, the result is `None`.
+    /// Consider the old mesh dims to the right of `at` that shard the same tensor dim. If `factor` is not the product of
+    /// the sizes of these mesh dims, `factor` stays. Otherwise the new split factor is the product of the sizes that
+    /// these mesh dims have on the new mesh, without mesh dims that the new mesh lacks or has to the left of `at`.
+    /// Returns `None` if this product is 1, because a plain `Shard` is then enough.
     #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();
@@ -49,7 +49,8 @@ fn sharded(list: &[PlacementSpec]) -> Vec<Option<i64>> {
     list.iter().map(|spec| spec.sharded_dim()).collect()
 }
 
-/// Converts placements for one mesh to placements for a mesh with the same number of dims, but other sizes.
+/// Adapts the split factors in placements for the mesh `from` to the sizes of the mesh `to`. If the meshes have
+/// different numbers of dims, the placements are returned unchanged.
 #[must_use]
 pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec<PlacementSpec> {
     if from.shape() == to.shape() || from.ndim() != to.ndim() || from.ndim() != list.len() {
@@ -68,8 +69,8 @@ pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &Devic
     list.iter().enumerate().map(follow).collect()
 }
 
-/// A split factor that cannot be explained: it is not the product of the sizes of mesh dims to the right of `at` that
-/// shard the same tensor dim.
+/// A split factor that cannot be explained by the mesh: it is not the product of the sizes of some of the mesh dims in
+/// `inner`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownSplitFactor {
     /// The index of the mesh dim that has the split factor.
@@ -77,11 +78,13 @@ pub struct UnknownSplitFactor {
     pub spec: PlacementSpec,
     /// The indices of the mesh dims to the right of `at` that shard the same tensor dim.
     pub inner: Vec<usize>,
-    /// The placement with the split factor that follows from the mesh dims in `inner`.
+    /// The placement in `spec`, but with the product of the sizes of all mesh dims in `inner` as the split factor.
     pub expected: PlacementSpec,
 }
 
-/// Returns the first split factor in a list of placements that cannot be explained, or `None`.
+/// Returns the first split factor in a list of placements that the mesh cannot explain, or `None`. A split factor is
+/// explained if it is the product of the sizes of some mesh dims that are to the right of its mesh dim and shard the same
+/// tensor dim. If there are no such mesh dims, every split factor is accepted.
 #[must_use]
 pub fn find_unknown_split_factor(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
     let sharded = sharded(list);

@@ -9,7 +9,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Splits a list like `torch.chunk`: pieces of `ceil(len / k)` elements, which are empty past the end.
+/// Returns piece `r` of a list that is split into `k` pieces like `torch.chunk`: every piece has `ceil(len / k)`
+/// elements, the last pieces may have fewer or none.
 fn chunk_of(list: &[u64], k: u64, r: u64) -> Vec<u64> {
     let size = (list.len() as u64).div_ceil(k).max(1);
     list.chunks(size as usize).nth(r as usize).unwrap_or_default().to_vec()
@@ -61,7 +62,7 @@ fn holders(shape: &[u64], tiles: &[Tile]) -> Vec<usize> {
     holders
 }
 
-/// Checks that `Cover` and a count of the holders of each element give the same result.
+/// Asserts that `Cover::prove` gives the result that follows from the number of tiles that hold each element.
 fn check_verdict(shape: &[u64], tiles: &[Tile]) -> Result<(), TestCaseError> {
     let holders = holders(shape, tiles);
     match Cover::prove(shape, tiles) {
@@ -143,7 +144,8 @@ fn sharded() -> impl Strategy<Value = (Vec<u64>, Layout, Layout)> {
     })
 }
 
-/// Generates boxes that tile a tensor, by splitting it repeatedly in random order. The boxes are rarely a grid.
+/// Generates a shape and boxes that tile a tensor of this shape. The tensor is split repeatedly in random order, so the
+/// boxes are rarely a grid.
 fn cut_up() -> impl Strategy<Value = (Vec<u64>, Vec<Tile>)> {
     let cuts = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0..9_u64), 0..12);
     (prop::collection::vec(1..=7_u64, 1..=3), cuts).prop_map(|(shape, cuts)| {

@@ -97,7 +97,8 @@ pub fn assemble(
 }
 
 /// Returns the ranks of the first group in which every rank has a part. The ranks are in the order of the mesh and come
-/// with their coordinates. A group is a set of ranks with equal coordinates on all replicated mesh dims.
+/// with their coordinates. A group is a set of ranks with equal coordinates on all replicated mesh dims. It is an error
+/// if only some ranks of a group have a part, and `is_missing` is false for a rank of this group without a part.
 fn complete_group(
     mesh: &DeviceMesh,
     shared: &SharedTensor,
@@ -132,7 +133,8 @@ fn complete_group(
 }
 
 /// Returns placements that are similar to `shared` and match the parts, for the hint of an error. The function first
-/// tries other split rules, then other placements on a single mesh dim, and returns the first match.
+/// tries other split rules. It then tries a `Shard` of each tensor dim on each single mesh dim, with every split rule. It
+/// returns the first match.
 #[must_use]
 pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
     let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();

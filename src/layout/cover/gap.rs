@@ -1,9 +1,9 @@
 //! Finds the first gap between tiles, for error messages.
 //!
 //! Shapes and offsets count elements. A slice is the part of the tensor at one index of a dim. The tiles are disjoint,
-//! so a slice is full if and only if the tiles have together as many elements in the slice as the slice itself. The
-//! first slice that is not full contains the first gap in row-major order. The search continues in that slice, along
-//! the next dim:
+//! so a slice is full if and only if the number of elements that all tiles together hold in the slice is the size of the
+//! slice. The first slice that is not full contains the first gap in row-major order. The search continues in that
+//! slice, along the next dim:
 //!
 //! ```text
 //!     a a b b      rows 0 and 1 are full, row 2 has 3 of 4 elements: the gap is in row 2
@@ -14,7 +14,8 @@
 use super::IndexedTile;
 use crate::layout::{Dims, Intervals, Region, Tile};
 
-/// Returns the first gap that disjoint `tiles` leave in `shape`. There must be a gap.
+/// Returns a box that no tile overlaps. The box starts at the first element, in row-major order, that no tile holds. The
+/// tiles must be disjoint, and at least one element must be in no tile.
 pub(super) fn first_gap(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Region {
     let mut hole = Region { offsets: Dims::new(), sizes: Dims::new() };
     let mut across: Vec<&Tile> = tiles.iter().map(|&(_, tile)| tile).collect();

@@ -30,8 +30,8 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// Proves that the tiles are a complete grid. Returns `None` if the tiles are not a grid; the caller then uses
-    /// another proof.
+    /// Proves that the tiles form a grid and that each cell of the grid is one tile. Returns `None` if the tiles do not
+    /// form a grid; the caller then uses another proof. A cell with two tiles or without a tile is an error.
     pub(super) fn prove(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Option<Result<Self, CoverError>> {
         let mut axes: SmallVec<[GridAxis; 4]> = SmallVec::new();
         let mut cells: Vec<(u64, usize)> = (0..tiles.len()).map(|at| (0, at)).collect();
@@ -87,9 +87,10 @@ struct GridAxis {
 }
 
 impl GridAxis {
-    /// Returns the classes of a dim, and the class of each tile, or `None` if two different classes overlap. Indices
-    /// that belong to no class form an additional class. No tile fills the cells of the additional class, so these
-    /// cells are found as a gap.
+    /// Returns the classes of a dim of size `n`, and for each tile the number of its class. `tile_dims` has the indices
+    /// of this dim that each tile holds; each distinct set of indices is a class. Returns `None` if two different classes
+    /// overlap. Indices that belong to no class form an additional class. No tile fills the cells of the additional
+    /// class, so these cells are found as a gap.
     fn new<'a>(n: u64, tile_dims: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
         let tile_dims: Vec<&Intervals> = tile_dims.collect();
         let mut order: Vec<(u64, u32)> = tile_dims.iter().map(|class| start(class)).zip(0..).collect();
@@ -126,7 +127,7 @@ impl GridAxis {
         &self.classes[index as usize]
     }
 
-    /// Returns the classes that overlap `dim`.
+    /// Returns the numbers of the classes that share at least one index with `dim`.
     fn overlapping<'a>(&'a self, dim: &'a Intervals) -> impl Iterator<Item = usize> + 'a {
         let target = dim.bounds();
         let from =

@@ -47,7 +47,8 @@ pub enum CoverError {
     Ndim { tile: usize, expected: usize, found: usize },
 }
 
-/// An index of tiles that together hold every element of a shape exactly once.
+/// A set of tiles that together hold every element of a tensor exactly once, stored so that tiles which overlap a given
+/// tile are found fast.
 #[derive(Clone, Debug)]
 pub struct Cover {
     index: CoverIndex,
@@ -75,7 +76,8 @@ impl Cover {
     /// bounds.
     ///
     /// # Errors
-    /// The first violation, in this order: number of dims, bounds, overlaps, gaps.
+    /// `Ndim` or `OutOfBounds` for the first non-empty tile that does not fit the shape; otherwise an overlap;
+    /// otherwise a gap.
     pub fn prove(shape: &[u64], tiles: &[Tile]) -> Result<Self, CoverError> {
         let non_empty: SmallVec<[IndexedTile<'_>; 1]> =
             tiles.iter().enumerate().filter(|(_, tile)| !tile.is_empty()).collect();

@@ -2,7 +2,7 @@
 //!
 //! Shapes and offsets count elements. Tiles are sorted along a dim. If all earlier tiles end before the next tile
 //! starts, the tensor is split at the start of the next tile into two slabs, which are disjoint in this dim. Each slab
-//! is split again along the other dims. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap)
+//! is split again in the same way, along any dim. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap)
 //! form a leaf of the tree, and a sweep compares these tiles.
 //!
 //! ```text
@@ -33,7 +33,7 @@ pub(super) struct Slabs {
 enum SlabNode {
     /// A leaf with one tile, which fills its slab.
     One(usize),
-    /// A leaf with several tiles, which no straight line separates. A sweep has compared them.
+    /// A leaf with several tiles. A sweep has compared these tiles and found no overlap.
     Swept(Vec<(usize, Tile)>),
     /// A slab that is split along `dim`. The child slabs are ascending and disjoint.
     Cut { dim: usize, slabs: Vec<(Range<u64>, SlabNode)> },
@@ -102,8 +102,8 @@ impl SlabNode {
 }
 
 /// Returns the positions at which tiles, sorted along `dim`, can be separated. Each pair has the number of tiles before
-/// the split, and the index of the split along `dim`. The last pair has the number of all tiles and the end of the last
-/// tile.
+/// the split, and the largest end of these tiles along `dim`. The last pair is not a split: it has the number of all
+/// tiles, and the largest end of all tiles.
 fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     let mut cuts = Vec::new();
     let mut end = 0;
@@ -118,8 +118,8 @@ fn cuts(tiles: &[IndexedTile<'_>], dim: usize) -> Vec<(usize, u64)> {
     cuts
 }
 
-/// Compares every tile with the earlier tiles that end after this tile starts, along the dim with the most distinct
-/// starts.
+/// Checks that no two tiles overlap. The tiles are sorted along the dim in which they have the most distinct starts.
+/// Each tile is compared with the earlier tiles that end, in this dim, after the tile starts.
 fn sweep(ndim: usize, tiles: &mut [IndexedTile<'_>]) -> Result<(), CoverError> {
     let distinct = |dim: usize| {
         let mut starts: Vec<u64> = tiles.iter().map(|(_, tile)| start(&tile.dims()[dim])).collect();

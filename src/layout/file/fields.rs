@@ -35,7 +35,7 @@ impl FilePosition<'_> {
         LayoutError::File { file, position, problem: problem.to_string(), hint }
     }
 
-    /// Returns a function for `map_err` that adds this position to an error.
+    /// Returns a function for `map_err` that adds this position to an error, unless the error already has a position.
     pub fn wrap(&self) -> impl Fn(LayoutError) -> LayoutError {
         |error| match error {
             LayoutError::File { .. } => error,
@@ -119,8 +119,8 @@ pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&
     }
 }
 
-/// Returns a hint that lists all names. If at least half of the letters of `word` match the nearest name, the hint
-/// suggests that name first.
+/// Returns a hint that lists all names. The hint first suggests the nearest name, if the edit distance between this name
+/// and `word` is at most half the length of the longer one.
 #[must_use]
 pub fn did_you_mean(word: &str, names: &[&str]) -> String {
     let distance = |name: &&&str| strsim::damerau_levenshtein(word, name);

@@ -1,4 +1,4 @@
-//! Layout files: the mesh, rules, styles and flat units that a user writes.
+//! Layout files: the mesh, rules, styles and units of flat parameters that a user writes.
 //!
 //! TOML and JSON have the same keys, and every key is optional:
 //!
@@ -60,7 +60,8 @@ pub struct LayoutFile {
     name: String,
     mesh: Option<Positioned<DeviceMesh>>,
     fallback: Option<Positioned<Vec<PlacementSpec>>>,
-    /// The split rule of tensors that no rule matches. An option may replace this default.
+    /// The split rule of tensors that no rule matches, and of rules without a split rule. An option may replace this
+    /// default.
     pub split: Option<Split>,
     rules: Vec<WrittenRule>,
     /// The parallelize plan that the file declares; empty if the file declares none.
@@ -154,8 +155,8 @@ impl LayoutFile {
         Err(own.error(problem, "give a mesh with the same dims in the same order, or change the mesh of the file"))
     }
 
-    /// Returns the placements of tensors that no rule matches. If a mesh is given, the split factors of the placements
-    /// are adapted to the sizes of that mesh.
+    /// Returns the placements of tensors that no rule matches, or `None` if the file has none. If both the file and
+    /// `given` have a mesh, the split factors of the placements are adapted to the sizes of `given`.
     #[must_use]
     pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
         let list = &self.fallback.as_ref()?.value;

@@ -12,7 +12,8 @@ use toml::de::{DeInteger, DeTable, DeValue};
 
 use crate::json_text;
 
-/// The maximum nesting depth. Tables of styles nest like modules, and no model is nested this deep.
+/// The maximum nesting depth of a layout file in JSON. Tables of styles nest like modules, and no model is nested this
+/// deep.
 const MAX_DEPTH: usize = 64;
 
 /// A value, and the line where it starts.

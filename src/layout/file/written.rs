@@ -117,8 +117,7 @@ impl WrittenSpec {
     }
 }
 
-/// Checks that there is one placement for each mesh dim, and that the slice contains all mesh dims that shard the
-/// tensor.
+/// Checks that there is one placement for each mesh dim, and that the placement is R on each mesh dim outside the slice.
 pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
     spec.check(mesh).map_err(at.wrap())
 }

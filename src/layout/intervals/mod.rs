@@ -74,7 +74,7 @@ impl Intervals {
         Self { runs: SmallVec::new() }
     }
 
-    /// Makes a list of one interval. Its end saturates, so untrusted numbers do not overflow.
+    /// Makes a list of one interval. The end of the interval saturates, so untrusted numbers do not overflow.
     #[must_use]
     pub fn single(start: u64, len: u64) -> Self {
         match len.min(u64::MAX - start) {
@@ -158,13 +158,13 @@ impl Intervals {
         self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(emit);
     }
 
-    /// Returns the number of maximal intervals.
+    /// Returns the number of intervals. Intervals that touch are stored as one interval.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.runs.iter().map(|run| run.count).sum()
     }
 
-    /// Returns the maximal intervals, ascending.
+    /// Returns the intervals in ascending order. Intervals that touch are stored as one interval.
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.pieces().map(|piece| piece.range)
     }
@@ -198,7 +198,7 @@ impl Intervals {
         }
     }
 
-    /// Removes and returns the last interval. This is the inverse of [`push`](Self::push).
+    /// Removes and returns the last interval of a list that is not empty.
     fn pop(&mut self) -> Range<u64> {
         let run = self.runs.last_mut().expect("only a list with an interval is popped");
         let last = run.last();
@@ -234,7 +234,7 @@ impl Intervals {
         other.runs.iter().for_each(|run| self.push_run(run));
     }
 
-    /// Returns the elements at `positions` of the list. Positions beyond its end are ignored.
+    /// Returns the elements at `positions` of the list. Positions beyond the end of the list are ignored.
     #[must_use]
     pub fn slice(&self, positions: Range<u64>) -> Self {
         let mut taken = Self::empty();
@@ -306,7 +306,7 @@ impl FromIterator<Range<u64>> for Intervals {
     }
 }
 
-/// Displays the list as `0:2+4:6`, shortened if it is long, and an empty list as `0:0`.
+/// Displays the list as `0:2+4:6`, and an empty list as `0:0`. A list of more than 8 intervals is shortened.
 impl fmt::Display for Intervals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: u64 = 8;

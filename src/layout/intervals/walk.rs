@@ -1,9 +1,9 @@
 //! The intersection of two interval lists.
 //!
 //! Positions count indices along one dim. An iterator returns the intervals of a list in ascending order, each with its
-//! position in the list. The iterator can also *seek*: within a run, a division finds the next interval that ends after
-//! an index. So the cost of intersecting one interval with a run of 10^5 intervals depends on the number of results,
-//! not on the number of skipped intervals.
+//! position in the list. The iterator can also *seek*: within a run (equal intervals at equal distances), a division
+//! finds the next interval that ends after an index. So the cost of intersecting one interval with a run of 10^5
+//! intervals depends on the number of results, not on the number of skipped intervals.
 
 use std::ops::Range;
 
@@ -91,7 +91,8 @@ impl Intervals {
         self.pieces()
     }
 
-    /// Returns the ranges that two lists share, ascending. Ranges that are contiguous in both lists are merged.
+    /// Returns the ranges of indices that two lists share, ascending. Two ranges are merged if their positions follow each
+    /// other without a gap in both lists.
     #[must_use]
     pub fn intersect(&self, other: &Self) -> Segments {
         if let (Some(a), Some(b)) = (self.as_single(), other.as_single()) {
@@ -116,7 +117,7 @@ impl Intervals {
         segments
     }
 
-    /// Returns the first range of indices that two lists share.
+    /// Returns the first range of indices that two lists share, or `None` if they share no index.
     pub(in crate::layout) fn first_common(&self, other: &Self) -> Option<Range<u64>> {
         self.common(other).next().map(|(range, _)| range)
     }

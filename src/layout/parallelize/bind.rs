@@ -16,7 +16,9 @@ impl ParallelizePlan {
     /// Returns the placement of each parameter, in the order of `parameters`.
     ///
     /// # Errors
-    /// `PlanError` for rules that match nothing, a plan of another family, and `pairwise` with an unknown order.
+    /// `PlanError` if a rule of the user matches no parameter, if no attention or MLP rule of the built-in plan matches a
+    /// parameter, if `pairwise` finds no pairs or cannot order them, or if the plan has styles without a mesh dim of
+    /// tensor parallelism, or such a mesh dim without styles.
     pub fn bind(
         &self,
         mesh: &DeviceMesh,
@@ -72,7 +74,8 @@ impl ParallelizePlan {
         Ok(parameters.iter().zip(found).map(place).collect())
     }
 
-    /// Returns the user's style rules, followed by the style rules of the built-in plan.
+    /// Returns the user's style rules, followed by the style rules of the built-in plan. It is an error if there are
+    /// rules but no mesh dim of tensor parallelism, or such a mesh dim but no rules.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
         let of_user = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::User, note: None };
         let mut candidates: Vec<Candidate> = self.styles.iter().map(of_user).collect();

@@ -50,7 +50,7 @@ pub(super) enum RuleOrigin {
     /// The rule is one of the attention and MLP rules of a built-in plan. At least one of these rules must match a
     /// parameter.
     Layers,
-    /// The rule is the rule of a built-in plan for an embedding, a norm or the head. Such a rule may match no
+    /// The rule is one of the rules of a built-in plan for embeddings, norms and the head. Such a rule may match no
     /// parameter.
     OutsideLayers,
 }
@@ -61,7 +61,8 @@ impl Candidate {
         if module.is_empty() { pattern.as_str() == "." } else { pattern.matches(module) }
     }
 
-    /// Returns whether the rule gives its style to this parameter.
+    /// Returns whether the pattern matches the parameter or the module of the parameter. Returns false for every
+    /// `pairwise` rule, which matches modules only.
     pub fn matches(&self, parameter: &str) -> bool {
         matches!(self.rule.style, RuleStyle::Single(_))
             && (self.matches_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
@@ -80,7 +81,7 @@ impl Candidate {
 /// A parameter that a rule matches: its index, its style, and a note for the user.
 pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
 
-/// Returns the name of the module that contains a parameter or a child module.
+/// Returns the name of the module that contains a parameter or a child module; empty for the root module.
 #[must_use]
 pub fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)

@@ -145,8 +145,8 @@ static FAMILIES: [Family; 9] = [
     Family { name: "gpt2", layers: &[LAYERS_OF_GPT2], outside_layers: AROUND_GPT2 },
 ];
 
-/// Buffers in older checkpoints of these families: causal masks and rotary frequencies. Their names do not show that
-/// they are buffers.
+/// Patterns for the buffers that older checkpoints of the model families have: causal masks and rotary frequencies. A
+/// name such as `attn.bias` does not show that the tensor is a buffer.
 const BUFFERS: [&str; 2] = ["**.{attn,attention}.{bias,masked_bias}", "**.{inv_freq,freqs_cis}"];
 
 impl Family {
@@ -175,7 +175,8 @@ impl Family {
         rows.map(candidate).collect()
     }
 
-    /// Returns patterns for the names of buffers in older checkpoints, whose names do not show that they are buffers.
+    /// Returns patterns for the buffers of older checkpoints whose names, such as `attn.bias`, do not show that the
+    /// tensors are buffers.
     pub(super) fn buffers() -> Vec<Pattern> {
         BUFFERS.iter().map(|text| parse(text)).collect()
     }
@@ -185,8 +186,9 @@ fn parse(pattern: &str) -> Pattern {
     Pattern::parse(pattern).expect("built-in patterns are globs")
 }
 
-/// Returns the families whose plans match the most attention and MLP parameters. Among plans that match equally many
-/// parameters, only the plans with the fewest rows that match nothing are returned.
+/// Returns the families whose plans match the most attention and MLP parameters; empty if no plan matches any. Among
+/// plans that match equally many parameters, only the plans with the fewest rows that match nothing are returned.
+/// Parameters whose names differ only in numbers count once.
 #[must_use]
 pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     // Layers and experts have equal names except for numbers, so each name is counted once.

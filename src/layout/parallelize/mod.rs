@@ -113,7 +113,8 @@ impl fmt::Display for PlacementSource {
 /// The reason why a fused tensor is replicated on a mesh dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UncutReason {
-    /// The size of the dim is not a multiple of the number of blocks, so tensor parallelism cannot shard each block.
+    /// The size of the tensor dim is not a multiple of the number of blocks (the weights in the fused tensor), so tensor
+    /// parallelism cannot shard each block.
     OddBlocks { blocks: u64, size: u64 },
     /// Tensor parallelism gives each rank a shard of each block, and the FSDP mesh dim is to the left of the TP mesh
     /// dim. No placement can express that FSDP then shards these shards, so the tensor is replicated on the FSDP mesh

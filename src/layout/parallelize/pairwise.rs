@@ -31,12 +31,12 @@ pub(super) struct PairwiseRule<'a> {
     pub has_fsdp: bool,
 }
 
-/// A linear module: its name, and the index of its weight.
+/// A linear module: the name of the module, and the index of its weight in the list of parameters.
 type Linear<'a> = (&'a str, usize);
 
 impl PairwiseRule<'_> {
-    /// Returns the parameters that the rule matches. `is_linear` returns false for a weight if another rule declares an
-    /// embedding, or excludes the weight.
+    /// Returns the parameters of all paired modules, each with `colwise` or `rowwise`. `is_linear` returns false for a
+    /// weight that another rule gives the style of an embedding or `none`.
     pub fn bind(
         &self,
         parameters: &[Parameter<'_>],
@@ -167,7 +167,7 @@ impl PairwiseRule<'_> {
     }
 }
 
-/// Returns each module with a 2-d weight, and the index of the weight.
+/// Returns each module with a 2-d weight, after the index of the weight in `parameters`.
 fn modules_with_2d_weight<'p>(parameters: &'p [Parameter<'_>]) -> impl Iterator<Item = (usize, &'p str)> {
     let module = |(at, parameter): (usize, &'p Parameter<'_>)| {
         let module = parameter.name.strip_suffix(".weight").filter(|_| parameter.shape.len() == 2)?;

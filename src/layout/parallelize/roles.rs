@@ -1,4 +1,4 @@
-//! The role of each mesh dim, and the placements of a parameter on all of them.
+//! The role of each mesh dim (tensor parallelism, FSDP, ...), and the placements of a parameter on all mesh dims.
 //!
 //! Tensor parallelism shards first, and FSDP shards dim 0 of the local tensor. Placements are evaluated from the left,
 //! so if the FSDP dim is to the left of the TP dim, FSDP's placement is `_S(0, n)`: each rank along the FSDP dim gets a
@@ -55,7 +55,7 @@ pub struct RoleNames {
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
     pub ddp: Option<String>,
-    /// The names of the mesh dims without a role. Any other mesh dim without a role is an error.
+    /// The names of the mesh dims that may have no role. Any other mesh dim without a role is an error.
     pub unused: Vec<String>,
 }
 
@@ -143,7 +143,7 @@ impl MeshRoles {
     }
 
     /// Returns the placements of a parameter without a style. Only FSDP shards such a parameter, so these are the
-    /// placements that `fully_shard` gives, on the mesh dims of FSDP.
+    /// placements that `fully_shard` gives, on the mesh dims of FSDP. Without FSDP, the parameter is a plain tensor.
     pub(super) fn place_unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> ParameterPlacement {
         let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
         dims.sort_unstable();

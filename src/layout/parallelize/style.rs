@@ -58,7 +58,7 @@ pub enum ParameterRole {
 }
 
 impl ParameterRole {
-    /// Returns the role of a parameter whose module has a style.
+    /// Returns the role of a parameter of a module that a pattern matches.
     #[must_use]
     pub fn of_module(name: &str) -> Self {
         match name.rsplit('.').next() {
@@ -68,7 +68,8 @@ impl ParameterRole {
         }
     }
 
-    /// Returns the role of a parameter with a style of its own: stacked experts, or their `gate_up_proj_bias`.
+    /// Returns the role of a parameter that a pattern matches by the parameter's own name, such as stacked experts or
+    /// their `gate_up_proj_bias`. The role is bias if the name ends in `bias`, otherwise weight.
     #[must_use]
     pub fn by_itself(name: &str) -> Self {
         let own = Self::of_module(name);
