@@ -71,11 +71,11 @@ impl ChecksummedRange {
     }
 }
 
-/// The location of a chunk in its file: the offset of element 0, and the strides.
+/// The location of a chunk in its file: the offset of the first element, and the strides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedLocation {
     pub file: FileId,
-    /// The offset of element 0 from the start of the file, in bytes.
+    /// The offset of the first element of the chunk from the start of the file, in bytes.
     pub offset: u64,
     /// The stride of each dim, in elements.
     pub strides: Dims,
@@ -100,7 +100,7 @@ pub struct ChunkTable {
     ndim: usize,
     /// For each chunk, `ndim` offsets followed by `ndim` sizes.
     bounds: SmallVec<[u64; 4]>,
-    /// The location and the rank number of each chunk.
+    /// For each chunk, the location and the rank; the rank is `NO_RANK` if the format records no rank.
     locations: SmallVec<[(FileLocation, u32); 1]>,
     rare: Option<Box<RareColumns>>,
 }

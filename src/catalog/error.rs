@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 use super::TensorEntry;
 use crate::layout::Region;
 
-/// A tensor or value that is not stored exactly once, or that ranks store differently.
+/// The chunks of a tensor do not hold every element exactly once, or ranks store different values of a tensor or object.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the message of each variant shows what its fields are")]

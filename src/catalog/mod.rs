@@ -76,8 +76,8 @@ impl fmt::Display for Fqn {
     }
 }
 
-/// The index of a mesh in [`Catalog::meshes`]. Each tensor has its own mesh id, because tensors of a checkpoint may be
-/// on several meshes: under FSDP2 with TP, norm weights are on a 1-d slice that differs from rank to rank.
+/// The index of a mesh in [`Catalog::meshes`]. The mesh id is stored for each sharded tensor, because the tensors of one
+/// checkpoint may be on several meshes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MeshId(pub u32);
 
@@ -140,7 +140,8 @@ pub struct TensorEntry {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartialValues {
     pub reduction: PartialReduction,
-    /// For each chunk, the number of the partial value to which it belongs, in the order of the chunk table.
+    /// For each chunk, in the order of the chunk table, the index of the partial value to which the chunk belongs: the
+    /// row-major index over the Partial mesh dims.
     pub by_chunk: Vec<u64>,
 }
 
@@ -196,8 +197,8 @@ impl TensorEntry {
         entry
     }
 
-    /// Returns the local shape of the tensor on each rank; if a tensor is tied on some ranks, a rank may occur twice in
-    /// the result.
+    /// Returns the local shape of the tensor on each rank that has a chunk. If a rank has chunks of different shapes, the
+    /// rank occurs in the result once for each shape.
     #[must_use]
     pub fn local_shapes(&self) -> Vec<RankPart> {
         let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(self.chunks.len());
@@ -212,9 +213,9 @@ impl TensorEntry {
         parts
     }
 
-    /// Returns the tensor that the local parts of the ranks form. In `self`, each chunk is a complete tensor, because the
-    /// layout was not known. `parts` are the local shapes, and `found` is the result of
-    /// [`assemble`](crate::layout::whole::assemble) for them.
+    /// Returns the tensor that the local parts of the ranks form. In `self`, the tile of each chunk is a complete local
+    /// tensor, because the layout was not known. `parts` are the local shapes, and `found` is the result of
+    /// [`assemble`](crate::layout::whole::assemble) for these shapes.
     ///
     /// # Errors
     /// `MixedReduction` if the ops of two mesh dims do not commute.
@@ -265,7 +266,8 @@ impl TensorEntry {
     }
 }
 
-/// Returns the byte size of a tensor of this shape, or `None` if it does not fit `i64`.
+/// Returns the byte size of a tensor of this shape. Returns `None` if this size, with each size of 0 in the shape counted
+/// as 1, exceeds `i64`.
 #[must_use]
 pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     let bytes = crate::layout::numel(shape)?.checked_mul(dtype.itemsize())?;
@@ -328,7 +330,7 @@ pub struct Catalog {
     /// The names of the groups of model-parallel ranks in makani's `comm_grid`; empty for other checkpoints.
     pub model_parallel_groups: Vec<String>,
     /// True if plain tensors without a recorded layout may be parts of larger tensors, because other plain tensors of
-    /// the checkpoint have a recorded layout.
+    /// the checkpoint have a recorded layout, or because makani saved the checkpoint.
     pub plain_may_be_parts: bool,
     /// Problems that a reader found and the user should know.
     pub warnings: Vec<String>,

@@ -36,8 +36,8 @@ pub fn metadata_mut(state: &mut Value) -> Option<&mut Dict> {
     }
 }
 
-/// Returns the modules of a model in registration order, without wrapper components, if the state dict records them. A
-/// wrapped module appears twice in the list.
+/// Returns the paths of the modules of a model in registration order, without wrapper components, if the state dict
+/// records them. A wrapped module appears twice in the list: once for the wrapper, once for the module itself.
 #[must_use]
 pub fn registered_modules(dict: &Dict) -> Option<Vec<String>> {
     let paths = metadata(dict)?.entries.iter().filter_map(|(path, _): &(Value, Value)| path.as_str());

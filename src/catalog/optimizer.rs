@@ -98,7 +98,8 @@ pub(super) fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     (!groups.is_empty()).then_some(groups)
 }
 
-/// Returns the numbers of each parameter group of an optimizer state dict, or `None` if its parameters are not numbers.
+/// Returns the parameter numbers that each parameter group of an optimizer state dict lists. Returns `None` if a group
+/// lists anything else, or if all groups are empty.
 pub(super) fn numbers(optimizer: &Dict) -> Option<Vec<Vec<usize>>> {
     let (Value::List(groups), Value::Dict(_)) = (optimizer.get(GROUPS)?, optimizer.get(STATE)?) else { return None };
     let number = |value: &Value| usize::try_from(value.as_i64()?).ok();
@@ -110,7 +111,8 @@ pub(super) fn numbers(optimizer: &Dict) -> Option<Vec<Vec<usize>>> {
     groups.iter().any(|group| !group.is_empty()).then_some(groups)
 }
 
-/// Returns the names in the lists `param_names` of all groups, in the order of the parameter numbers.
+/// Returns the names in the lists `param_names` of all groups, in the order of the parameter numbers. Returns `None` if a
+/// group has no such list.
 pub(super) fn listed_names(optimizer: &Dict) -> Option<Vec<Fqn>> {
     let Value::List(groups) = optimizer.get(GROUPS)? else { return None };
     let mut listed = Vec::new();

@@ -106,8 +106,8 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether a list with the item `value` is traversed: true if `value` is, or contains at any depth, a tensor or
-/// a dict.
+/// Returns whether a list that has the item `value` is traversed. True if `value` is a tensor, a dict, or a value that
+/// differs between ranks, and also if `value` is a list that contains one of these, directly or in nested lists.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {

@@ -102,7 +102,7 @@ impl OutputFile {
         }
     }
 
-    /// Reserves `len` bytes of tensor data and returns their offset.
+    /// Reserves `len` bytes of tensor data at the end of the file and returns the offset of these bytes.
     pub fn push_payload(&mut self, len: u64) -> u64 {
         let offset = self.len;
         self.len += len;
@@ -153,13 +153,13 @@ impl OutputFile {
 }
 
 impl Reservation {
-    /// Returns the memory in bytes that the reservation needs until the files are written: header bytes (shared bytes
-    /// count once), chunk tables, and the plan of the tensor with the most chunks.
+    /// Estimates the memory in bytes that the reservation needs until the files are written: header bytes (shared bytes
+    /// count once), chunk tables, and the plan of the tensor for which the most source tiles are read.
     #[must_use]
     pub fn planning_bytes(&self, source: &Catalog) -> u64 {
         /// The number of bytes that a chunk table needs for one chunk with two dims: bounds, location and rank.
         const CHUNK_BYTES: u64 = 64;
-        /// The number of bytes that the plan of one chunk needs. All chunks of a tensor are planned together.
+        /// The number of bytes that the plan needs for one source tile that is read. A tensor is planned as a whole.
         const PLANNED_BYTES: u64 = 1400;
         let mut seen = HashSet::new();
         let literals = self.files.iter().flat_map(|file| &file.header_bytes);
@@ -170,9 +170,9 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
-    /// Returns the memory in bytes that pending checksums need. A checksum is pending if the bytes that it covers and the
-    /// places where it is stored are in more than one write block of `write_block_bytes` bytes. Its value is kept until
-    /// the last of these blocks is written.
+    /// Estimates the memory in bytes that checksums need: 4 bytes for each checksum, and further bytes for each pending
+    /// checksum. A checksum can be pending only if the bytes that it covers, and the offsets at which it is stored, are
+    /// not all in one write block. The estimate assumes write blocks of `write_block_bytes` bytes.
     #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
         /// The number of bytes of a CRC-32 value.
@@ -193,7 +193,7 @@ impl Reservation {
         self.files.iter().flat_map(|file| &file.checksums).map(of_sum).sum::<u64>() / 1000
     }
 
-    /// Appends the reservation of another part of the checkpoint, and moves its files into `folder`.
+    /// Appends `other`, the reservation of another part of the checkpoint. The files of `other` are moved into `folder`.
     ///
     /// # Panics
     /// If there are 2^32 files.

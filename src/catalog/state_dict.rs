@@ -187,8 +187,9 @@ pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
 }
 
-/// Returns the names of a tensor that placement rules are compared with: its own name, its name in the model, and for
-/// optimizer state or a gradient the name of its parameter.
+/// Returns the names of a tensor that placement rules are compared with. The first name is the complete name. A tensor of
+/// the model also has a name without the path of the model. Optimizer state and gradients also have the name of the
+/// parameter, with and without the path of the model.
 #[must_use]
 pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     let mut names = vec![path.to_string()];

@@ -45,7 +45,7 @@ impl fmt::Display for UnreadableKind {
 }
 
 impl Unreadable {
-    /// Returns whether the entry has the dtype, the shape and the chunks of the parts of the tensor.
+    /// Returns whether the dtype, shape and chunks of the catalog entry describe the stored parts of the tensor.
     #[must_use]
     pub fn has_parts(&self) -> bool {
         self.is_misfit() || self.is_of_unknown_layout()
@@ -63,7 +63,7 @@ impl Unreadable {
         matches!(self.kind, UnreadableKind::Misfit(_))
     }
 
-    /// Replaces the error about a layout that does not match.
+    /// If the declared layout does not match the tensor, replaces the error about it by the result of `map`.
     pub fn map_misfit(&mut self, map: impl Fn(Error) -> Error) {
         if let UnreadableKind::Misfit(error) = &mut self.kind
             && let Error::Catalog(mapped) = map(error.clone().into())

@@ -145,8 +145,8 @@ impl AnchoredPath {
         })
     }
 
-    /// Returns the metadata of a file, folder or link that this user owns. Returns `None` if the path does not exist.
-    /// The anchor may have any owner.
+    /// Returns the metadata of a file, folder or link that this user owns. Returns `None` if the path does not exist. It
+    /// is an error if the owner is another user; only the anchor may have any owner.
     pub fn own_entry(&self) -> io::Result<Option<Metadata>> {
         let metadata = match self.metadata() {
             Err(error) if matches!(error.kind(), NotFound | StaleNetworkFileHandle) => return Ok(None),
@@ -181,7 +181,7 @@ impl AnchoredPath {
         refused.expect_err("refused() returns an error")
     }
 
-    /// Returns whether a file, folder or link exists at this path.
+    /// Returns whether a file, folder or link is found at this path. Any error counts as absence.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.metadata().is_ok()
@@ -221,13 +221,13 @@ impl AnchoredPath {
         self.open_folder().map(drop)
     }
 
-    /// Opens a regular file for reading.
+    /// Opens a regular file of this user for reading.
     pub fn open(&self) -> io::Result<File> {
         self.open_file(OFlags::RDONLY, Mode::empty())
     }
 
-    /// Opens a regular file for writing, without truncating it. With [`OFlags::CREATE`] in `more`, creates the file if
-    /// it does not exist.
+    /// Opens a regular file for writing; `more` are additional flags. Without further flags, the file must exist and is
+    /// not truncated. It is an error if the file has several hard links.
     pub fn open_to_write(&self, more: OFlags) -> io::Result<File> {
         let file = self.open_file(OFlags::WRONLY | more, Mode::from_raw_mode(0o666))?;
         match file.metadata()?.nlink() {
@@ -307,8 +307,8 @@ impl AnchoredPath {
         self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
     }
 
-    /// Deletes a file, a link, or a folder with its content. If some files of a folder cannot be deleted, all other
-    /// files are still deleted.
+    /// Deletes a file, a link, or a folder with its content. Links inside the folder are deleted, not followed. At the
+    /// first file that cannot be deleted, the function stops with an error, and the remaining files stay.
     pub fn remove_all(&self) -> io::Result<()> {
         self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
     }
@@ -436,7 +436,7 @@ fn owner_of_new_files(folder: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(metadata?.uid())
 }
 
-/// Returns the name of the user with this id.
+/// Returns the name of the user with this id, or `the user with id 1000` if the name is not known.
 fn user_name(id: u32) -> String {
     let user = nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(id));
     user.ok().flatten().map_or_else(|| format!("the user with id {id}"), |user| user.name)

@@ -80,12 +80,13 @@ pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
     start..len.saturating_sub(ragged).max(start)
 }
 
-/// Converts a number that is smaller than the length of a buffer.
+/// Converts a number that is known to fit `usize`.
 fn to_usize(number: u64) -> usize {
     usize::try_from(number).expect("a small number")
 }
 
-/// Opens a file for direct transfers. Returns `None` if the file system does not support direct transfers.
+/// Opens a file for direct transfers. Returns `None` if the file cannot be opened in this way, usually because the file
+/// system does not support direct transfers.
 pub fn open(path: &Path, options: &mut OpenOptions) -> Option<File> {
     let flag = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).ok()?;
     options.custom_flags(flag).open(path).ok()

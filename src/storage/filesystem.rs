@@ -47,7 +47,8 @@ const REMOTE: &[u64] = &[
     0x2030_528D, // PanFS
 ];
 
-/// Returns the method for reading that is best on the file system of `path`.
+/// Returns [`IoMode::Mmap`] if the file system of `path` is local and the SIGBUS handler for unreadable pages is
+/// installed. Otherwise returns [`IoMode::Read`].
 ///
 /// # Errors
 /// `Io` if the file system cannot be determined.
@@ -56,7 +57,8 @@ pub fn preferred_io(path: &Path) -> Result<IoMode> {
     Ok(if is_remote || !mapping::catches_lost_pages() { IoMode::Read } else { IoMode::Mmap })
 }
 
-/// Returns whether the file system of `path` is a network file system. In that case this node may cache file names.
+/// Returns whether the file system of `path` is known to be a network file system. In that case this node may cache file
+/// names.
 #[must_use]
 pub fn caches_names(path: &Path) -> bool {
     statfs_of(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
@@ -106,7 +108,7 @@ fn is_written_in_place(info: &StatFs) -> bool {
     IN_PLACE.contains(&magic_of(info)) && block <= ALIGNMENT
 }
 
-/// Returns the nearest existing folder above `path`.
+/// Returns the nearest path above `path` that exists, or `.` if there is none.
 #[must_use]
 pub fn nearest_folder(path: &Path) -> &Path {
     let above = path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty());
@@ -184,8 +186,8 @@ fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<(
 }
 
 /// Returns the number of descriptors that the source files of one checkpoint may use at the same time: a quarter of the
-/// soft limit. Two checkpoints may be open for a comparison, and output files, threads and the terminal need
-/// descriptors as well.
+/// soft limit, but at least 8 and at most 4096. Two checkpoints may be open for a comparison, and output files, threads
+/// and the terminal need descriptors as well.
 #[must_use]
 pub fn open_file_budget() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;

@@ -51,7 +51,8 @@ pub fn metadata(path: &AnchoredPath) -> io::Result<Metadata> {
     file.metadata()
 }
 
-/// Makes the kernel drop the cached bytes of a file and refresh the length of the file.
+/// Makes the kernel refresh the length of a file and drop the cached bytes of the file. If the file is on a block device,
+/// its cached bytes are kept.
 fn drop_cache(file: &File) {
     // Only this node changes the files on its block devices, so their cached bytes are current.
     #[cfg(target_os = "linux")]

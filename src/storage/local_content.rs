@@ -53,33 +53,35 @@ impl Ranges {
     }
 }
 
-/// The content of a file that this process can read from its mirror, and the ranks that see the file.
+/// The bytes of a file that this process can read from the metadata mirror, and the dtshard processes that see the file.
 #[derive(Clone, Debug)]
 pub struct LocalContent {
-    /// The ranges that the mirror contains.
+    /// The byte ranges of the file that the mirror contains.
     pub available: Arc<Ranges>,
-    /// The ranks that see the file, ascending.
+    /// The numbers of the dtshard processes that see the file, ascending.
     pub seen_by: Arc<[u32]>,
-    /// The latest modification time that any rank reports. The time may differ between replicas of the file.
+    /// The latest modification time that any process reports, in seconds and nanoseconds since 1970. The time may differ
+    /// between copies of the file on different nodes.
     pub modified: (i64, i64),
 }
 
-/// The mirrored files, by the path of their mirror.
+/// The files of the metadata mirror. The key is the path of a file in the mirror.
 pub type MirroredFiles = HashMap<PathBuf, LocalContent>;
 
-/// The original file of a mirrored file. This process may see the original file or not.
+/// The original of a file in the metadata mirror. This process may see the original file or not.
 #[derive(Clone, Debug)]
 pub struct LocalFile {
     /// The path of the original file, as the user knows it.
     pub path: PathBuf,
-    /// The modification time that this process sees; `None` if this process does not see the file.
+    /// The modification time that this process sees, in seconds and nanoseconds since 1970; `None` if this process does not
+    /// see the file.
     pub own_modified: Option<(i64, i64)>,
 }
 
 /// The action that is performed before each read of a file.
 #[derive(Clone, Debug)]
 pub(super) enum ReadCheck {
-    /// The range that is about to be read is recorded.
+    /// The range that will be read is recorded.
     Record(FileId, ReadLog),
     /// The read fails if the mirror does not contain the range.
     Limit(LocalContent),

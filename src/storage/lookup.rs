@@ -192,7 +192,7 @@ pub fn list(folder: &Path) -> Result<Vec<FolderEntry>> {
 /// would wait for its writer.
 ///
 /// # Errors
-/// `Io` if the file does not exist, `Missing` if the path is a dangling link.
+/// `Io` if the file does not exist or is not a regular file, `Missing` if the path is a dangling link.
 pub fn regular_file(path: &Path) -> Result<Metadata> {
     let metadata = fs::metadata(path).map_err(refused("open", path))?;
     if metadata.is_file() {
@@ -216,7 +216,7 @@ pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> E
     }
 }
 
-/// Returns the target of a link, for a message.
+/// Returns the target of a link for a message; if the link cannot be read, returns the text of the error.
 #[must_use]
 pub fn target_of(link: &Path) -> String {
     fs::read_link(link).map_or_else(|error| error.to_string(), |target| target.display().to_string())

@@ -27,7 +27,8 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps the first `len` bytes of a file. If the file becomes shorter later, reading the lost bytes is an error.
+    /// Maps the first `len` bytes of a file. If the file becomes shorter later, [`Self::read`] returns `None`, provided
+    /// that the SIGBUS handler of [`catch_lost_pages`] is installed.
     ///
     /// # Errors
     /// The errors of mmap(2).
@@ -180,7 +181,7 @@ fn mark(address: usize) -> bool {
     found
 }
 
-/// Replaces the page that contains this address by a readable page of zeros.
+/// Replaces the page that contains this address by a readable page of zeros. Returns false if this fails.
 ///
 /// # Safety
 /// The page must be part of a mapping that is only read.

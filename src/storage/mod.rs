@@ -76,9 +76,10 @@ impl Identity {
 struct FileEntry {
     path: PathBuf,
     identity: Identity,
-    /// The mirror of the file, if the file has one.
+    /// The bytes of the file that the metadata mirror has, and the processes that see the file. `None` if the file is not
+    /// in the mirror.
     mirror: Option<LocalContent>,
-    /// The path of the mirror, if this process reads the mirror instead of the file.
+    /// The path that this process reads instead of the original file: the file in the metadata mirror, or a complete copy.
     mirror_path: Option<PathBuf>,
 }
 
@@ -89,7 +90,7 @@ pub struct Files {
     io: IoMode,
     open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
-    /// The mirrored files that may be added to this list. A mirrored file is used only if it is added.
+    /// All files of the metadata mirror. A file of the mirror is used only after it was added to this list.
     mirrors: Arc<MirroredFiles>,
     read_log: Option<ReadLog>,
 }
@@ -117,7 +118,7 @@ impl Files {
         }
     }
 
-    /// Limits reads of mirrored files to the bytes that their mirrors contain.
+    /// Limits reads of files in the metadata mirror to the bytes that the mirror contains.
     #[must_use]
     pub fn with_mirrored_files(self, mirrors: Arc<MirroredFiles>) -> Self {
         Self { mirrors, ..self }
@@ -145,9 +146,9 @@ impl Files {
         own.map(|range| range.offset.min(len)..range.offset.saturating_add(range.len).min(len)).collect()
     }
 
-    /// Replaces mirrored files by the original files that this process sees. From then on, messages contain the user's
-    /// paths for all files. `local` returns the original file for a path in the mirror, even if this process does not
-    /// see that file, and `None` for any other path.
+    /// Replaces files of the metadata mirror by the original files that this process sees; other files are still read
+    /// from the mirror. From then on, messages contain the user's paths for all files. `local` returns the original file
+    /// for a path in the mirror, even if this process does not see that file, and `None` for any other path.
     ///
     /// # Errors
     /// `Io` if a file that this process saw earlier is gone or has changed.
@@ -194,7 +195,8 @@ impl Files {
         Ok(())
     }
 
-    /// Returns the ranks that see a file, ascending. Returns `None` if all ranks see the file.
+    /// Returns the numbers of the dtshard processes that see a file, ascending. Returns `None` if the file is not in a
+    /// metadata mirror, which means that all processes see the file.
     #[must_use]
     pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {
         self.entries[id.0 as usize].mirror.as_ref().map(|mirror| &*mirror.seen_by)
@@ -215,7 +217,7 @@ impl Files {
         Ok(id)
     }
 
-    /// Appends the files of another checkpoint. Returns the number that must be added to the ids that these files had.
+    /// Appends the files of another checkpoint. Returns the number that must be added to the file ids of that checkpoint.
     /// If the two checkpoints use different methods for reading, both then use positional reads, which are correct for
     /// every file system.
     ///
@@ -243,7 +245,8 @@ impl Files {
         self.entries[id.0 as usize].identity.len
     }
 
-    /// Returns the time of the last change of a file, in seconds and nanoseconds since 1970.
+    /// Returns the time of the last change of a file, in seconds and nanoseconds since 1970. For a file in the metadata
+    /// mirror, this is the latest time that any process reports.
     #[must_use]
     pub fn modified(&self, id: FileId) -> (i64, i64) {
         let FileEntry { identity, mirror, .. } = &self.entries[id.0 as usize];

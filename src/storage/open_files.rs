@@ -4,7 +4,6 @@
 //! than they copy. Therefore half of the budget of descriptors is reserved for the first files, which stay open once
 //! they are opened; using such a file needs no lock. All later files share the second half of the budget. If the second
 //! half is full, opening a later file closes the later file that was opened first.
-//!
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Deref;
@@ -57,7 +56,8 @@ impl Deref for Opened<'_> {
 }
 
 impl OpenFiles {
-    /// Adapts the table to a total of `files` files, each of which uses `descriptors` descriptors.
+    /// Enlarges the list of permanently open files for a checkpoint of `files` files. Each open file uses `descriptors`
+    /// descriptors. The list never has more files than half of the budget allows.
     pub fn grow(&mut self, files: usize, descriptors: usize) {
         let permanent = files.min(filesystem::open_file_budget() / descriptors / 2);
         if permanent > self.permanent.len() {
