@@ -274,8 +274,8 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. The stride of a dim of size 1 may be
-/// any number, so a tensor with a stride larger than its number of elements also gives `None`.
+/// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. Also returns `None` for an empty tensor,
+/// and if a stride exceeds the number of elements: a dim of size 1 may have any stride.
 #[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;

@@ -2,8 +2,8 @@
 //!
 //! Shapes and boxes count elements; offsets in files are in bytes. A catalog has logical tensors, each covered by
 //! chunks that are stored in files, and the Python values around them. A reader of any format returns a [`Catalog`] of
-//! the source. A target layout gives a catalog of the result, and a conversion copies the elements of the result from
-//! the source. Invariant: nothing here depends on a format. PyTorch's counterpart is `Metadata` in
+//! the source. A writer lays out the files of the result as a [`Reservation`], and a conversion copies the elements of
+//! the result from the source. Invariant: nothing here depends on a format. PyTorch's counterpart is `Metadata` in
 //! `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
@@ -253,7 +253,8 @@ impl TensorEntry {
         matches!(self.unreadable.as_deref(), Some(Unreadable { kind: unreadable::UnreadableKind::Object(_), .. }))
     }
 
-    /// Returns the number of elements of the global tensor. Readers refuse shapes whose byte size overflows.
+    /// Returns the number of elements of the global tensor. Readers refuse shapes whose byte size overflows, so the number
+    /// fits `u64`.
     #[must_use]
     pub fn numel(&self) -> u64 {
         self.shape.iter().product()

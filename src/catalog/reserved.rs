@@ -171,8 +171,8 @@ impl Reservation {
     }
 
     /// Estimates the memory in bytes that checksums need: 4 bytes for each checksum, and further bytes for each pending
-    /// checksum. A checksum can be pending only if the bytes that it covers, and the offsets at which it is stored, are
-    /// not all in one write block. The estimate assumes write blocks of `write_block_bytes` bytes.
+    /// checksum. A checksum is pending while some, but not all, of the write blocks with its data or its value are
+    /// written. `write_block_bytes` is the size of a write block.
     #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
         /// The number of bytes of a CRC-32 value.

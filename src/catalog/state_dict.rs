@@ -66,8 +66,8 @@ pub fn model(state: &Value) -> Model {
     Model { root, tensors: found }
 }
 
-/// Returns the tensors of the model. If there are only gradients, returns the gradients, which have the names of the
-/// parameters.
+/// Returns the tensors of the model, with names relative to the model. If the state dict has no model but gradients,
+/// returns the gradients under the names of their parameters.
 #[must_use]
 pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     let model = model(state);

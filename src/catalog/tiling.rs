@@ -32,7 +32,8 @@ type Tiles = SmallVec<[Tile; 1]>;
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Tiles,
-    /// The chunks of each tile. The first chunk of a tile is read, and the others are its replicas.
+    /// For each tile, the chunks that hold the tile: one chunk and its replicas. A plan names the first chunk; an exchange
+    /// between processes may read a replica instead.
     pub holders: SmallVec<[Holders; 1]>,
     pub cover: Cover,
 }

@@ -50,12 +50,13 @@ const DDP: &str = "module.";
 pub struct ModelWrappers {
     /// The path of the model in the state dict, with a dot at its end; empty if the model is at the top level.
     root: String,
-    /// True if every name of the model begins with the component of DDP.
+    /// True if every name of the model begins with `module.`, the component that DDP adds.
     has_ddp: bool,
 }
 
 impl ModelWrappers {
-    /// Finds the wrappers of the model at the path `root`, from the names of its tensors.
+    /// Finds the wrappers of the model at the path `root` of the state dict. `names` are the names of all tensors of the
+    /// model, relative to `root`.
     pub fn new<'n>(root: &Path, names: impl IntoIterator<Item = &'n str>) -> Self {
         let mut names = names.into_iter().peekable();
         let has_ddp = names.peek().is_some() && names.all(|name| clean_name(name).starts_with(DDP));

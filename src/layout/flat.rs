@@ -262,7 +262,8 @@ mod tests {
         flat.pieces(shard).map(show).collect()
     }
 
-    /// The flat parameter of Embedding(5, 3) and Linear(3, 5) on two ranks, f32, in PyTorch 2.15.
+    /// The expected values are the flat parameter that PyTorch 2.15 makes of Embedding(5, 3) and Linear(3, 5) on two ranks,
+    /// with dtype f32.
     #[test]
     fn flat_parameter_equals_that_of_pytorch() {
         let views = FlatParameter::new(&[15, 15, 5], Some(4), 2).unwrap();

@@ -77,7 +77,7 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// Converts a name to a file path for the glob: dots become slashes, and slashes become an ordinary character.
+/// Converts a name to a file path for the glob: dots become slashes, and slashes become the character U+0001.
 fn as_path(name: &str) -> String {
     name.replace('/', "\u{1}").replace('.', "/")
 }

@@ -250,9 +250,8 @@ impl MeshLayout {
         SharedTensor { placements, splits: default.unwrap_or(splits), slice: None }
     }
 
-    /// Returns `shared` with a slice of the mesh, if the source has the tensor on a slice of its mesh: the mesh dims of
-    /// the layout that have the names of the mesh dims in the source's slice. For example, under FSDP and TP, norms are
-    /// on the FSDP slice.
+    /// Adds the slice of the source to `shared`: if the source has the tensor on a slice of the source's mesh, `shared`
+    /// gets the slice whose mesh dims have the same names. For example, under FSDP and TP, norms are on the FSDP slice.
     ///
     /// If `shared` already has a slice (from a rule), this slice stays. The slice of the source is used only if `shared`
     /// replicates the tensor on all other mesh dims.

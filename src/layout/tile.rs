@@ -28,13 +28,13 @@ use super::{
 /// The elements of one chunk or local tensor. A tile without dims is the single element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// The indices of each dim. Up to three dims are stored without allocation, because planning makes millions of
-    /// tiles.
+    /// For each dim, the indices that the tile holds. Up to three dims are stored without allocation, because planning
+    /// makes millions of tiles.
     dims: SmallVec<[Intervals; 3]>,
 }
 
 impl Tile {
-    /// Makes a tile from the indices of each dim.
+    /// Makes a tile from the indices that it holds in each dim.
     #[must_use]
     pub fn new(dims: impl IntoIterator<Item = Intervals>) -> Self {
         Self { dims: dims.into_iter().collect() }
@@ -47,7 +47,7 @@ impl Tile {
         Self::new((region.offsets.iter().zip(&region.sizes)).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
-    /// Returns the indices of each dim.
+    /// Returns, for each dim, the indices that the tile holds.
     #[must_use]
     pub fn dims(&self) -> &[Intervals] {
         &self.dims

@@ -21,7 +21,8 @@ use smallvec::{SmallVec, smallvec};
 use super::{CoverError, IndexedTile, TileIndices, gap, start};
 use crate::layout::{Dims, Intervals, Tile, unravel};
 
-/// A cover with one tile for every combination of classes.
+/// A cover whose tiles form a grid. A class is a set of indices of one dim, and there is one tile for every combination
+/// of classes.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
     axes: SmallVec<[GridAxis; 4]>,

@@ -78,7 +78,7 @@ impl Candidate {
     }
 }
 
-/// A parameter that a rule matches: its index, its style, and a note for the user.
+/// A parameter that a rule matches: the index in the list of parameters, the style, and a note for the user.
 pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
 
 /// Returns the name of the module that contains a parameter or a child module; empty for the root module.

@@ -75,8 +75,8 @@ impl PairwiseRule<'_> {
         Ok(parameters.iter().enumerate().filter_map(styled).collect())
     }
 
-    /// Returns the error that a module has no pair of linear children: the module has fewer than two linear children,
-    /// or none of the children that the rule names.
+    /// Returns the error for a module without a pair of linear children: the module has fewer than two linear children,
+    /// or it has none of the children that the rule names.
     fn no_pair(&self, module: &str, found: usize, parameters: &[Parameter<'_>]) -> PlanError {
         let (origin, name) = (self.origin(), display_module(module));
         match self.children.first() {

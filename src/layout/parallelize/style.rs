@@ -114,7 +114,7 @@ impl ParallelStyle {
         }
     }
 
-    /// Returns whether the style is colwise or rowwise, so that it shards linear modules.
+    /// Returns whether the style is `colwise` or `rowwise`, the two styles that shard an `nn.Linear`.
     #[must_use]
     pub fn cuts(self) -> bool {
         matches!(self, Self::Colwise { .. } | Self::Rowwise { .. })
