@@ -7,21 +7,22 @@ use crate::error::{Error, Result};
 use crate::layout::comma_list;
 use crate::quantity::count;
 
-/// For each option of a declared layout, the number of tensors to which the option applied.
+/// Counts of the plain tensors to which parts of a declared layout apply. A count of 0 shows that an option has no
+/// effect.
 #[derive(Debug, Default)]
 pub struct DeclarationEffects {
     pub by_plan: usize,
-    /// The number of tensors that got the fallback placements, because no rule names them. 0-d tensors are not counted,
-    /// because a 0-d tensor has only one possible layout.
+    /// The number of tensors that got the fallback placements, because neither a rule nor the plan gives placements.
+    /// 0-d tensors are not counted, because a 0-d tensor has only one possible layout.
     pub by_fallback: usize,
     /// The number of tensors that the declared layout shards.
     pub sharded: usize,
 }
 
 impl DeclarationEffects {
-    /// Checks that the plan, `options::src_placements` and `options::src_split` had an effect. `options::reduce` and
-    /// rules are checked when they are applied. A rule in a layout file may match no tensor, because a layout file may
-    /// describe more tensors than the source has.
+    /// Checks that three declarations, if given, had an effect: the plan, the bare list of `options::src_placements`,
+    /// and `options::src_split`. `options::reduce` and rules are checked when they are applied. A rule in a layout file
+    /// may match no tensor, because a layout file may describe more tensors than the source has.
     ///
     /// # Errors
     /// `Usage` for an option without an effect.

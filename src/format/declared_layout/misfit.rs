@@ -12,17 +12,19 @@ use crate::layout::{DeviceMesh, Split, comma_list};
 /// A tensor whose local shapes do not match its declared layout.
 pub struct LayoutMisfit<'a> {
     pub entry: &'a TensorEntry,
-    /// The name by which a rule can match the tensor.
+    /// A name of the tensor that the pattern of a rule can match. The hint uses it.
     pub name: &'a str,
     pub shared: &'a SharedTensor,
-    /// The option or rule that declares the layout of the tensor, for messages.
+    /// Text for messages that names the source of the tensor's layout: an option, a rule, the plan, or the default
+    /// layout.
     pub declared_by: &'a str,
     pub local_shapes: &'a [RankPart],
     pub mesh: &'a DeviceMesh,
 }
 
 impl LayoutMisfit<'_> {
-    /// Converts the error to an error of the crate; `file` is the file of the rank that the error names.
+    /// Converts the error to an error of the crate. `file` is the file of the rank that `error` names; if `error` names
+    /// no rank, `file` is any file that has a part of the tensor.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
         let placements = comma_list(&self.shared.placements);
         let conflict = |what, between: String, detail| {
@@ -74,8 +76,8 @@ impl LayoutMisfit<'_> {
         }
     }
 
-    /// Returns the hint for an error. For wrong sizes, the hint has placements or a split rule that match the local shapes
-    /// and are similar to the declared ones.
+    /// Returns the hint for an error. If the local sizes do not fit the placements, the hint suggests similar
+    /// placements or a split rule that fit these sizes, if there are any.
     fn hint(&self, error: &PartError) -> String {
         match error {
             PartError::Missing { rank } => {
@@ -116,8 +118,8 @@ pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
     Error::malformed(file, fqn.as_str(), "local shapes whose whole tensor fits memory", format!("{shape:?}"))
 }
 
-/// Returns the reason why optimizer state without a layout cannot be read, if the optimizer identifies the parameter only
-/// by a number.
+/// Returns the reason why the optimizer tensor `fqn` cannot be read: its layout is unknown, because the optimizer
+/// refers to the parameter only by a number, and the parameter with this number is unknown.
 pub fn unknown_number(fqn: &Fqn) -> UnreadableKind {
     let of_parameter = fqn.as_str().rsplit_once('.').map_or(fqn.as_str(), |(parameter, _)| parameter);
     UnreadableKind::UnknownLayout {

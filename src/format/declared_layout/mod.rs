@@ -112,7 +112,8 @@ impl DeclaredLayout {
     }
 }
 
-/// Checks that every rank of the mesh has a file, and that the rank of every file is in the mesh.
+/// Checks that the rank of every file is in the mesh, and, unless `allow_missing` is true, that every rank of the mesh
+/// has a file.
 fn check_ranks(mesh: &DeviceMesh, ranks: &BTreeSet<Rank>, allow_missing: bool) -> Result<()> {
     let outside = ranks.iter().find(|rank| mesh.coordinate(**rank).is_none());
     let absent = mesh.ranks().iter().filter(|rank| !ranks.contains(rank)).min().filter(|_| !allow_missing);

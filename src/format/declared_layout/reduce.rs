@@ -23,7 +23,7 @@ pub struct ReduceRule {
     pub op: ReduceOp,
 }
 
-/// The reduce operation of each mesh dim, and counts of the tensors that were reduced.
+/// The reduce operation of each mesh dim, and counts of the tensors to which these operations apply.
 #[derive(Debug)]
 pub struct ReduceRules {
     /// For each mesh dim, the reduce operation along it; `None` if values are not reduced along the dim.
@@ -32,7 +32,8 @@ pub struct ReduceRules {
     description: String,
     scope: ReducedTensors,
     reduced: usize,
-    /// The number of reduced tensors that are also sharded along one of the reduced dims.
+    /// The number of tensors in `scope` that are sharded along one of the dims of `options::reduce`. Some of them also
+    /// hold partial values along another of these dims.
     sharded_on_reduced_dim: usize,
 }
 
@@ -81,6 +82,7 @@ impl ReduceRules {
     }
 
     /// In the placements of one tensor, replaces Replicate by Partial on each mesh dim that `options::reduce` names.
+    /// Does nothing if the tensor has integers, or is not one of the tensors in `scope`.
     pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
         if !dtype.is_float() || !self.scope.contains(path) {
             return;
@@ -101,10 +103,10 @@ impl ReduceRules {
         self.sharded_on_reduced_dim += usize::from(sharded);
     }
 
-    /// Returns a note about the tensors that were reduced, or `None` without reductions.
+    /// Returns a note about the tensors that hold partial values; `None` if `options::reduce` names no mesh dim.
     ///
     /// # Errors
-    /// `Usage` if no tensor was reduced.
+    /// `Usage` if `options::reduce` names mesh dims, but no tensor holds partial values.
     pub fn finish(&self) -> Result<Option<String>> {
         if self.ops.iter().all(Option::is_none) {
             return Ok(None);

@@ -18,13 +18,14 @@ pub enum ElementOrder {
     RowMajor,
     Strides(Dims),
     /// The order is unknown: the file does not record it, and the module may have stored the parameter in row-major
-    /// order or as `channels_last`.
+    /// order or as `channels_last`; or the strides in the file have gaps, which the strides of a parameter do not have.
     Unknown,
 }
 
 impl ElementOrder {
     /// Returns the element order of a tensor. If a torch file stores the full tensor as one chunk, the strides of this
-    /// chunk give the element order.
+    /// chunk give the element order. Otherwise the order is row-major, or unknown if `channels_last` is possible for
+    /// the shape.
     #[must_use]
     pub fn from_entry(entry: &TensorEntry, format: Format) -> Self {
         if format.keeps_order() {
@@ -50,8 +51,9 @@ fn may_be_channels_last(shape: &[u64]) -> bool {
 }
 
 /// Returns a warning about weights that are row-major in the file `path`, although `channels_last` is possible for
-/// their shapes. In the job the weights may have been `channels_last`, because a tool may have rewritten the file in
-/// row-major order. `params` has for each parameter its name, its shape, and true if it is row-major in the file.
+/// their shapes; `None` if there are no such weights. In the job the weights may have been `channels_last`, because a
+/// tool may have rewritten the file in row-major order. `params` has for each parameter its name, its shape, and true
+/// if it is row-major in the file.
 #[must_use]
 pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
     let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
@@ -68,7 +70,8 @@ pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn,
 }
 
 /// Returns whether a tool seems to have sorted the parameter names of a model: the names are in alphabetical or natural
-/// order, or the `bias` of every module comes before the `weight` (modules register the weight first).
+/// order, or the `bias` of every module comes right before its `weight` (modules register the weight first). Returns
+/// false for a short list, and for names that are in order only because modules are numbered (`0.w`, `1.w`).
 #[must_use]
 pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     /// The minimum number of names for the check. A shorter list may be in sorted order by chance.

@@ -1,6 +1,7 @@
 //! Checkpoints that `CheckpointManager` of the package torch_checkpointing (meta-pytorch) writes: `metadata.pkl`, and
-//! one torch.save or safetensors file for each item and rank. All files of a folder that `metadata.pkl` names, and
-//! files `NAME_RANK.pt` of further items, form one checkpoint. An item is read like a series of rank files.
+//! one torch.save or safetensors file for each checkpoint item and rank. The files that `metadata.pkl` names, and the
+//! files `NAME_RANK.pt` of checkpoint items that it does not name, form one checkpoint. A checkpoint item is read like
+//! a series of rank files.
 
 use std::path::Path;
 

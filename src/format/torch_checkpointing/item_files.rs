@@ -1,5 +1,5 @@
-//! The files of each item. `metadata.pkl` names the files of the items that it lists; any other item has files
-//! `NAME_RANK.pt`.
+//! The files of each checkpoint item. `metadata.pkl` names the files of the items that it lists; any other item has
+//! files `NAME_RANK.pt`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use crate::error::{Error, Result};
 use crate::format::{folder_of, list, relative_to_folder};
 use crate::storage::lookup;
 
-/// The maximum number of missing files of an item that the metadata does not list. The number of ranks comes from a
-/// file, so it may be arbitrarily large.
+/// The maximum number of missing files that are listed for a checkpoint item that is not in `metadata.pkl`. The number
+/// of ranks comes from a file, so it may be arbitrarily large.
 const MAX_LISTED: usize = 10_000;
 
-/// The files of all items of a checkpoint.
+/// The files of all checkpoint items of a checkpoint.
 #[derive(Debug)]
 pub struct ItemFiles<'a> {
     pub items: Vec<CheckpointItem<'a>>,
 }
 
-/// An item, and its files.
+/// A checkpoint item, and its files.
 #[derive(Debug)]
 pub struct CheckpointItem<'a> {
     pub name: String,
@@ -34,11 +34,11 @@ pub struct CheckpointItem<'a> {
 }
 
 impl<'a> ItemFiles<'a> {
-    /// Finds the files of a checkpoint.
+    /// Finds the files of all checkpoint items in a folder.
     ///
     /// # Errors
     /// `Malformed` if a path leads out of the folder, or two ranks share a file; `Unsupported` for an item whose files
-    /// have different encodings or no tensors; `Io`.
+    /// have different encodings, or an encoding that cannot have tensors; `Io`.
     pub fn of(folder: &Path, metadata: &'a CheckpointMetadata) -> Result<Self> {
         let path = folder.join(METADATA);
         let mut items = Vec::new();
@@ -65,7 +65,8 @@ impl<'a> ItemFiles<'a> {
     }
 }
 
-/// Returns an item that the metadata lists.
+/// Finds the files of a checkpoint item that the metadata lists. A file that does not exist counts as missing only if
+/// the metadata lists tensors of its rank.
 fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<CheckpointItem<'a>> {
     let with_tensors: BTreeSet<u32> = (item.tensors.iter())
         .flat_map(|tensor| &tensor.groups)
@@ -109,8 +110,8 @@ fn listed<'a>(folder: &Path, path: &Path, item: &'a ItemMetadata) -> Result<Chec
     Ok(CheckpointItem { name: item.name.clone(), metadata: Some(item), encoding, files, missing })
 }
 
-/// Returns the items that the metadata does not list, by the names of their files. Files belong to no item if rank 0 has
-/// none of them, or if a name has a rank that the checkpoint does not have.
+/// Finds the checkpoint items that the metadata does not list: files `NAME_RANK.pt` form the item NAME. They form no
+/// item if the file of rank 0 does not exist, or if a RANK is not below the world size.
 fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<CheckpointItem<'a>>> {
     let mut found: BTreeMap<String, BTreeMap<u32, PathBuf>> = BTreeMap::new();
     for file in list(folder)? {
@@ -142,11 +143,12 @@ fn item_and_rank(stem: &str) -> Option<(&str, u32)> {
     (rank.to_string() == number && !name.is_empty() && !name.starts_with('.')).then_some((name, rank))
 }
 
-/// If a file is one of several files of a checkpoint of this package, returns a description of the file, and the names
-/// of the other files.
+/// If a file is one of several files of a checkpoint item, returns a description of the file, and the names of the
+/// item's other files, including missing files. Otherwise returns `None`.
 ///
 /// # Errors
-/// `Io`; `Malformed` if the metadata is damaged.
+/// `Io`; `Malformed` if the metadata is damaged, or if a safetensors file is named like the file of one rank and the
+/// `metadata.pkl` beside it is not from this package.
 pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> {
     let folder = folder_of(path);
     let Some(bytes) = metadata_of(folder)? else {

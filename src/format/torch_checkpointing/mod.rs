@@ -1,5 +1,5 @@
-//! Checkpoints of the package torch_checkpointing: one file for each item and rank, and `metadata.pkl`. An item is a key
-//! of the dict that a job saves, such as `model`.
+//! Checkpoints of the package torch_checkpointing: one file for each checkpoint item and rank, and `metadata.pkl`. A
+//! checkpoint item is a key of the dict that a job saves, such as `model`.
 //!
 //! ```text
 //! metadata.pkl                                    the sharding of every tensor, and the file of every item and rank
@@ -8,7 +8,8 @@
 //! progress_0.pt  progress_1.pt  ...               an item without tensors to reshard, which `metadata.pkl` does not list
 //! ```
 //!
-//! Only `metadata.pkl` records how the tensors in safetensors files are sharded. Everything in it is untrusted.
+//! Only `metadata.pkl` records how the tensors in safetensors files are sharded. The content of `metadata.pkl` is
+//! untrusted.
 //!
 //! Source: `torch_checkpointing/distributed_metadata.py`, `dtensor_metadata.py`, `default_metadata.py`,
 //! `checkpoint_layout.py`, `checkpoint_writer.py` (0.1.1).
@@ -31,13 +32,13 @@ use crate::storage::lookup;
 use memchr::memmem;
 use torch_pickle::pickle;
 
-/// The name of the metadata in the folder of a checkpoint.
+/// The name of the metadata file in the folder of a checkpoint.
 pub const METADATA: &str = "metadata.pkl";
 
-/// Texts that occur in the metadata of this package. Other programs also write files with the name `metadata.pkl`.
+/// Texts that all occur in a `metadata.pkl` of this package. Other programs also write files with this name.
 const MARKS: [&[u8]; 3] = [b"rank_to_layout_info", b"world_size", b"version"];
 
-/// Returns the bytes of the metadata of a folder; `None` if the folder has no metadata of this package.
+/// Returns the bytes of `metadata.pkl` in a folder; `None` if the file does not exist or is not from this package.
 ///
 /// # Errors
 /// `Io`.

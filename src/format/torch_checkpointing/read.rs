@@ -1,4 +1,5 @@
-//! Reads a checkpoint into a catalog: each chosen item is read on its own and becomes a subtree of the state dict.
+//! Reads a checkpoint into a catalog. Each checkpoint item that the user chose is read on its own and becomes a subtree
+//! of the state dict.
 
 use std::path::Path;
 
@@ -13,8 +14,8 @@ use crate::format::series::{SeriesChoice, SeriesSet};
 use crate::format::shortfall::Shortfall;
 use crate::name_list::{FEW, short_list};
 
-/// Returns the missing files of a checkpoint. A file may be missing if an option allows it, and replicas on other ranks
-/// have its data.
+/// Returns the missing files of the chosen checkpoint items; `None` if no file is missing. The checkpoint can be read
+/// without these files only if an option allows it and replicas on other ranks have their data.
 ///
 /// # Errors
 /// `Io`; the errors of reading the metadata.
@@ -42,7 +43,7 @@ pub fn shortfall(folder: &Path, choice: &SeriesChoice) -> Result<Option<Shortfal
     Ok(Some(Shortfall { allowed: Some(allowed), ..Shortfall::new(missing, error) }))
 }
 
-/// Returns the items as series, from which the user can choose.
+/// Returns each checkpoint item as a series. The user chooses items with the options that choose series.
 fn as_series(folder: &Path, files: &ItemFiles<'_>) -> SeriesSet {
     SeriesSet::of_items(folder, files.items.iter().map(|item| (item.name.clone(), item.files.clone())).collect())
 }
@@ -55,7 +56,7 @@ fn read_metadata(folder: &Path) -> Result<CheckpointMetadata> {
     CheckpointMetadata::parse(&path, &bytes)
 }
 
-/// Reads the chosen items of a checkpoint.
+/// Reads the checkpoint items that the user chose.
 ///
 /// # Errors
 /// `Usage` if an item is chosen that does not exist, or if a layout is declared; the errors of reading items.

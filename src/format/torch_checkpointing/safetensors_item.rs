@@ -1,5 +1,5 @@
-//! Reads an item whose files are safetensors. A file has the local tensors of one rank, and the metadata alone records
-//! how they are sharded. The name of a tensor is its path in the item, joined with dots.
+//! Reads a checkpoint item whose files are safetensors. A file has the local tensors of one rank; only `metadata.pkl`
+//! records how the tensors are sharded. The name of a tensor is its path in the item, joined with dots.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -22,7 +22,7 @@ struct RankTensors<'a> {
     tensors: HashMap<Arc<str>, StoredTensor>,
 }
 
-/// Reads an item.
+/// Reads a checkpoint item from the safetensors files of all ranks.
 ///
 /// # Errors
 /// `Malformed` if a file lacks a tensor, has a tensor that the metadata does not list, or has a tensor of another dtype
@@ -57,8 +57,8 @@ pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) 
     Ok(catalog)
 }
 
-/// Returns the entry of a tensor. Removes the parts of the tensor from `ranks`, so that in the end only tensors that the
-/// metadata does not list are left there.
+/// Returns the entry of a tensor. Removes the tensor from `ranks`, so that in the end `ranks` has only tensors that the
+/// metadata does not list.
 fn entry(
     metadata_path: &Path,
     item: &str,
@@ -105,7 +105,8 @@ fn entry(
     Ok(entry)
 }
 
-/// Returns the mesh and the placements of a DTensor that is sharded. A DTensor with only replicas is read as a plain tensor.
+/// Returns the mesh and the placements of a DTensor that is sharded; `None` for a DTensor with only replicas, which is
+/// read as a plain tensor, and for a tensor whose metadata lists boxes.
 fn sharded_layout(group: &RankGroup) -> Option<(&DeviceMesh, &[Placement])> {
     match &group.sharding {
         TensorSharding::Mesh { mesh, placements }
@@ -117,7 +118,7 @@ fn sharded_layout(group: &RankGroup) -> Option<(&DeviceMesh, &[Placement])> {
     }
 }
 
-/// Adds the part of one rank to a tensor.
+/// Adds the chunks of one rank to a tensor.
 fn push_chunks(
     entry: &mut TensorEntry,
     group: &RankGroup,

@@ -1,5 +1,5 @@
-//! Reads an item whose files torch.save wrote. The files contain DTensors, which record their sharding themselves; the
-//! metadata must agree with them.
+//! Reads a checkpoint item whose files torch.save wrote. The files contain DTensors, which record their sharding
+//! themselves; the metadata must agree with the DTensors.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::layout::{Placement, comma_list};
 use crate::storage::Files;
 use torch_pickle::pickle::Unknown;
 
-/// Reads an item.
+/// Reads a checkpoint item from the torch.save files of all ranks.
 ///
 /// # Errors
 /// The errors of reading and merging rank files; `Malformed` if a tensor is not as the metadata says.
@@ -31,7 +31,8 @@ pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>, 
     Ok(catalog)
 }
 
-/// Checks that a tensor in the files is the tensor that the metadata describes.
+/// Checks that a tensor in the files is the tensor that the metadata describes. If not, returns two texts: the expected
+/// and the found tensor.
 fn check(catalog: &Catalog, tensor: &TensorMetadata) -> Result<(), (String, String)> {
     let RankGroup { dtype, shape, sharding, .. } = &tensor.groups[0];
     let expected = format!("{dtype} {:?}", shape.as_slice());
@@ -60,8 +61,8 @@ fn check(catalog: &Catalog, tensor: &TensorMetadata) -> Result<(), (String, Stri
     }
 }
 
-/// Returns the value at a path. In contrast to [`StatePath::find`], a position may also be in a tuple, and may be a dict
-/// key.
+/// Returns the value at a path. In contrast to [`StatePath::find`], a number in the path may also be a position in a
+/// tuple or a key of a dict.
 fn find<'v>(state: &'v Value, path: &StatePath) -> Option<&'v Value> {
     path.0.iter().try_fold(state, |value, key| match (value, key) {
         (Value::Dict(dict), key) => {

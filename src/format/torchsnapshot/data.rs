@@ -1,4 +1,4 @@
-//! Locates the data of entries in the files of a snapshot, and reads objects.
+//! Locates the data of manifest entries in the files of a snapshot, and reads objects.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub struct DataFiles<'a> {
 }
 
 impl DataFiles<'_> {
-    /// Returns the byte range of data, and checks that the range is inside the file.
+    /// Returns the byte range of an entry's data, and checks that the range is inside the file.
     ///
     /// # Errors
     /// `Malformed` that names the file and the tensor or object.
@@ -43,7 +43,8 @@ impl DataFiles<'_> {
         }
     }
 
-    /// Returns the location of a shard, and checks that the length of its data is the length of its elements.
+    /// Returns the location of a shard. If the shard is stored as raw bytes, checks that they have the length of the
+    /// shard's elements.
     ///
     /// # Errors
     /// `Malformed` that names the file and the tensor.
@@ -72,8 +73,9 @@ impl DataFiles<'_> {
         Ok(FileLocation::Bytes { file: range.file, offset: range.offset })
     }
 
-    /// Reads an object. Tensors inside the object become entries of the catalog; `rank` is the rank that stores them,
-    /// if other ranks may store other values. Returns `None` if the object is left out, because its class is unknown.
+    /// Reads an object. Tensors inside the object become entries of the catalog. `rank` is the rank that stores the
+    /// object; `None` if the object is the same on all ranks. Returns `None` if the object is left out, because its
+    /// class is unknown.
     ///
     /// # Errors
     /// The errors of reading a `torch.save` archive.
@@ -89,9 +91,9 @@ impl DataFiles<'_> {
     }
 }
 
-/// Adds the value of one rank to the values of other ranks. If the values are equal and have tensors of equal dtypes and
-/// shapes, the tensors become replicas, which are compared when they are read. `start` is the number of tensors in the
-/// catalog before the value was read.
+/// Adds the value of one rank to `by_rank`. If `by_rank` already has an equal value, only adds the rank to that value.
+/// Values count as equal if their tensors agree in dtype and shape; these tensors become replicas, which are compared
+/// when they are read. `start` is the number of tensors in the catalog before the value was read.
 pub fn add_value(catalog: &mut Catalog, by_rank: &mut Vec<RankValue>, value: Value, rank: Rank, start: usize) {
     let known = by_rank.iter().position(|known| may_be_equal(catalog, &known.value, &value));
     let Some(known) = known else {

@@ -17,7 +17,7 @@ use crate::catalog::{Catalog, Dict, RankValue, TensorEntry, Unreadable, Value};
 use crate::error::{Error, Result};
 use crate::layout::{Rank, Region};
 
-/// The entries of one path.
+/// The manifest entries with one path, and the paths directly below it.
 #[derive(Default)]
 struct Node<'a> {
     /// The entries of the path, sorted by rank.
@@ -170,7 +170,7 @@ impl<'a> Inflater<'a> {
         Ok(one_or_each(by_rank))
     }
 
-    /// Returns the paths of the items of a list, and checks that each position has one.
+    /// Returns the paths of the items of a list, and checks that no position from 0 on lacks an item.
     fn items(&self, path: &str) -> Result<Vec<String>> {
         let mut items: Vec<(u64, String)> = Vec::new();
         for child in &self.nodes[path].children {
@@ -208,7 +208,7 @@ impl<'a> Inflater<'a> {
         })
     }
 
-    /// Returns the value that one rank has at a path without tensors and dicts.
+    /// Returns the value that one rank has at a path without tensors and dicts; `None` if the rank has no value there.
     fn value_of_rank(&mut self, path: &str, rank: Rank) -> Result<Option<Value>> {
         let entries = &self.nodes[path].entries;
         let own = entries.iter().find(|(own, _)| *own == rank);
@@ -309,7 +309,7 @@ impl<'a> Inflater<'a> {
     }
 }
 
-/// Returns whether one entry stands for the values of all ranks.
+/// Returns whether the entry of one rank is also valid for the other ranks.
 fn is_shared(content: &EntryContent) -> bool {
     match content {
         EntryContent::Primitive { is_replicated, .. }
@@ -323,7 +323,7 @@ fn is_shared(content: &EntryContent) -> bool {
     }
 }
 
-/// Returns the only value of all ranks, or a per-rank value.
+/// Returns the value if all ranks have an equal one; otherwise a per-rank value.
 fn one_or_each(mut by_rank: Vec<RankValue>) -> Value {
     if by_rank.len() > 1 {
         return Value::Other(by_rank);

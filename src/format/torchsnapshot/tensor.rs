@@ -8,8 +8,8 @@ use crate::catalog::{Chunk, Fqn, TensorEntry, checked_len_bytes, list_ranks};
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile, local_shard};
 
-/// Adds chunks to a tensor. `rank` is the rank that stores the chunks, if other ranks store further copies of the
-/// tensor.
+/// Adds chunks to a tensor. `rank` is the rank that stores the chunks, if each rank stores its own copy of the tensor;
+/// otherwise `None`.
 ///
 /// # Errors
 /// `Malformed` if the data of a chunk is not in its file, `Coverage` if a chunk is outside the tensor.
@@ -37,8 +37,8 @@ pub fn push_chunks(
 /// The shards of one rank, and the layout of the tensor if it is a DTensor.
 pub type RankShards<'a> = (Rank, &'a [StoredShard], Option<&'a DTensorLayout>);
 
-/// Builds the entry of a ShardedTensor or DTensor. The manifest does not have its shape: the shape is the smallest one
-/// that contains all shards.
+/// Builds the entry of a ShardedTensor or DTensor. The manifest does not record the shape of the tensor: the shape is
+/// the smallest one that contains all shards.
 ///
 /// # Errors
 /// `Malformed` if shards contradict each other or shards of a DTensor are missing; the errors of [`push_chunks`].

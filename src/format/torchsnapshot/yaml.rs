@@ -44,7 +44,7 @@ fn not_yaml(error: &ScanError) -> Wrong {
 struct JsonWriter {
     json: Vec<u8>,
     containers: Vec<Container>,
-    /// True if the document has been read to its end.
+    /// True if the document was read to its end.
     is_done: bool,
 }
 
@@ -134,7 +134,7 @@ impl JsonWriter {
     }
 }
 
-/// Returns the JSON text of a plain scalar that is not text.
+/// Returns the JSON text of a plain scalar; `None` if the scalar is text.
 fn resolve(text: &str) -> Option<&str> {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => Some("null"),

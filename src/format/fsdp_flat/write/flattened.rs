@@ -2,8 +2,8 @@
 //! with `flatten_optimizer_state_dict`.
 //!
 //! Such state has options for each parameter, but no parameter groups and no order of parameters. The flat layout
-//! provides both. If the layout has no groups, and all parameters have equal options, the flat parameters form one
-//! group.
+//! provides both. If the layout has no groups, all flat parameters form one group; this needs `use_orig_params=False`
+//! and equal options for all parameters.
 //!
 //! Source: `_flatten_optim_state_dict` in `torch/distributed/checkpoint/state_dict.py`.
 
@@ -16,14 +16,19 @@ use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Path, Value};
 use crate::error::{Error, Result};
 
-/// Returns whether a dict is optimizer state with dotted names as keys, such as `state.w.exp_avg`.
+/// Returns whether a dict is optimizer state with dotted names: it has keys such as `state.w.exp_avg` and keys such as
+/// `param_groups.w.lr`.
 pub fn has_dotted_keys(dict: &Dict) -> bool {
     let has = |container: &str| dict.entries.iter().any(|(key, _)| strip_container(container, key).is_some());
     has(STATE) && has(GROUPS)
 }
 
 /// Returns optimizer state with dotted keys as nested dicts. If the layout has parameter groups, the result has one
-/// group for each parameter; otherwise the result has one group with all parameters.
+/// group for each parameter. Otherwise the result has one group with all parameters.
+///
+/// # Errors
+/// `Unsupported` if the layout has no parameter groups, and `use_orig_params` is true or parameters differ in their
+/// options; `Unsupported` for state of an unknown parameter.
 pub fn nest(dict: &Dict, path: &Path, names: &ParameterNames<'_>, layout: &FlatLayout) -> Result<Dict> {
     let mut states: IndexMap<&str, Dict> = IndexMap::new();
     let mut options: IndexMap<&str, Dict> = IndexMap::new();

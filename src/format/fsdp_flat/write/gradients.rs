@@ -2,7 +2,7 @@
 //!
 //! With `use_orig_params` there is one gradient per parameter. It is as long as the slice of the parameter in the
 //! rank's shard, and is absent if this slice is empty. Without `use_orig_params`, there is one gradient per flat
-//! parameter. It has the length of the rank's shard, including padding (zeros). Unit of lengths: elements.
+//! parameter. It has the length of the rank's shard, including padding (zeros). Lengths count elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.

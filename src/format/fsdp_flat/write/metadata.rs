@@ -16,7 +16,8 @@ use crate::catalog::modules::METADATA;
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Fqn, Value};
 
-/// Returns the name of a parameter or flat parameter in the wrapped model's `named_parameters()`.
+/// Returns the name of a parameter or flat parameter in the wrapped model's `named_parameters()`. `name` has no wrapper
+/// prefixes.
 pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     let (module, last) = name.rsplit_once('.').unwrap_or(("", name));
     let path = wrapped_path(module, layout);
@@ -26,7 +27,7 @@ pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
 
 /// Returns the attributes of the state dict of a model in which FSDP1 wraps the units of `layout`. If the source has
 /// wrappers around exactly these modules, its attributes are returned unchanged. Otherwise the wrappers of the source
-/// are removed, and the wrappers of `layout` are added. Returns `None` if the attributes are not `_metadata`.
+/// are removed, and the wrappers of `layout` are added. Returns `None` unless `_metadata` is the only attribute.
 pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };

@@ -52,8 +52,8 @@ pub struct FlatTarget<'a> {
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
-/// Lays out one file per rank, and `flat_layout.json` if the model has units and the alignment of their parameters is
-/// known.
+/// Lays out one file per rank. Also lays out `flat_layout.json` if the state dict has a model, the layout has units,
+/// and the alignment of their parameters is known.
 ///
 /// Reads only dtypes and shapes of `source`.
 ///
@@ -89,18 +89,20 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// Information about one part of the state dict, such as the optimizer. The information about all parts must be known
-/// before any file is laid out.
+/// Information about the state dict of one series, such as the optimizer files. dtshard collects it for all series
+/// before it lays out any file.
 pub struct PartSurvey {
     /// Pairs of source tensors of which the target stores only the first. The second is not written, so its values must
-    /// equal those of the first. A pair consists of tied parameters that the source stores separately, or of optimizer
-    /// scalars (step counters) of two parameters, because a flat parameter has a single step counter.
+    /// equal those of the first. A pair consists of two names of a tied parameter (or their gradients) that the source
+    /// stores separately, or of optimizer scalars (step counters) of two parameters, because a flat parameter has a
+    /// single step counter.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names of the parameters to which the optimizer in this part refers by number, one list per parameter group.
+    /// The names of the parameters or flat parameters that the target's optimizer updates, in the order of their
+    /// numbers, one list per parameter group; `None` if the state dict has no optimizer.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
-/// Plans a part of the state dict without laying out files.
+/// Plans the state dict of one series without laying out files.
 ///
 /// # Errors
 /// The errors of [`reserve`].

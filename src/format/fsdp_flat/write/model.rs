@@ -29,8 +29,8 @@ enum ModelEntry<'v> {
     Object(&'v Value),
 }
 
-/// Adds the model to the plan, and returns the dict of the model for the target. Its tensors are indices of
-/// [`FlatPlan::tensors`].
+/// Adds the model to the plan, and returns the dict of the model for the target. The tensors in this dict are indices
+/// of [`FlatPlan::tensors`].
 pub fn plan(
     model: &Dict,
     names: &ParameterNames<'_>,
@@ -76,8 +76,8 @@ pub fn plan(
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// Adds entries for names of tied parameters that the source lacks. Such an entry comes after all other entries of its
-/// unit.
+/// Adds entries for the names of tied parameters that the source lacks. The source has each tied parameter under at
+/// least one of its names. The new entries come after all other entries of the unit.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {

@@ -12,7 +12,7 @@ use crate::name_list::{FEW, short_list_of_counted};
 pub struct ParameterNames<'a> {
     /// The parameter with each name. A tied parameter has several names in this map.
     params: HashMap<&'a str, ParameterIndex>,
-    /// The further names of each tied parameter.
+    /// The additional names of each tied parameter: all names except the one in the unit's list of parameters.
     aliases: HashMap<ParameterIndex, Vec<&'a str>>,
     units: HashMap<Box<str>, usize>,
     /// The index of each name in [`FlatPlan::outside`](super::plan::FlatPlan::outside).
@@ -82,7 +82,8 @@ pub struct FoundParameters {
 /// Finds the parameters of each unit among the tensors of a model.
 ///
 /// # Errors
-/// `Unsupported` if parameters are missing or have other shapes, or if dtypes differ within a unit.
+/// `Unsupported` if parameters are missing or have other shapes, if dtypes differ within a unit, or if FSDP1 does not
+/// flatten the dtype.
 pub fn find(
     source: &Catalog,
     layout: &FlatLayout,

@@ -1,7 +1,7 @@
 //! The plan of an FSDP1 target: storages, and tensors that are views of these storages. All rank files have the same
 //! plan.
 //!
-//! Unit of ranges and lengths: elements. A storage has the same key on all ranks. The elements that a rank has of a
+//! Ranges and lengths count elements. A storage has the same key on all ranks. The elements that a rank has of a
 //! storage depend only on the index of the rank's shard.
 //!
 //! Source: `FlatParamHandle.flatten_tensors`, `_use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
@@ -30,7 +30,7 @@ pub enum TrainedParameter {
     Outside(usize),
 }
 
-/// A tensor in the planned state dict, which is a view of a storage.
+/// A tensor in the planned state dict. Each tensor is a view of one storage.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeTensor {
     pub storage: usize,
@@ -98,7 +98,8 @@ pub struct FlatPlan<'a> {
     pub source: &'a Catalog,
     pub layout: &'a FlatLayout,
     pub flat_params: Vec<FlatParameter>,
-    /// The names of tensors of the model that are not parameters of the layout. The optimizer may update some of them.
+    /// The names of the model's tensors that are not parameters of the layout. The optimizer may update some of them.
+    /// If the source has no model, the names come from the parameter groups in the layout.
     pub outside: Vec<Fqn>,
     pub tensors: Vec<TreeTensor>,
     pub storages: Vec<PlannedStorage>,
@@ -109,7 +110,8 @@ pub struct FlatPlan<'a> {
     /// Pairs of source tensors of which the target stores only the first. The second is not written, so its values must
     /// equal those of the first.
     pub merged: Vec<(TensorId, TensorId)>,
-    /// The names of the parameters to which the first planned optimizer refers by number, one list per parameter group.
+    /// The names of the parameters or flat parameters that the first planned optimizer updates, in the order of their
+    /// numbers in the target, one list per parameter group; `None` until an optimizer is planned.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -150,7 +152,8 @@ impl<'a> FlatPlan<'a> {
         })
     }
 
-    /// Returns the layout to write next to the rank files, with the optional fields of units filled in.
+    /// Returns the layout to write next to the rank files. Each unit gets the dtype of its parameters in the target,
+    /// and its alignment if `use_orig_params` is true.
     pub fn written_layout(&self) -> FlatLayout {
         let mut layout = self.layout.clone();
         for (index, unit) in layout.units.iter_mut().enumerate() {
@@ -229,8 +232,8 @@ impl<'a> FlatPlan<'a> {
         id
     }
 
-    /// Returns the storage of a source tensor that all ranks have in full. A tensor that occurs several times has only
-    /// one storage.
+    /// Returns the index of the storage of a source tensor that all ranks have in full, and adds the storage if it is
+    /// new. A tensor that occurs several times has only one storage.
     pub fn replicated_storage(&mut self, id: TensorId) -> usize {
         if let Some(storage) = self.replicated.get(&id) {
             return *storage;

@@ -17,8 +17,8 @@ use crate::storage::FileId;
 use torch_pickle::pickle::{WriteError, Writer};
 use torch_pickle::zip::{ArchiveWriter, Span};
 
-/// The number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this part is
-/// in memory only once.
+/// The maximum number of tensors in one part of a pickle. Pickles are divided into parts, because a part that is equal
+/// in several rank files is in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 /// Lays out the file of one rank.

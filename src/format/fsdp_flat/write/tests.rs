@@ -79,7 +79,7 @@ impl Source {
         self.states.push((fqn.into(), dict([("step", step), ("exp_avg", average)])));
     }
 
-    /// Returns a model that matches the layout, with the state of an optimizer.
+    /// Returns a checkpoint that matches [`layout`]: a model with the buffer `blk.seen`, and optimizer state.
     fn valid() -> Self {
         let mut source = Self::empty();
         for (fqn, shape) in [("emb", &[5, 3][..]), ("blk.w", &[3, 5]), ("blk.b", &[5]), ("norm", &[3])] {
@@ -153,7 +153,7 @@ fn optimizer_numbers_parameters_or_units() {
 }
 
 /// torchtitan saves optimizer state with dotted names. Such state has options for each parameter, but no parameter
-/// groups.
+/// groups. If the layout does not have them either, `use_orig_params=True` is an error.
 #[test]
 fn flattened_optimizer_needs_known_groups() {
     let mut source = Source::valid();
@@ -366,7 +366,8 @@ fn metadata_lists_wrapped_modules() {
     assert_eq!(of(&wrapped, &others).unwrap(), rewrapped);
 }
 
-/// The layout has 64 ranks, and 100 units of 5 parameters each with AdamW state.
+/// Lays out the files of 64 ranks for 100 units of 5 parameters, each with two optimizer tensors. The plan of all files
+/// must take less than 8 MiB of memory.
 #[test]
 fn equal_bytes_of_ranks_are_kept_once() {
     let mut source = Source::empty();
