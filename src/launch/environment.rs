@@ -30,8 +30,8 @@ pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     })
 }
 
-/// Returns the part that two variables of a launcher define. One variable is the rank, the other is the number of
-/// ranks.
+/// Returns the part that two variables of a launcher define; `None` if neither is set. The variable named `rank` has
+/// the index of this process, and the variable named `size` has the number of processes.
 fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<AssignedPart>> {
     match (number(env, rank)?, number(env, size)?) {
         (None, None) => Ok(None),
@@ -57,7 +57,8 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
 /// A hint that is correct in every environment, whichever launcher is used.
 pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
 
-/// Returns the part of a process that torchrun started. The agents of torchrun set all of these variables.
+/// Returns the part of a process that torchrun started. The agents of torchrun set `TORCHELASTIC_RUN_ID`, `RANK` and
+/// `WORLD_SIZE`.
 pub(super) fn torchrun(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "TORCHELASTIC_RUN_ID").is_none() {
         return Ok(None);
@@ -99,7 +100,7 @@ pub(super) fn array_index(env: Env<'_>) -> Result<Option<u32>> {
     number(env, "SLURM_ARRAY_TASK_ID")
 }
 
-/// Returns the rank of this process among the processes of its node.
+/// Returns the index of this process among the processes of its node; `None` if the launcher does not set it.
 pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
     let names: &[&str] = match launcher {
         Launcher::Torchrun | Launcher::Variables => &["LOCAL_RANK"],
@@ -111,7 +112,8 @@ pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
     names.iter().find_map(|name| text(env, name)?.parse().ok())
 }
 
-/// Returns the name of this launch. All processes of a launch have the same name, and no other launch has it.
+/// Returns the name of this launch; `None` if the launcher sets none. All processes of a launch have the same name, and
+/// no other launch has it.
 pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
     let joined = |names: &[&str]| {
         let values: Vec<String> = names.iter().filter_map(|name| text(env, name)).collect();

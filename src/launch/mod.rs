@@ -133,14 +133,15 @@ pub struct Launch {
     /// The launcher that started the processes of all parts. If the launcher and the command line agree, this field
     /// names the launcher.
     pub launcher: Launcher,
-    /// The rank of this process on its node, if the launcher sets it.
+    /// The index of this process among the processes of its node; `None` if the launcher does not set it.
     pub local_rank: Option<u32>,
     /// The name that Slurm gives to this node; `None` without Slurm.
     pub node: Option<String>,
     /// The name of this launch; `None` if the launcher sets none. All processes of a launch have the same name, and no
     /// other launch has it.
     pub run: Option<String>,
-    /// True if the other parts run at the same time, so that this process can wait for them.
+    /// True if this process may wait for the other parts: they run at the same time, and the user did not give
+    /// `--no-wait`.
     pub waits: bool,
 }
 
@@ -184,7 +185,8 @@ pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>
     })
 }
 
-/// Returns the part that the command line defines. The result also names the launcher that started this process.
+/// Returns the part if `--parts` is given. If `--part` is missing, the index comes from the launcher or the
+/// environment. If there are several parts, a known launcher must agree with the options.
 fn part_from_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     let options = part.map_or_else(
         || format!("options::parts {parts}"),
@@ -256,8 +258,8 @@ fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     ))
 }
 
-/// Returns the part if the command line has `--parts` but not `--part`. The index comes from `PMIX_RANK`, or from
-/// `RANK` and `WORLD_SIZE`.
+/// Returns the part if the command line has `--parts` but not `--part`, and no launcher gives the index. The index
+/// comes from `PMIX_RANK`, or from `RANK` and `WORLD_SIZE`.
 fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<AssignedPart> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {

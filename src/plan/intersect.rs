@@ -26,7 +26,8 @@ use crate::layout::{CommonRange, Dims, Segments, Tile};
 #[derive(Debug)]
 pub struct SourceTensor<'a> {
     pub entry: &'a TensorEntry,
-    /// One tiling for each partial value, or a single tiling if the tensor has no partial values.
+    /// The tilings of the tensor: one for each partial value, or only one if the tensor has no partial values. A tiling
+    /// lists the distinct tiles of the chunks, and the chunks that hold each tile.
     tilings: Vec<Tiling>,
 }
 

@@ -1,10 +1,10 @@
 //! Casts: the dtype in which each tensor is written (`options::dtype`).
 //!
 //! A dtype without a pattern applies to the weights of a model: f32, f16 and bf16 tensors with at least one dim,
-//! outside optimizer state. A dtype with a pattern also applies to f64 tensors. It applies to optimizer state and to
-//! the scales of quantised tensors if the pattern covers the name of the state tensor or the scale itself. If several
-//! patterns cover a tensor, the first pattern decides. Invariant: integers, bools, complex numbers, 8-bit floats and
-//! 0-d tensors are never cast.
+//! outside optimizer state. A dtype with a pattern also applies to f64 tensors. A dtype with a pattern applies to
+//! optimizer state and to the scales of quantised tensors only if the pattern covers the name of the state tensor or of
+//! the scale. If several patterns cover a tensor, the first pattern decides. Invariant: integers, bools, complex
+//! numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
@@ -98,7 +98,8 @@ impl CastSummary {
         }
     }
 
-    /// Returns the note: `options::dtype does not cast 12 tensors (0-d), 3 tensors (not float)`.
+    /// Returns a note about the tensors that are not cast, such as `options::dtype does not cast 12 tensors (0-d), 3
+    /// tensors (not float)`. Returns nothing if there are no such tensors.
     pub(super) fn notes(&self) -> Vec<String> {
         let part = |(kept, number): &(KeptReason, usize)| {
             format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())

@@ -64,7 +64,8 @@ pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s 
     nearest::pattern_hint(pattern, &names)
 }
 
-/// Applies the filters to the leaves of the state dict.
+/// Applies the filters to the leaves of the state dict. If state of an optimizer is kept, the parameter groups of this
+/// optimizer are also kept, unless a pattern excludes them.
 pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
     let is_gradient = |leaf: &Leaf| state_dict::GRADIENTS.contains(&survey.top_key(*leaf).as_str());
     let mut kept: Vec<bool> =
@@ -100,8 +101,8 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
     Kept { leaves: kept, unused }
 }
 
-/// Returns whether a leaf belongs to a parameter that is left out, if the parameter groups of the optimizer are
-/// flattened (`param_groups.FQN.lr`).
+/// Returns whether a leaf in flattened parameter groups (`param_groups.FQN.lr`) belongs to a parameter that is left
+/// out.
 fn belongs_to_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
     let named = survey.named(leaf);
     let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
@@ -120,8 +121,8 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
     survey.for_patterns(names)
 }
 
-/// Returns the note that all optimizer state with parameter numbers was kept. The numbers do not show which state
-/// belongs to parameters that are left out.
+/// Returns a note if parameters are left out, but all optimizer state with parameter numbers is kept. The numbers do
+/// not show which state belongs to the parameters that are left out.
 pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();

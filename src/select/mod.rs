@@ -202,8 +202,8 @@ fn reject_unsupported(source: &Catalog, selected: &Value, options: &NameOptions)
     Err(why.error(entry.fqn.as_str()).naming(&names))
 }
 
-/// Returns the selected part of the state dict if nothing in it is renamed or left out, otherwise `None`. In this case,
-/// marks all leaves outside the selected part as not kept.
+/// Returns the selected part of the state dict if nothing in it is renamed or left out, and marks all leaves outside
+/// this part as not kept. Otherwise returns `None`.
 fn unchanged_state<'a>(
     source: &'a Catalog,
     survey: &Survey<'_>,
@@ -261,8 +261,8 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
     }
 }
 
-/// Returns the value of a leaf in the result. In the parameter lists of optimizers, each name changes like the name of
-/// the parameter, and names of left-out parameters are removed.
+/// Returns the value of a leaf in the result. In the lists `params` and `param_names` of an optimizer, each name
+/// changes like the name of the parameter. Names of left-out parameters are removed from `params`.
 fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;

@@ -23,7 +23,7 @@ const OPAQUE: char = '\u{E0F0}';
 /// memory.
 const MAX_RENAMED: usize = 1 << 16;
 
-/// The maximum number of nested keys of a value (see [`crate::catalog::value`]).
+/// The maximum number of keys in the path from the top level to a value (see [`crate::catalog::value`]).
 const MAX_KEYS: usize = 256;
 
 /// The mapping of names in the source to names in the result.
@@ -37,7 +37,8 @@ pub(super) struct Naming<'a, 'o> {
     /// The index of the first rename that made a name too long. `None` if no name became too long. After the first name
     /// that is too long, renames are not applied any more.
     overlong: Cell<Option<usize>>,
-    /// The new names of the parameters by their old names. Both names are relative to the path of the model.
+    /// The new names of the parameters by their old names. An old name is relative to the model's path in the source,
+    /// and a new name to the model's path in the result.
     parameters: HashMap<String, String>,
 }
 
@@ -94,8 +95,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         ))
     }
 
-    /// Returns the paths that are most similar to `text`, for hints. Only paths with as many components as `text` are
-    /// considered.
+    /// Returns the beginnings of names that are most similar to `text`, joined with commas, for hints. Each beginning
+    /// has as many components as `text`.
     fn nearest_heads(&self, text: &str) -> String {
         let parts = text.trim_end_matches('.').split('.').count();
         let mut heads: Vec<String> = Vec::new();
@@ -307,7 +308,8 @@ impl<'a, 'o> Naming<'a, 'o> {
         Some(text)
     }
 
-    /// Returns the new name of a module. The given and the returned name end in a dot, unless they are empty.
+    /// Returns the new name of a module, or `None` if the module is outside the root. The given and the returned name
+    /// end in a dot, unless they are empty.
     pub fn module(&self, module: &str) -> Option<String> {
         let place = self.new_prefix(module)?;
         let nest = self.options.nest.as_deref().map(|path| format!("{path}.")).unwrap_or_default();

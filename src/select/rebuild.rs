@@ -53,7 +53,7 @@ impl<'a> Rebuild<'a> {
         Self { survey, nodes: Vec::new(), children: HashMap::new(), names: HashMap::new() }
     }
 
-    /// Inserts a leaf at its keys.
+    /// Inserts a leaf at the path that the keys `steps` form.
     ///
     /// # Errors
     /// `Usage` with both names if another leaf has the same name.
@@ -265,7 +265,8 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Returns the attributes of a dict. In the attributes, torch stores the versions of modules; the names of these
-    /// modules are relative to the dict.
+    /// modules are relative to the dict. If leaves below the dict are renamed, the names of the modules change with
+    /// them.
     fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
         let node = &self.nodes[node as usize];
         let source = node.attributes?;

@@ -42,7 +42,8 @@ pub(super) enum LeafKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OptimizerSection {
     /// The leaf is optimizer state of a parameter. In the path of the leaf, the name of the parameter follows after
-    /// `head` keys. If the state is flattened, the name also follows after the text `state.` in the key.
+    /// `head` keys. If `flat` is true, the state is flattened, and the name follows after the text `state.` in the next
+    /// key.
     State {
         head: usize,
         flat: bool,
@@ -317,7 +318,8 @@ impl<'a> Survey<'a> {
         self.tensors_under(leaf, &self.raw_name(leaf), &mut |name, id| visit(name.to_owned(), id));
     }
 
-    /// Calls `visit` for the tensors in a leaf, with their names without wrapper components.
+    /// Calls `visit` for the tensors in a leaf, with their names. If wrapper components are removed from names, these
+    /// names have no wrapper components.
     pub fn clean_tensors(&self, leaf: Leaf, visit: &mut dyn FnMut(&str, TensorId)) {
         self.tensors_under(leaf, &self.named(leaf).name, visit);
     }
@@ -342,13 +344,15 @@ impl<'a> Survey<'a> {
         ids
     }
 
-    /// Returns the name of a container (dict or list), without wrapper components.
+    /// Returns the name of a container (dict or list). If wrapper components are removed from names, this name has no
+    /// wrapper components.
     pub fn container_name(&self, node: u32) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(node).into_iter().map(|(key, _)| key.text()).collect();
         self.clean(&texts.join("."))
     }
 
-    /// Returns the names with which patterns are compared, given the names of a leaf.
+    /// Returns the names of a leaf that patterns are compared with: the given `names`, and, for [`Wrappers::Match`],
+    /// also these names without wrapper components.
     pub fn for_patterns(&self, mut names: Vec<String>) -> Vec<String> {
         if self.wrappers == Wrappers::Match {
             with_clean(&mut names);
@@ -362,7 +366,8 @@ impl<'a> Survey<'a> {
         if self.clean { clean_name(module) } else { module.to_owned() }
     }
 
-    /// Returns the prefix of state names in the optimizer that contains the leaf: `optim.state.`.
+    /// Returns the prefix of state names in the optimizer that contains the leaf: `optim.state.`. Returns an empty
+    /// string if the leaf is not in the state or parameter groups of an optimizer, or if the optimizer is flattened.
     pub fn state_head(&self, leaf: Leaf) -> String {
         let Some((_, OptimizerSection::Groups { head, flat: false } | OptimizerSection::State { head, flat: false })) =
             leaf.optimizer

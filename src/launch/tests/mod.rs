@@ -26,7 +26,7 @@ fn is(launch: &Result<Launch>, index: u32, of: u32, launcher: Launcher) {
     assert_eq!((launch.part, launch.launcher), (Part { index, of }, launcher), "{launch:?}");
 }
 
-/// Checks that the launch failed, that the error contains all these words, and that it has a hint.
+/// Checks that `launch` is a usage error with a hint, and that the error and its hint together contain all `words`.
 fn refused(launch: Result<Launch>, words: &[&str]) {
     let error = launch.unwrap_err();
     assert!(matches!(error, Error::Usage(UsageError { hint: Some(_), .. })), "{error:?}");

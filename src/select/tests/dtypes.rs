@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a catalog of `training`, with additional tensors of other dtypes and shapes in the model.
+/// Returns a catalog of the state dict [`training`], with additional tensors of other dtypes and shapes in the model.
 fn typed() -> Catalog {
     let mut source = catalog(training());
     let mut add = |name: &str, dtype, shape: &[u64]| {
