@@ -235,7 +235,7 @@ impl Checkpoint {
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if the length of `buffer` is not
     /// the number of bytes of the box; `Io` and `Malformed` from reading files.
     pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
-        /// The number of bytes that one thread reads at a time.
+        /// The maximum number of bytes that one thread reads at a time.
         const BLOCK_BYTES: usize = 4 << 20;
         let id = self.find(name).ok_or_else(|| self.unknown(name))?;
         let entry = self.inner.catalog.tensor(id);
@@ -330,7 +330,7 @@ impl OpenOptions {
         }
     }
 
-    /// Returns the identity of this process in its job.
+    /// Returns the launcher of this process, and the part of the work that the process does.
     #[must_use]
     pub fn launch(&self) -> &Launch {
         &self.setup.launch
@@ -370,14 +370,15 @@ impl TensorInfo<'_> {
         self.entry.len_bytes()
     }
 
-    /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. Returns `None` if the
-    /// format does not record placements; DCP is such a format.
+    /// Returns the placements in PyTorch's notation, one for each mesh dimension: `S(0),R`. Returns `None` for a plain
+    /// tensor, and if the format does not record placements; DCP is such a format.
     #[must_use]
     pub fn placements(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)
     }
 
-    /// Returns the device mesh, such as `dp=2,tp=4`, or `None` if the format does not record the mesh.
+    /// Returns the device mesh, such as `dp=2,tp=4`. Returns `None` for a plain tensor, and if the format does not
+    /// record the mesh.
     #[must_use]
     pub fn mesh(&self) -> Option<String> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())

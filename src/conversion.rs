@@ -45,8 +45,9 @@ impl Target {
         }
     }
 
-    /// Returns the path of the checkpoint in the option `like`: another checkpoint of the model, which may give shapes
-    /// that the source lacks.
+    /// Returns the option `like` of this target: the path of another checkpoint of the model. The target determines
+    /// what the result gets from this checkpoint, such as the layout. When the source is opened, the checkpoint also
+    /// gives the shapes of parameters that the source lacks.
     #[must_use]
     pub fn like(&self) -> Option<&Path> {
         match self {
@@ -129,8 +130,8 @@ impl Conversion {
         self
     }
 
-    /// Casts floating-point tensors of one or more dimensions, except optimizer state. Rounds to nearest even, as
-    /// `Tensor.to` does.
+    /// Casts f32, f16 and bf16 tensors of one or more dimensions, except optimizer state and the scales of quantised
+    /// tensors. Rounds to nearest even, as `Tensor.to` does.
     #[must_use]
     pub fn cast(mut self, dtype: Dtype) -> Self {
         self.convert.select.dtype.push(dtype.name().to_owned());
@@ -145,7 +146,8 @@ impl Conversion {
     }
 
     /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, the placements of the source are kept if
-    /// the mesh has the dimensions of the source mesh; otherwise, on a mesh of one dimension, tensors get `S(0)`.
+    /// the mesh has the dimensions of the source mesh, or dimensions with the same names; otherwise, on a mesh of one
+    /// dimension, tensors get `S(0)`. On any other mesh, planning fails without rules.
     ///
     /// # Errors
     /// `Layout` for an invalid mesh.

@@ -96,19 +96,19 @@ impl Error {
         UsageError::new(message, Some(hint.into())).into()
     }
 
-    /// Returns a [`CommError`].
+    /// Returns a [`CommError`] about process `rank` (a dtshard process) and the operation `op`.
     pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
         CommError { rank: rank.into(), op, detail: detail.into(), hint: None }.into()
     }
 
-    /// Returns this error with the complete list of names, if the message of the error shows only some of these names.
+    /// Returns this error with the complete list of names. The message of the error may show only some of these names.
     #[must_use]
     pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
         let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
         Self::Naming { names, source: Box::new(self) }
     }
 
-    /// Returns the complete list of names, if the message shows only some of them.
+    /// Returns the complete list of names that [`Error::naming`] added; `None` if the error has no such list.
     #[must_use]
     pub fn names(&self) -> Option<&[String]> {
         match self {
@@ -170,7 +170,8 @@ impl Error {
         }
     }
 
-    /// Adds the path of the checkpoint to an error that names a tensor but no file.
+    /// Adds the path of the checkpoint to an error of the kind [`Error::Catalog`], which names a tensor but no file.
+    /// Returns any other error unchanged.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
         match self {

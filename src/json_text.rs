@@ -39,8 +39,8 @@ pub fn malformed_part(path: &Path, part: impl Into<String>, error: &serde_json::
     Error::malformed(path, part, expected, format!("{found} (line {}, column {})", error.line(), error.column()))
 }
 
-/// Returns the expected and the found content, if the error text of serde_json is about a value of the wrong type or a
-/// missing key.
+/// Returns the expected and the found content, if the error text of serde_json is about a value of the wrong type, a
+/// list of the wrong length, or a missing key.
 fn wrong_type(text: &str) -> Option<(String, String)> {
     let mismatch = text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "));
     if let Some((value, expected)) = mismatch.and_then(|rest| rest.rsplit_once(", expected ")) {

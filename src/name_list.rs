@@ -40,7 +40,8 @@ pub fn short_list_of_counted(names: &[impl AsRef<str>], most: usize) -> String {
     shown.join(", ") + if rest > 0 { ", ..." } else { "" }
 }
 
-/// Formats a noun and numbers: `rank 3`, `ranks 0 .. 63, 70`.
+/// Formats a noun and the first numbers: `rank 3`, `ranks 0 .. 63, 70`. At most [`FEW_NUMBERS`] numbers or ranges are
+/// shown.
 #[must_use]
 pub fn numbered(noun: &str, plural: &str, numbers: impl IntoIterator<Item = u32>) -> String {
     let numbers: Vec<String> = numbers.into_iter().map(|number| number.to_string()).collect();
@@ -53,6 +54,7 @@ pub struct Numbers(Vec<RangeInclusive<u32>>);
 
 impl Numbers {
     /// Returns the numbers in `all` that are not in `present`, or `None` if all numbers in `all` are in `present`.
+    /// `present` must ascend.
     #[must_use]
     pub fn missing(all: RangeInclusive<u32>, present: impl IntoIterator<Item = u32>) -> Option<Self> {
         let (mut next, last) = (u64::from(*all.start()), u64::from(*all.end()));
@@ -134,8 +136,8 @@ fn entries(names: &[impl AsRef<str>], most: usize) -> (Vec<String>, usize) {
 /// The minimum length of a run (names with consecutive numbers) that is shown as a range.
 const SHORTEST_RUN: usize = 3;
 
-/// Groups names into runs. The names of a run differ in one number, which increases by one from name to name. In the
-/// result, a run has the position of its first name.
+/// Groups names into runs, given as indices of `names`. The names of a run differ in one number, which increases by one
+/// from name to name. The result has the runs in the order of their smallest indices.
 fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     struct NumberRun {
         members: Vec<usize>,
@@ -180,7 +182,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     folded
 }
 
-/// Returns the ranges of the digits of each number in a name.
+/// Returns the byte range of each number in a name.
 fn numbers_in(name: &str) -> Vec<Range<usize>> {
     let mut numbers: Vec<Range<usize>> = Vec::new();
     for (at, _) in name.bytes().enumerate().filter(|(_, byte)| byte.is_ascii_digit()) {

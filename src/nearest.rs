@@ -4,8 +4,9 @@
 
 use crate::layout::Pattern;
 
-/// Returns the names with the smallest edit distance from a pattern. Wildcards are ignored. Because a pattern may name
-/// a module, it is compared with every sequence of components in a name that is as long as the pattern.
+/// Returns at most three names, those with the smallest edit distance from a pattern. Wildcards are ignored. Because a
+/// pattern may name a module, it is compared with every sequence of components in a name that has as many components as
+/// the pattern.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;

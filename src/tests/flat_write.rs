@@ -36,8 +36,8 @@ fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-/// A test case: a checkpoint of complete tensors, and the content of `truth.json`, which PyTorch's side of the test
-/// wrote.
+/// A test case: a checkpoint of complete tensors, and the content of `truth.json`. A script that runs PyTorch wrote
+/// both.
 struct Truth {
     checkpoint: Checkpoint,
     json: Json,
@@ -109,8 +109,8 @@ fn decode(json: &Json) -> Value {
     }
 }
 
-/// Returns the order of keys in the state dict of the model without wrappers, and the attributes of this state dict
-/// (`_metadata`). Both are derived from `model`, the state dict of the wrapped model.
+/// Returns the keys of the state dict of the model without wrappers, in the order of `truth`, and the attributes of
+/// this state dict (`_metadata`). The attributes are derived from `model`, the state dict of the wrapped model.
 fn unwrapped(model: &Dict, truth: &Truth) -> (Vec<String>, Option<Value>) {
     let order = truth.names.iter().filter_map(|name| name.strip_prefix("model.").map(str::to_owned)).collect();
     let Some(Value::Dict(attributes)) = model.attributes.as_deref() else { return (order, None) };

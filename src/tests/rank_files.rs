@@ -23,7 +23,7 @@ fn open(path: &Path) -> Checkpoint {
     Checkpoint::open(path, &ReadOptions { series, ..ReadOptions::default() }).unwrap()
 }
 
-/// Returns the catalog with tensors that have no chunks.
+/// Returns a copy of the catalog in which tensors have no chunks.
 fn without_chunks(catalog: &Catalog) -> Catalog {
     let mut without_chunks = catalog.clone();
     for entry in &mut without_chunks.tensors {
@@ -193,9 +193,9 @@ fn ranks_outside_of_the_mesh() {
     );
 }
 
-/// If ranks of the source have different values, each rank of the target gets the value of the source rank with the same
-/// number. If the source has no rank `r`, rank `r` of the target gets value `r mod n` of the `n` values. The order of
-/// the data in a file does not depend on the values.
+/// If ranks of the source have different values, each rank of the target gets the value of the source rank with the
+/// same number. If the source has `n` ranks, and no rank `r`, rank `r` of the target gets the value of source rank `r
+/// mod n`. The order of the data in a file does not depend on the values.
 #[test]
 fn ranks_that_differ() {
     let source = open(&fixture("replicated_plain/ranks"));

@@ -1,6 +1,7 @@
 //! Compares two checkpoints, or a checkpoint with a listing of digests. Tensors and objects are matched by name.
 //!
-//! Invariant: each name in one or both of the checkpoints is compared, is a finding, or is listed as not compared.
+//! Invariant: each name in one or both of the checkpoints is compared, is a finding, or is listed as not compared. With
+//! `--common`, names that only one checkpoint has are ignored.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -30,7 +31,7 @@ pub(super) struct Comparison<'a> {
     pub source: &'a Checkpoint,
     /// The checkpoint OTHER as stored.
     pub other: &'a Checkpoint,
-    /// The tensors to compare, with the selected names and dtypes.
+    /// The selections of SRC and OTHER, with the names and dtypes for the comparison.
     pub names: &'a ComparedNames,
     /// The options of `verify`.
     pub args: &'a VerifyOptions,
@@ -89,8 +90,8 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Adds a hint if one checkpoint leaves out an output layer that is tied to an embedding. The other checkpoint must
-    /// have equal values under the names of the output layer and the embedding.
+    /// Adds a hint to use `--common` if one checkpoint lacks an output layer that may be tied to an embedding. In the
+    /// other checkpoint, the output layer and the embedding must have equal values.
     fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
         let Self { run, .. } = self;
         let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
@@ -291,8 +292,9 @@ impl Findings {
     }
 }
 
-/// Adds a hint if the names of SRC and OTHER differ only by a prefix. For example, a checkpoint may have the name
-/// `model.x` where the exported model has the name `x`.
+/// Adds a hint to change the prefix of names, if a name that only one of SRC and OTHER has equals a name that only the
+/// other has, apart from a prefix. For example, a checkpoint may have the name `model.x` where the exported model has
+/// the name `x`.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = state_dict::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);

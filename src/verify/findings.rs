@@ -33,14 +33,14 @@ pub(super) struct Findings {
     pub only_in_src: Vec<String>,
     /// Names that only OTHER has.
     pub only_in_other: Vec<String>,
-    /// Names that could not be compared, with the reason in brackets if there is one.
+    /// Names that could not be compared. The text of a name may also give the reason.
     pub not_comparable: Vec<String>,
     /// The number of tensors checked or compared.
     pub tensors: usize,
     /// The number of bytes of the tensors that were checked or compared.
     pub bytes: u64,
-    /// The number of tensors for each dtype that OTHER has where SRC has another dtype. SRC may have been cast to this
-    /// dtype.
+    /// For each dtype of OTHER, the number of tensors that have another dtype in SRC, if tensors can be cast from the
+    /// dtype of SRC to the dtype of OTHER. OTHER may be the result of such a cast.
     pub casts: BTreeMap<&'static str, usize>,
     /// Texts for the user. Each text names a likely cause of findings, and an option to try.
     pub hints: Vec<String>,
@@ -104,7 +104,8 @@ impl Verification {
         &self.findings.hints
     }
 
-    /// Returns a line for each finding. Shortens long lists of names unless `all` is set.
+    /// Returns a line for each finding, and for each name that was not compared. Shortens long lists of names unless
+    /// `all` is true.
     #[must_use]
     pub fn lines(&self, all: bool) -> String {
         let shown = match self.findings.hints.as_slice() {
@@ -122,7 +123,7 @@ impl Verification {
     }
 }
 
-/// Writes the closing line: `the same: 54 tensors, 1.20 MB`.
+/// Writes the closing line, such as `the same: 54 tensors, 1.20 MB` or `2 findings in 54 tensors, 1.20 MB`.
 impl fmt::Display for Verification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let found = &self.findings;

@@ -27,8 +27,8 @@ use crate::progress::Progress;
 use crate::select::{self, Selected, Wrappers};
 
 /// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
-/// hold. With [`VerifyOptions::other`], also compares the values of two checkpoints. The layouts and formats of the two
-/// may differ.
+/// hold. With [`VerifyOptions::other`], also compares the values with a second checkpoint, whose layout and format may
+/// differ, or with saved output of `dtshard inspect --digest --json`.
 ///
 /// ```no_run
 /// use dtshard::{NoProgress, Setup, VerifyOptions, verify};

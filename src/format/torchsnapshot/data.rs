@@ -92,8 +92,9 @@ impl DataFiles<'_> {
 }
 
 /// Adds the value of one rank to `by_rank`. If `by_rank` already has an equal value, only adds the rank to that value.
-/// Values count as equal if their tensors agree in dtype and shape; these tensors become replicas, which are compared
-/// when they are read. `start` is the number of tensors in the catalog before the value was read.
+/// Two values count as equal if they differ only in the data of tensors with equal dtypes and shapes; these tensors
+/// become replicas, which are compared when they are read. `start` is the number of tensors in the catalog before the
+/// value was read.
 pub fn add_value(catalog: &mut Catalog, by_rank: &mut Vec<RankValue>, value: Value, rank: Rank, start: usize) {
     let known = by_rank.iter().position(|known| may_be_equal(catalog, &known.value, &value));
     let Some(known) = known else {
@@ -113,7 +114,7 @@ pub fn add_value(catalog: &mut Catalog, by_rank: &mut Vec<RankValue>, value: Val
     catalog.tensors.truncate(start);
 }
 
-/// Returns whether two values are equal, and the tensors in them have equal dtypes and shapes.
+/// Returns whether two values differ at most in the data of tensors. The tensors must have equal dtypes and shapes.
 fn may_be_equal(catalog: &Catalog, left: &Value, right: &Value) -> bool {
     let shape = |id: TensorId| (catalog.tensor(id).dtype, &catalog.tensor(id).shape);
     left.same_but_tensors(right)

@@ -26,7 +26,7 @@ struct Node<'a> {
     children: Vec<&'a str>,
 }
 
-/// Rebuilds the state dict. Its tensors are added to `catalog`.
+/// Rebuilds the state dict. Adds the tensors of the state dict to `catalog`.
 ///
 /// # Errors
 /// `Malformed` if entries contradict each other or do not fit their files, `Conflict` if ranks have different kinds of

@@ -119,7 +119,10 @@ pub struct FlatPlan<'a> {
 const MAX_ALIGN: u64 = 16;
 
 impl<'a> FlatPlan<'a> {
-    /// Returns an empty plan.
+    /// Checks the alignments and shapes in the layout, and returns a plan without tensors.
+    ///
+    /// # Errors
+    /// `Unsupported` for an alignment that PyTorch never uses, and for a scalar parameter.
     pub fn new(source: &'a Catalog, layout: &'a FlatLayout) -> Result<Self> {
         for unit in &layout.units {
             let align = unit.align_numel().unwrap_or(1);
