@@ -38,8 +38,9 @@ pub struct OpenOptions {
     /// If true, an FSDP1 flat parameter is read as a 1-d tensor when the shapes of its parameters are unknown. If false,
     /// unknown shapes are an error.
     pub raw_flat: bool,
-    /// If true, patterns are compared with names that keep wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`). If
-    /// false, patterns are compared with names without these prefixes.
+    /// If true, wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) stay in names: patterns are compared with
+    /// names that have these prefixes, and a conversion of the checkpoint keeps the prefixes. If false, patterns of a
+    /// declared layout are compared with names without these prefixes.
     pub keep_names: bool,
     /// The identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,

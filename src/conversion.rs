@@ -123,7 +123,8 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets all options for names and dtypes. Replaces the settings of earlier calls for names and dtypes.
+    /// Sets all options for names and dtypes. Replaces what earlier calls of [`Conversion::include`],
+    /// [`Conversion::exclude`] and [`Conversion::cast`] have set.
     #[must_use]
     pub fn select(mut self, select: SelectOptions) -> Self {
         self.convert.select = select;
@@ -193,8 +194,8 @@ impl Conversion {
         self.target(Target::Model(ConsolidateOptions::default()))
     }
 
-    /// Sets the kind of result, with all its options. Replaces the settings of [`Conversion::mesh`] and
-    /// [`Conversion::place`].
+    /// Sets the kind of result, with all its options. Replaces the settings of [`Conversion::mesh`],
+    /// [`Conversion::place`] and [`Conversion::place_all`].
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.target = target;
@@ -216,8 +217,8 @@ impl Conversion {
         self
     }
 
-    /// Sets the destination. Its suffix determines the format. If the output is a single file, the last component of
-    /// the path is the name of this file.
+    /// Sets the destination. Its suffix determines the format, unless [`Conversion::to`] or the target does. If the
+    /// output is a single file, the last component of the path is the name of this file.
     #[must_use]
     pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
         self.convert.dst = Some(path.into());

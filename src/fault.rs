@@ -5,7 +5,8 @@
 
 use std::time::Duration;
 
-/// The names of all crash points, in the order in which a run without errors reaches the crash points.
+/// The names of the crash points, except those in [`COPY_POINTS`], in the order of a run. No run reaches all of them:
+/// for example, a run reaches those that begin with `restart-` only if it deletes a partial folder.
 pub const POINTS: [&str; 24] = [
     "begin-draft",
     "begin-planned",

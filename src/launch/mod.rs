@@ -94,7 +94,7 @@ pub enum Launcher {
     Pmix,
     /// The srun command of Slurm started the process.
     Slurm,
-    /// The process is an element of a Slurm job array. The elements may not run at the same time.
+    /// The process is an element of a Slurm job array. The elements need not run at the same time.
     SlurmArray,
     /// `RANK` and `WORLD_SIZE` define the part, without a known launcher.
     Variables,

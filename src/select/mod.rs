@@ -83,7 +83,7 @@ pub struct NameOptions {
     pub strip_prefixes: Vec<String>,
     /// The renames, in the order in which the user gave them.
     pub renames: Vec<Rename>,
-    /// A text that is put before the first key.
+    /// A text that is put before the first key of every name.
     pub add_prefix: Option<String>,
     /// A dotted path. If given, the complete result is nested below this path.
     pub nest: Option<String>,
@@ -94,8 +94,8 @@ pub struct NameOptions {
 #[derive(Debug)]
 pub struct Selected {
     /// The catalog of the selection. Each tensor has the dtype to write and its first new name, but no chunks. Tensors
-    /// that were not selected are still in the list of tensors, but not in the state dict. The archives and warnings of
-    /// the source are not copied.
+    /// that were not selected are still in the list of tensors, but not in the state dict. The warnings of the source,
+    /// and its list of `torch.save` archives for checksums, are not copied.
     pub catalog: Catalog,
     pub left_out: LeftOut,
     /// The numbers of tensors that are cast, and of tensors that keep their dtype although a cast rule matches.

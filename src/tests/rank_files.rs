@@ -194,8 +194,8 @@ fn ranks_outside_of_the_mesh() {
 }
 
 /// If ranks of the source have different values, each rank of the target gets the value of the source rank with the
-/// same number. If the source has `n` ranks, and no rank `r`, rank `r` of the target gets the value of source rank `r
-/// mod n`. The order of the data in a file does not depend on the values.
+/// same number. Other ranks of the target get the values of the source ranks in turn: with `n` source ranks, rank `r`
+/// gets the value of source rank `r mod n`. The order of the data in a file does not depend on the values.
 #[test]
 fn ranks_that_differ() {
     let source = open(&fixture("replicated_plain/ranks"));

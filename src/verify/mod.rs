@@ -86,7 +86,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
 struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
-    /// The names that the filters leave out, if OTHER is not a checkpoint.
+    /// The names of SRC that the filters leave out; empty if OTHER is a checkpoint.
     left_out: HashSet<String>,
 }
 

@@ -28,8 +28,8 @@ pub struct ListedTensor {
     pub dtype: String,
     #[serde(deserialize_with = "null_as_default")]
     pub shape: Vec<u64>,
-    /// The digest of the tensor: a hash of its dtype, shape and values. `None` if the tensor has partial values that
-    /// cannot be reduced.
+    /// The digest of the tensor: a hash of its dtype, shape and values. `None` if the tensor could not be read, or has
+    /// partial values that cannot be reduced.
     pub digest: Option<String>,
 }
 
@@ -40,7 +40,7 @@ fn null_as_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(
 }
 
 impl DigestListing {
-    /// Returns the listing at `path`, or `None` if `path` is not a JSON file or is an index of weights.
+    /// Returns the listing of digests at `path`, or `None` if `path` is not a JSON file or is an index of weights.
     ///
     /// # Errors
     /// `Malformed` for a JSON document that is not a listing, `Usage` for a listing without digests, `Io`.

@@ -13,7 +13,7 @@ use crate::format::Checkpoint;
 use crate::progress::Task;
 
 /// Checks that chunks cover every element of each tensor exactly once, that replicas are equal, and that stored
-/// checksums match. Checks only the tensors and objects of `selected`, but all checksums.
+/// checksums match. Checks only the tensors and objects of `selected`, but all checksums. Adds each problem to `found`.
 pub fn sound(checkpoint: &Checkpoint, selected: &Catalog, run: &Run<'_>, found: &mut Findings) -> Result<()> {
     let catalog = &checkpoint.catalog;
     let (is_in_source, is_selected) = (tensors_of(catalog), tensors_of(selected));

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Generates random trees of tensors. Their names use few words, so that keys repeat, and some keys contain dots.
+/// Generates random trees of tensors. The names of the tensors use few words, so that keys repeat, and some keys
+/// contain dots.
 fn trees() -> impl Strategy<Value = Value> {
     let key = || proptest::sample::select(vec!["a", "b", "a.b", "layers", "layers.0", "w"]);
     let leaf = prop_oneof![4 => Just(t(0)), 1 => Just(Value::Int(1)), 1 => Just(dict(vec![]))];
