@@ -217,8 +217,8 @@ impl Conversion {
         self
     }
 
-    /// Sets the destination. Its suffix determines the format, unless [`Conversion::to`] or the target does. If the
-    /// output is a single file, the last component of the path is the name of this file.
+    /// Sets the destination. Its suffix determines the format, unless [`Conversion::to`] sets the format. If the output
+    /// is a single file, the last component of the path is the name of this file.
     #[must_use]
     pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
         self.convert.dst = Some(path.into());

@@ -1,4 +1,4 @@
-//! Crash points: positions in the code at which a test kills the process, to simulate a node that loses power.
+//! Crash points: positions in the code at which a test kills the process, to simulate a process or node that dies.
 //!
 //! `DTSHARD_FAULT=NAME` kills the process at the crash point NAME. Builds without debug assertions have no crash
 //! points.

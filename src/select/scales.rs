@@ -2,7 +2,9 @@
 //!
 //! A tensor is a scale if its name contains a word for scales and it belongs to a quantised tensor: in the same module
 //! (`q_proj.weight` and `q_proj.weight_scale_inv`), or with the name of the quantised tensor as a prefix
-//! (`q_proj.weight.absmax`). The scale of a norm, without a quantised tensor in its module, is an ordinary parameter.
+//! (`q_proj.weight.absmax`). A scale of a key-value cache (`attn.k_scale`) may also be in a module that contains the
+//! modules of quantised tensors. The scale of a norm, without a quantised tensor in its module, is an ordinary
+//! parameter.
 //!
 //! Sources of the names: `FP8Linear` and `Mxfp4GptOssExperts` of transformers, compressed-tensors, ModelOpt, GPTQ, AWQ,
 //! bitsandbytes, HQQ, quanto, and `KVCacheMethod` of vLLM.
@@ -24,16 +26,17 @@ const PACKED: [&str; 5] = ["weight", "packed", "blocks", "data", "w_q"];
 /// Names of key-value cache scales, which are in the attention module that contains the quantised projections.
 const OF_ATTENTION: [&str; 5] = ["k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"];
 
-/// The quantised tensors of a checkpoint, by name.
+/// The tensors of a checkpoint that may be quantised weights, because their dtype is an 8-bit float or an integer of at
+/// most 32 bits.
 #[derive(Debug, Default)]
 pub(super) struct Quantised {
-    /// For each module, its quantised tensors: the last component of the name, and the dtype.
+    /// For each module, its tensors that may be quantised: the last component of the name, and the dtype.
     modules: HashMap<String, Vec<(String, Dtype)>>,
     names: BTreeMap<String, Dtype>,
 }
 
 impl Quantised {
-    /// Adds a tensor if its dtype may be that of a quantised tensor.
+    /// Adds a tensor if its dtype may be that of a quantised weight; otherwise does nothing.
     pub fn add(&mut self, name: &str, dtype: Dtype) {
         if dtype.itemsize() > 4 || !(is_small_float(dtype) || is_integer(dtype)) {
             return;
@@ -74,7 +77,7 @@ fn is_integer(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::I8 | Dtype::I16 | Dtype::I32)
 }
 
-/// Returns whether a dtype is a float of at most 8 bits.
+/// Returns whether a dtype is a float of one byte.
 pub(super) fn is_small_float(dtype: Dtype) -> bool {
     dtype.is_float() && dtype.itemsize() == 1
 }

@@ -5,7 +5,7 @@
 //! only the local part of a tensor on each rank, and a file does not record whether a tensor is a part of a larger
 //! tensor or a copy. With a declared mesh and declared placements, the local parts of all ranks become one tensor with
 //! a [`Sharding`](crate::catalog::Sharding). The shape of this tensor follows from the local shapes of all ranks
-//! ([`crate::layout::whole`]), and the placements must give each rank the local shape that it has. Unit of shapes:
+//! ([`crate::layout::whole`]), and the placements must give each rank the local shape that it has. Shapes count
 //! elements. Invariant: if a tensor is declared as replicated, the copies on all ranks are compared before the tensor
 //! is used, as for plain tensors without a declared layout.
 //!
@@ -51,7 +51,7 @@ pub struct DeclaredLayout {
     /// The content of a layout file. The mesh and rules in the other fields of this struct have priority over the mesh
     /// and rules of the layout file.
     pub file: Option<LayoutFile>,
-    /// Mesh dims along which ranks hold partial values.
+    /// Mesh dims along which ranks hold partial values, with the operation that reduces these values.
     pub reduce: Vec<ReduceRule>,
     /// True if patterns match names with the wrapper prefixes in the files (such as `_orig_mod.`). False if patterns
     /// match names without these prefixes.

@@ -39,8 +39,9 @@ struct FlatRankPickle {
 
 /// A contiguous range of a storage, with its content: elements of a source tensor, or known bytes.
 enum StoragePart {
-    /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`](super::plan::PlannedStorage::tensors), in
-    /// the order in which FSDP flattens the tensor.
+    /// Elements of the source tensor at `index` in [`PlannedStorage::tensors`](super::plan::PlannedStorage::tensors),
+    /// in the order in which FSDP flattens the tensor. `param` is `None` if the part is a whole tensor in row-major
+    /// order.
     Tensor {
         index: usize,
         param: Option<ParameterIndex>,
