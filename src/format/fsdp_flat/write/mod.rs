@@ -111,7 +111,8 @@ pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Resul
     Ok(PartSurvey { merged, numbered })
 }
 
-/// The state dict of the target, planned once for all rank files. Its tensors are indices of [`FlatPlan::tensors`].
+/// The state dict of the target, planned once for all rank files. The tensors in `tree` are indices of
+/// [`FlatPlan::tensors`].
 struct PlannedTree<'a> {
     tree: Value,
     plan: FlatPlan<'a>,

@@ -76,8 +76,8 @@ pub fn plan(
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// Adds entries for the names of tied parameters that the source lacks. The source has each tied parameter under at
-/// least one of its names. The new entries come after all other entries of the unit.
+/// A tied parameter may be in the source under only some of its names. Adds an entry for each of its other names, after
+/// all other entries of the unit.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
@@ -95,7 +95,7 @@ fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPla
     }
 }
 
-/// Returns a note about tensors that are not in the layout; such tensors are treated as buffers.
+/// Returns a note about tensors that are not in the layout. Every rank stores such tensors whole, like buffers.
 fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     let others = entries.iter().filter(|(_, entry)| matches!(entry, ModelEntry::Other(_))).count();
     let what = if others == 1 {

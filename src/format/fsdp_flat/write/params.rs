@@ -56,7 +56,8 @@ impl<'a> ParameterNames<'a> {
         self.outside.get(&Fqn::from(fqn)).copied()
     }
 
-    /// Returns the unit whose flat parameter has this key.
+    /// Returns the index of the unit whose flat parameter has this name in the state dict, such as
+    /// `layers.0._flat_param`.
     pub fn find_unit(&self, key: &str) -> Option<usize> {
         self.units.get(key).copied()
     }
