@@ -126,7 +126,10 @@ impl ReduceRules {
         }
         let sharded = match self.sharded_on_reduced_dim {
             0 => String::new(),
-            number => format!("; {number} of them are sharded on one of these dims, without partial values there"),
+            1 => String::from("; 1 such tensor is sharded on one of these dims, and has no partial values there"),
+            number => {
+                format!("; {number} such tensors are sharded on one of these dims, and have no partial values there")
+            }
         };
         Ok(Some(format!(
             "{}{scope} {} partial values: {}{sharded}",
