@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{FileId, FileRange, Files, IoMode};
 
-/// A checkpoint file from which archives are read. The file is opened for each read and not kept open: the archives of
-/// all ranks exist at the same time, and there may be more of them than a process can have open files.
+/// A checkpoint file from which archives are read. The file is opened for each read and not kept open: a checkpoint may
+/// have more rank files than the number of files that a process may have open.
 #[derive(Clone, Copy)]
 pub struct ArchiveSource<'a> {
     files: &'a Files,
@@ -33,8 +33,8 @@ impl<'a> ArchiveSource<'a> {
 
     /// Reads the ZIP directory of the archive that fills a byte range of the file.
     ///
-    /// # Errors
-    /// `Malformed` if the byte range does not contain an archive, `Unsupported` if entries are compressed, `Io`.
+    /// # Errors `Malformed` if the byte range does not contain an archive, `Unsupported` if entries are compressed (in
+    /// this case another tool or `torch.jit.save` wrote the file), `Io`.
     pub fn archive(self, file_range: FileRange) -> Result<Archive> {
         Archive::read_at(&self, file_range.offset, file_range.len).map_err(|error| self.error(error))
     }
@@ -120,10 +120,10 @@ impl SharedBytes {
     }
 }
 
-/// Writes the two kinds of leaves of a state dict that have no pickle opcode: a tensor, with the closure `tensors`; and
-/// a value that differs between ranks, of which it writes the value of the rank `rank`.
+/// Writes the leaves of a state dict that have no pickle opcode. The closure `tensors` writes a tensor. If a value
+/// differs between the ranks of SRC, the value for `rank` is written (see [`RankValue::value_for`]).
 pub struct Leaves<F> {
-    /// The rank whose pickle is written; `None` if values that differ between ranks are an error.
+    /// The rank whose file gets the pickle. If this is `None`, a value that differs between ranks is an error.
     pub rank: Option<Rank>,
     pub tensors: F,
 }

@@ -11,8 +11,9 @@ use crate::catalog::{Catalog, FileLocation, Fqn};
 use crate::error::Result;
 use crate::storage::{FileRange, Files};
 
-/// Returns the byte range of each archive in a checkpoint. If an archive stores a single tensor, the entry also has the
-/// name of the tensor; otherwise `None`. The list is empty if the format has no checksums.
+/// Returns the byte range of each `torch.save` archive in a checkpoint. If the archive is an item of a DCP data file
+/// and stores a tensor, the entry also has the name of this tensor; otherwise the name is `None`. The list is empty if
+/// the format has no `torch.save` archives.
 #[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =
@@ -27,7 +28,8 @@ pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     archives.into_iter().collect()
 }
 
-/// Verifies every zip record of an archive, if the writer of the archive computed checksums.
+/// Verifies the CRC-32 of every zip record in the archive at `file_range`. Zip records without a CRC-32 pass, because
+/// PyTorch can save without checksums.
 ///
 /// # Errors
 /// `Malformed` naming the zip record, `Io`, or the error of `each_block`, which is called with the length of every

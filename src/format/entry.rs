@@ -15,7 +15,8 @@ pub struct FormatEntry {
     pub about: &'static str,
     /// The names of the files in a written checkpoint, as shown in the README.
     pub files: &'static str,
-    /// Suffixes of DST that select the format if `--to` is not given.
+    /// Suffixes of the format's files, without the dot. In a folder, dtshard finds the files of the format by these
+    /// suffixes. If `--to` is not given, the suffix of DST selects the format.
     pub suffixes: &'static [&'static str],
     /// The suffix of tensor files that have an index: `safetensors` if the index of the files is
     /// `model.safetensors.index.json`. `None` if the format has no index.
@@ -30,7 +31,7 @@ pub struct FormatEntry {
     /// A function that recognises a file that is a complete checkpoint, by its first bytes and its length. `None` if no
     /// single file is a checkpoint.
     pub is_checkpoint_file: Option<fn(&[u8], u64) -> bool>,
-    /// The way in which the format stores tensors that ranks share.
+    /// The form in which the format stores a tensor that is distributed over ranks.
     pub tensors: TensorStorage,
     /// True if the format can store values that are not tensors, such as a step.
     pub holds_objects: bool,
@@ -39,7 +40,7 @@ pub struct FormatEntry {
     pub has_rank_files: bool,
     /// True if tensors keep the order and the strides that they have in the state dict of a module.
     pub keeps_order: bool,
-    /// True if the order of tensors is the order in which modules registered them.
+    /// True if the files list tensors in the order in which the modules of the model registered them.
     pub is_in_module_order: bool,
     /// True if each rank file contains the names of all tensors of the rank, so the writer needs memory for the names
     /// of all ranks before it writes the first file.
@@ -52,7 +53,7 @@ pub struct FormatEntry {
     pub write_whole: Option<&'static dyn WriteWhole>,
 }
 
-/// The way in which a format stores tensors that ranks share.
+/// The form in which a format stores a tensor that is distributed over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorStorage {
     /// Every tensor is stored in full, and the format has no mesh.

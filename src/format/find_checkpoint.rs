@@ -54,7 +54,8 @@ impl CheckpointLocation {
     }
 }
 
-/// The maximum depth of nested folders. Real checkpoints are three folders deep.
+/// The maximum number of nested folders that the search visits, including SRC. The checkpoints of the known trainers
+/// are at most five folders deep.
 const MAX_DEPTH: usize = 8;
 
 /// The maximum number of folders in which the search continues only because they are the only subfolder of their
@@ -146,7 +147,8 @@ pub fn may_lead_on(name: &str) -> bool {
 }
 
 /// If SRC is a single file, returns the other files of its folder that a reader may also read, or that messages may
-/// count: rank files of the same series, and index files. If SRC is an index, returns all other files of the folder.
+/// count: rank files of the same series, and index files. If SRC is an index (or another `.json` file), returns all
+/// other files of the folder.
 ///
 /// # Errors
 /// `Io` if the folder of the file cannot be listed.
@@ -176,7 +178,8 @@ fn is_optimizer(name: &str) -> bool {
     is_numbered(name, "optimizer", "_", true)
 }
 
-/// Returns the model folder that accelerate writes, and the optimizer folders beside it.
+/// Returns the model folder of accelerate in `folder`, with the optimizer folders beside it; `None` if there is no
+/// model folder. If the options select only the model, the optimizer folders are not read.
 fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<CheckpointLocation>> {
     let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
     let model = match models.as_slice() {
@@ -198,9 +201,10 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
     Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new() }))
 }
 
-/// Returns a warning for each folder of a model or an optimizer inside the folder of a checkpoint. They are checkpoints of
-/// their own. accelerate makes optimizer folders beside rank files of flat parameters (`LOCAL_STATE_DICT`). A model folder
-/// may be beside a file `model.safetensors` that was merged from it.
+/// Returns a warning for each model folder and each optimizer folder of accelerate inside the checkpoint folder `root`.
+/// Each of these folders is a separate checkpoint and is not read. accelerate makes optimizer folders beside rank files
+/// of flat parameters (`LOCAL_STATE_DICT`). A model folder may be beside a file `model.safetensors` that was merged
+/// from the files in this folder.
 ///
 /// # Errors
 /// `Io` if the folder cannot be listed.
@@ -257,7 +261,9 @@ const OLMO_FOLDER: &str = "model_and_optim";
 /// The names of the folders that verl makes for its models.
 const ROLES: [&str; 2] = ["actor", "critic"];
 
-/// Returns the only subfolder in which to continue the search, if there is one.
+/// Returns the name of the subfolder of `folder` in which the search continues. Returns `None` if no subfolder has a
+/// name that trainers use, and no file (such as `latest`) names a subfolder. `names` are the subfolders with such
+/// names.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     // In `names`, `latest` is a link to a folder: a text file of this name is not a subfolder.
     if let Some(latest) = LATEST.iter().find(|latest| names.iter().any(|name| name == **latest)) {
@@ -300,7 +306,8 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
 /// Returns the next folder on the path to a checkpoint of Lightning:
 /// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A folder or a file with the suffix `.ckpt` is a
 /// checkpoint. If `last.ckpt` is a link to another checkpoint in the folder, `last.ckpt` is ignored. Returns `None` if
-/// the folder has no such name, or if `folder` itself contains a torch file that may be the intended checkpoint.
+/// no subfolder has such a name. Also returns `None` if no subfolder has the suffix `.ckpt`, and `folder` itself
+/// contains a torch file that may be the intended checkpoint.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
     let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
@@ -394,8 +401,8 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
 const MAX_NAME_BYTES: usize = 255;
 
 impl Pointer {
-    /// Returns the folder that the text names. The text is the complete name of the folder, or only the step number
-    /// that the name of the folder contains.
+    /// Returns the name of the folder that the text names; `None` if this folder does not exist. The text is the
+    /// complete name of the folder, or only the step number that the name of the folder contains.
     fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];

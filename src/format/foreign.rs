@@ -153,7 +153,7 @@ fn is_deepspeed(name: &str) -> bool {
     ["_model_states.pt", "-model_states.pt", "_optim_states.pt"].iter().any(|end| name.ends_with(end))
 }
 
-/// Returns whether Megatron-LM writes the folder of a rank under this name: `mp_rank_00`, `mp_rank_00_000`.
+/// Returns whether `name` is a name that Megatron-LM gives to the folder of a rank: `mp_rank_00`, `mp_rank_00_000`.
 fn is_megatron_rank(name: &str) -> bool {
     let numbers = name.strip_prefix("mp_rank_").map(|rest| rest.split('_'));
     numbers.is_some_and(|mut parts| parts.all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
@@ -172,7 +172,7 @@ pub fn megatron_error(folder: &Path) -> Error {
     refuse(folder, MEGATRON_LM, MEGATRON)
 }
 
-/// Returns whether a file is the `metadata.json` of Megatron's `dist_checkpointing`.
+/// Returns whether the file at `path` is a `metadata.json` as Megatron's `dist_checkpointing` writes it.
 fn is_torch_dist(path: &Path) -> Result<bool> {
     const LIMIT: u64 = 1 << 20;
     if !lookup::is_file(path)? {

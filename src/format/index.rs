@@ -41,8 +41,8 @@ pub fn is_index_of(name: &str, format: Format) -> bool {
     })
 }
 
-/// Returns the index that loaders read: the index with the name `usual`, otherwise an index whose name has no variant
-/// such as `fp16`.
+/// Returns the index that loaders read, out of the `names` of the indexes in a folder. This is the name `usual` if it
+/// is there, otherwise a name without a variant such as `fp16`, otherwise the first name in alphabetical order.
 pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
     names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
@@ -152,7 +152,8 @@ impl ShardIndex {
         Ok(Some(Shortfall::new(others, error)))
     }
 
-    /// Returns the names of tensor files that are in the folder of the index but that the index does not name.
+    /// Returns the names of tensor files in the folder of the index that the index does not name. Leaves out hidden
+    /// files, rank files, and files that contain no model, such as `optimizer.bin`.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
         let suffix = format_of(&name_of(&self.path)).and_then(|format| format.entry().index_suffix);
@@ -183,10 +184,11 @@ impl ShardIndex {
         Ok(others)
     }
 
-    /// Returns the first difference between an index and the tensors of its files. The index must list every tensor
-    /// with the file that stores the tensor, and may list further names of tied tensors. For a tensor without elements,
-    /// the index may list any file. `holder` returns, for a name, the file that stores the tensor: `None` if there is no
-    /// such tensor, `Some(None)` if the tensor has no elements. `stored` lists the tensors of the files in `read`.
+    /// Returns the first difference between the index and the tensors in the files that it names. The index must list
+    /// every tensor with the file that stores the tensor, and may list further names of tied tensors. For a tensor
+    /// without elements, the index may list any file. `holder` returns, for a name, the file that stores the tensor:
+    /// `None` if there is no such tensor, `Some(None)` if the tensor has no elements. `stored` lists the tensors of the
+    /// files in `read`.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,
@@ -222,7 +224,8 @@ impl ShardIndex {
         elsewhere.or_else(unlisted).map(|error| Shortfall::new(Vec::new(), error))
     }
 
-    /// Returns warnings about tensor files that the index does not name, and about a wrong `total_size`.
+    /// Returns warnings about tensor files that the index does not name, about numbers that are missing in the numbered
+    /// file names, and about a wrong or missing `total_size`.
     ///
     /// # Errors
     /// `Io`.

@@ -1,10 +1,11 @@
-//! The table of files that checkpoint folders contain: the files that `--overwrite` may replace without checking which
-//! program wrote them. Each format has rows for its own files; this file has the rows of files that belong to no single
-//! format.
+//! The table of files that checkpoint folders contain. `--overwrite` may replace a file that matches a row of the
+//! table, whichever program wrote the file. Each format has rows for its own files; this source file has the rows of
+//! files that belong to no single format.
 //!
-//! A row matches by name if the name is distinctive enough. For other names (`.pt`, `layout.json`), the first bytes
-//! must match as well. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows this table; a
-//! test compares that page with the table.
+//! If a name is distinctive, the name alone must match the row. For other names (`.pt`, `layout.json`), the first bytes
+//! must match as well. A row with [`FileSignature::Unknown`] never matches, and only lists names that `consolidate`
+//! copies. Only the first bytes of a file are ever read. `docs/reference/folders.md` shows this table; a test compares
+//! that page with the table.
 
 use std::path::{Component, Path};
 use std::sync::LazyLock;
@@ -33,9 +34,9 @@ pub enum FileSignature {
     Any,
     /// This function must return true for the first bytes and the length of the file.
     Like(fn(&[u8], u64) -> bool),
-    /// Nothing is required of the first bytes, because the content cannot be recognised. Users may give this name to
-    /// their own files. The verb `consolidate` copies such a file. `--overwrite` replaces such a file only if
-    /// `consolidate` wrote it.
+    /// No file matches, because users may give this name to their own files, and the content cannot be recognised. The
+    /// verb `consolidate` copies files with this name. `--overwrite` replaces such a file only if it is still the copy
+    /// that `consolidate` wrote.
     Unknown,
 }
 
@@ -267,7 +268,8 @@ mod tests {
         }
     }
 
-    /// The page of a format may document the files of that format instead of the common table.
+    /// Asserts that `docs/reference/folders.md` lists every pattern of the table. A pattern of one format may instead
+    /// be in the page of this format.
     #[test]
     fn documentation_lists_every_pattern() {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");

@@ -1,4 +1,5 @@
-//! Reads layout files from disk, including a flat layout in them. The grammar is [`crate::layout::file`].
+//! Reads layout files from disk. A layout file may also describe the units of flat parameters. The module
+//! [`crate::layout::file`] defines the grammar.
 
 use std::path::Path;
 

@@ -60,7 +60,8 @@ pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
 }
 
-/// Returns the format of a data file, as shown by its name.
+/// Returns the format of a data file (a file whose tensors and objects are listed in another file), as shown by its
+/// name. Returns `None` if the file is not a data file.
 pub fn format_of_data(path: &Path) -> Option<Format> {
     let suffix = path.extension()?.to_str()?;
     Format::ALL.iter().copied().find(|format| format.entry().data_suffixes.contains(&suffix))

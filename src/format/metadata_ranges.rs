@@ -53,7 +53,8 @@ impl Checkpoint {
     }
 
     /// Returns the original path of the file that has the path `place` in the mirror, and the modification time of the
-    /// original. Returns `None` if the path is not in a mirror.
+    /// original file, in seconds and nanoseconds since 1970. Returns `None` if the mirror has no file at `place`, or if
+    /// the checkpoint was not read from a mirror.
     #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
         let mirror = self.mirror.as_ref()?;
@@ -67,8 +68,8 @@ fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'stat
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Returns whether readers may read a file: a document, a container of tensors, a pickle, or a file that names another
-/// file, such as `latest`.
+/// Returns whether readers may read a file: a document, a file with tensors or objects, a pickle, a tokenizer file
+/// (`.model`), or a file that names another file, such as `latest`.
 ///
 /// # Errors
 /// `Io`.

@@ -213,7 +213,7 @@ pub struct Checkpoint {
     pub skipped_series: Vec<String>,
     /// The names of folders beside the root that also belong to the checkpoint, and were not read.
     pub skipped_folders: Vec<String>,
-    /// The names of missing files and tensors. They are listed only if [`ReadOptions::show_incomplete`] is set.
+    /// The names of missing files and tensors. Filled only if [`ReadOptions::show_incomplete`] is set; otherwise empty.
     pub missing: Vec<String>,
     /// The metadata mirror (a sparse copy of the metadata of all files) from which this checkpoint was read; `None` if
     /// the original files were read.
@@ -233,7 +233,7 @@ pub struct ReadOptions {
     pub want: Want,
     /// If true, the existing files of an incomplete set are read. If false, an incomplete set is an error.
     pub show_incomplete: bool,
-    /// If true, files of ranks may be missing. A later check confirms that the existing files have all elements of each
+    /// If true, rank files may be missing. A later check confirms that the existing files have all elements of each
     /// tensor.
     pub allow_missing: bool,
     /// If true, objects are left out if their class is not known to be plain data. If false, an object of such a class
@@ -258,7 +258,8 @@ pub struct FlatKnowledge {
     pub like: Option<PathBuf>,
     /// If true and no source gives the shapes of parameters, flat parameters are read as they are stored.
     pub raw: bool,
-    /// If true, optimizer state that does not match a sharded model is an error also with `raw`.
+    /// If true, optimizer state that cannot be divided into the state of parameters is an error, even if `raw` is true.
+    /// If false, this state is left out with a warning if `raw` is true.
     pub is_strict: bool,
 }
 
@@ -273,7 +274,7 @@ impl ReadOptions {
 }
 
 impl Checkpoint {
-    /// Reads the checkpoint, except for tensor data.
+    /// Finds the checkpoint at `path` or in a folder below it, and reads everything except tensor data.
     ///
     /// # Errors
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
@@ -336,7 +337,9 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Returns the number of ranks that wrote the checkpoint, if its files record it.
+    /// Returns the number of ranks of the job that wrote the checkpoint. Checkpoints of flat parameters record this
+    /// number; for other checkpoints it is the highest rank in the files plus one. Returns `None` if the files record
+    /// no ranks.
     #[must_use]
     pub fn world_size(&self) -> Option<u32> {
         let catalog = &self.catalog;

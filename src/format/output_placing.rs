@@ -11,7 +11,7 @@ use crate::storage::Files;
 pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
 impl Placing {
-    /// Returns the file of each tensor of a checkpoint, or `None` if the checkpoint has a single file.
+    /// Returns the name of the file that stores each tensor of a checkpoint; `None` if one file stores all tensors.
     #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
         let file_of = |id: TensorId| {
@@ -31,7 +31,8 @@ impl Placing {
     }
 
     /// Divides tensors among the files. In each file, the tensors keep their order. If no file is assigned to a tensor,
-    /// the tensor goes to the file of the preceding tensor.
+    /// the tensor goes to the file of the preceding tensor. If no tensor precedes it, it goes to the file of the next
+    /// tensor that has one.
     pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
         let first = self.0.values().min().cloned().unwrap_or_default();
         let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);

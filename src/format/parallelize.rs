@@ -35,7 +35,7 @@ impl PlanSide {
         format!("options::{prefix}{name}")
     }
 
-    /// Assigns the roles of a plan to the dims of a mesh.
+    /// Assigns a role (tensor parallelism, FSDP, replication) to each dim of the mesh, as the plan `draft` says.
     ///
     /// # Errors
     /// `Usage` if the plan does not determine the role of every mesh dim.
@@ -106,7 +106,8 @@ pub struct PlannedModel {
     mesh: DeviceMesh,
     /// The placement of each parameter, in the order of the state dict.
     placements: IndexMap<Fqn, ParameterPlacement>,
-    /// The names of the built-in plans that match more parameter names than the chosen built-in plan.
+    /// The names of the built-in plans that match the most parameter names. The list may contain the chosen plan. Empty
+    /// if the user chose no built-in plan, or if the styles of the chosen plan match all parameters.
     matching_families: Vec<&'static str>,
     /// The names of parameters whose placements come from a rule instead of the plan.
     covered_by_rule: HashSet<Fqn>,

@@ -3,7 +3,7 @@
 //! In some jobs, parameters are plain tensors that carry their layout as an attribute, and `optimizer.state_dict()` has
 //! plain tensors without attributes. On each rank, the moments of a parameter have the local shape of the parameter,
 //! and are the moments of its local part. Invariant: optimizer state gets a layout only if its local shape is that of
-//! the parameter on every rank. Optimizer state that may be a part, and gets no layout, is marked as [`Unreadable`].
+//! the parameter on every rank. Optimizer state that may be a shard, and gets no layout, is marked as [`Unreadable`].
 //! Unit of shapes: elements.
 
 use std::collections::{HashMap, HashSet};
@@ -18,7 +18,8 @@ use crate::catalog::{
 };
 use crate::layout::{Placement, Rank, Tile};
 
-/// Gives each plain tensor of an optimizer the layout of its parameter.
+/// Gives each plain tensor of an optimizer the layout of its parameter, if both have the same local shape on every
+/// rank.
 pub fn follow_parameters(catalog: &mut Catalog) {
     let followed: Vec<(TensorId, TensorEntry)> = plain_tensors(catalog)
         .into_iter()
@@ -29,8 +30,8 @@ pub fn follow_parameters(catalog: &mut Catalog) {
     }
 }
 
-/// Marks the plain tensors of the checkpoint at `root` that are parts or may be parts, and have no layout, as
-/// [`Unreadable`].
+/// Marks plain tensors without a layout as [`Unreadable`] if they are shards, or may be shards, of larger tensors.
+/// `root` is the path of the checkpoint, for messages.
 pub fn mark_unknown(catalog: &mut Catalog, root: &FilePath) {
     let plain = plain_tensors(catalog);
     let unknown: Vec<(TensorId, UnreadableKind)> =
@@ -61,7 +62,8 @@ fn plain_tensors(catalog: &Catalog) -> Vec<PlainTensor> {
     found
 }
 
-/// Returns a plain tensor with the layout of its parameter; `None` if the local shapes differ.
+/// Returns the plain tensor `entry` with the layout of its parameter. Returns `None` if the local shapes differ, or if
+/// the parameter has no layout or has partial values.
 fn following(entry: &TensorEntry, parameter: &TensorEntry) -> Option<TensorEntry> {
     let (own, parts) = (entry.local_shapes(), parameter.local_shapes());
     let is_alike = parameter.is_shared() && parameter.partial_values.is_none() && !own.is_empty() && own == parts;

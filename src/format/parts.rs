@@ -22,7 +22,8 @@ pub struct CheckpointPart {
     pub content: PartContent,
     /// The pattern of the part's file names, if the part has one file per rank.
     pub name_pattern: Option<RankNamePattern>,
-    /// The number of ranks that have a file; 0 if the part does not have one file per rank.
+    /// The number of ranks of the job that saved the part: the world size in its files, or the highest rank plus one. 0
+    /// if the part does not have one file per rank.
     pub world_size: u32,
 }
 
@@ -63,7 +64,8 @@ pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
     if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
 }
 
-/// A series that was read: its name, the part that describes it as the only series of its folder, and its catalog.
+/// A series that was read: the name of the series, its description as a [`CheckpointPart`], and its catalog. The
+/// description has the content that is right if the folder has no other series.
 pub type LoadedSeries = (String, CheckpointPart, Catalog);
 
 /// Joins the catalogs of the series of one folder. Several series become subtrees of one state dict, under their names.
@@ -156,8 +158,9 @@ const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
 /// Returns the regular files below `root` that are not part of the checkpoint, relative to `root` and sorted. Returns
-/// `None` if there are more files or deeper folders than a trainer would make. A link to a file counts as a file. A
-/// dangling link counts as a file, too; an attempt to copy it later is an error. Links to folders are not followed.
+/// `None` if there are more than [`MAX_ENTRIES`] files and folders, or if folders are nested more than [`MAX_DEPTH`]
+/// deep. A link to a file counts as a file. A dangling link counts as a file, too; an attempt to copy it later is an
+/// error. Links to folders are not followed.
 ///
 /// # Errors
 /// `Io` if a folder cannot be listed or an entry cannot be examined.

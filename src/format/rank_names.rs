@@ -32,8 +32,8 @@ pub enum Numbering {
     /// the numbers start at 1, they count the files of a set (files that form one checkpoint together, as Hugging Face
     /// writes).
     OfTotal,
-    /// The rank of a model-parallel process, as in makani's `ckpt_mp3_v0.tar`. Each series of such files is a complete
-    /// checkpoint, such as version 0.
+    /// The model-parallel rank, as in makani's `ckpt_mp3_v0.tar`. Each series of such files is a complete checkpoint,
+    /// such as version 0.
     ModelParallel,
 }
 
@@ -48,7 +48,8 @@ enum NamePiece {
     WorldSize { width: usize },
 }
 
-/// A number in a file name: the offset of the word before the number (`rank`, `of`), and the range of the digits.
+/// The position of a number in a file name, in bytes: the offset at which the text that belongs to the number starts
+/// (the word `rank` or the separator before `of`), and the start and the end of the digits.
 #[derive(Clone, Copy, Debug)]
 struct NumberField {
     word_start: usize,
@@ -152,7 +153,8 @@ pub fn is_composer_step(name: &str) -> bool {
     numbers.is_some_and(|(epoch, batch)| is_number(epoch) && is_number(batch))
 }
 
-/// Returns the last number that directly follows `word`. A longer word that only ends in `word` is not accepted.
+/// Returns the last number that follows `word`, directly or after one separator. A longer word that only ends in `word`
+/// is not accepted.
 fn number_after_word(stem: &str, word: &str) -> Option<NumberField> {
     stem.rmatch_indices(word)
         .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))

@@ -115,7 +115,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
 }
 
 /// Checks the target of a link like [`lone_file`], because the name of a link may hide that its target belongs to a
-/// set.
+/// set. Returns `None` if `path` is not a link, or if the link and its target have the same name.
 fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
     let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());
     target.map_or(Ok(None), |target| lone_file(&target))

@@ -20,7 +20,7 @@ use crate::storage::{FileId, Files, IoMode};
 
 /// The reader of a format.
 pub trait Read: Sync {
-    /// Finds a checkpoint of this format in a folder by its file names.
+    /// Finds the files of a checkpoint of this format in a folder, by the names of the files; `None` if there are none.
     ///
     /// # Errors
     /// `Io`; `Missing` if the names show that a file is missing, `Malformed` if the names contradict each other.
@@ -66,8 +66,8 @@ pub trait Read: Sync {
         found: DetectedFiles,
     ) -> Result<(Format, LoadedFolder)>;
 
-    /// Returns the PyTorch release and the device type of the job that wrote a checkpoint, if the files record
-    /// DTensors; otherwise `None`.
+    /// Returns the form in which a checkpoint stores DTensors (it depends on the PyTorch release and on the device type
+    /// of the job); `None` if the files contain no DTensor.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -172,7 +172,8 @@ pub struct WholeTarget<'a> {
     pub aliases: &'a [(Fqn, Fqn)],
     /// The path of DST; `None` if there is no DST.
     pub destination: Option<&'a FilePath>,
-    /// The maximum number of bytes of tensor data in one file, if the output is a folder.
+    /// The maximum number of bytes of tensor data in one file, if the output is a folder. A larger tensor gets a file
+    /// of its own.
     pub max_shard_bytes: u64,
     /// The output file of each tensor name, if the output is a folder with the file names of the source; otherwise
     /// `None`.
