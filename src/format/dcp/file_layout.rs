@@ -50,7 +50,8 @@ impl<'a> FileLayout<'a> {
         }
     }
 
-    /// Lays out the data file of one rank. As in PyTorch, objects come before tensors in the file.
+    /// Lays out the data file of one rank, with `objects` and `boxes`. A box is given by the index of its tensor and by
+    /// its index in `tables[tensor]`. As in PyTorch, objects come before tensors in the file.
     pub fn file(
         &mut self,
         rank: Rank,

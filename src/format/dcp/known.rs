@@ -17,11 +17,12 @@ use crate::layout::Dims;
 use crate::storage::{FileRange, Files};
 use torch_pickle::zip::Frame;
 
-/// The number of frames that a thread keeps: more than the number of shapes in a model. Each frame takes a few kB.
+/// The maximum number of frames that a thread keeps. A model has fewer different shapes. Each frame takes a few kB.
 const FRAMES: usize = 32;
 
 struct KnownRecords {
-    /// The location of the tensor data in every archive with this frame.
+    /// The dtype, sizes and strides of the tensor, and its offset in its storage. They are equal in all archives with
+    /// this frame.
     view: View,
     frame: Frame,
 }
@@ -101,8 +102,9 @@ mod tests {
         panic!("expected two items with the same frame");
     }
 
-    /// Flips every bit of an item. Locating the damaged item must give the same result with and without other items in
-    /// the cache.
+    /// Flips two bits of each byte of an item, one bit at a time, and locates the tensor data of the damaged item.
+    /// Asserts that the result (or the error) is the same with the frame of the undamaged item in the cache and with an
+    /// empty cache.
     #[test]
     fn cached_frames_do_not_change_results() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");

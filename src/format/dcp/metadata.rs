@@ -88,7 +88,8 @@ struct Columns {
     dims: Vec<u64>,
     /// For each chunk, the position of its offsets in `dims`. In `dims`, the sizes of the chunk follow the offsets.
     chunks: Vec<DimsAt>,
-    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`.
+    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`;
+    /// `None` as the position for an object.
     indexes: Vec<(u32, Option<DimsAt>)>,
     infos: Vec<StoredItem>,
     /// For each `TensorProperties` row, the index of the dtype in `dtypes`.
@@ -357,9 +358,11 @@ impl<'a> DcpMetadata<'a> {
 /// The byte ranges of all items in `storage_data`, which can be found by FQN and chunk offsets.
 struct ItemPositions<'a> {
     columns: &'a Columns,
-    /// Pairs of (index row, info row), grouped by name. The items of a name are sorted by offset.
+    /// For each item, its row number in `columns.indexes` and its row number in `columns.infos`. The items are grouped
+    /// by FQN, and the items of one FQN are sorted by the chunk offsets.
     rows: Vec<(u32, u32)>,
-    /// For each name, the index in `rows` of the name's first item. The last element is the length of `rows`.
+    /// For each FQN in `columns.names`, the index in `rows` of the first item of the FQN. The last element is the
+    /// length of `rows`.
     starts: Vec<usize>,
 }
 
@@ -401,8 +404,8 @@ impl<'a> ItemPositions<'a> {
         Ok(Self { columns, rows, starts })
     }
 
-    /// Returns the items of an FQN. `nth` is the expected index of the FQN; the lookup is fast if the FQN has this
-    /// index.
+    /// Returns the items of an FQN. `nth` is the expected index of the FQN in `columns.names`; the lookup is fast if
+    /// the FQN has this index. If the FQN is found, `nth` becomes the index of the next FQN.
     fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
         let names = &self.columns.names.texts;
         let is_likely = |name: &&Arc<str>| ***name == *fqn;
@@ -426,14 +429,14 @@ impl<'a> ItemPositions<'a> {
     }
 }
 
-/// The number of names that one call of a worker thread converts.
+/// The maximum number of FQNs that a worker thread converts in one call.
 const PART_NAMES: usize = 1 << 10;
 
 /// The maximum number of keys in a path. A state dict is walked recursively, so its depth needs a limit.
 const MAX_PATH: usize = 128;
 
-/// The path of each FQN in the state dict, as the planner recorded it. Planners other than PyTorch's default record
-/// other data; the whole FQN is then the only key of its path.
+/// The path of each FQN in the state dict, as the planner recorded it. Planners other than PyTorch's default planner
+/// record other data; the path then has a single key, which is the whole FQN.
 struct Steps<'a> {
     paths: Option<Entries<'a>>,
     /// The index of each FQN in `paths`. The map is built only if FQNs are requested in an order that differs from the
@@ -446,7 +449,8 @@ impl<'a> Steps<'a> {
         Self { paths: planner_data.and_then(Ref::as_dict), by_name: OnceLock::new() }
     }
 
-    /// Returns the path of an FQN. `nth` is the expected index of the FQN in `paths`.
+    /// Returns the recorded path of an FQN; `None` if no path is recorded for it. `nth` is the expected index of the
+    /// FQN in `paths`; if the FQN is found, `nth` becomes the index of the next FQN.
     fn of(&self, name: &str, nth: &mut usize) -> Option<Ref<'a>> {
         let paths = self.paths?;
         let by_name = || (0..).zip(paths).filter_map(|(nth, (key, _))| Some((key.as_str()?, nth))).collect();

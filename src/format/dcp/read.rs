@@ -20,8 +20,8 @@ use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, Unknown};
 
-/// Returns the metadata files of a directory: `.metadata`, or one `__R.metadata` for each rank R if the ranks saved
-/// without collectives. `.metadata` belongs to rank 0, which writes it.
+/// Returns the metadata files of a directory, each with the rank that wrote it: `.metadata`, which rank 0 writes, or,
+/// if the ranks saved without collectives, one `__R.metadata` for each rank R.
 ///
 /// # Errors
 /// `Io` if the directory cannot be listed.
@@ -44,8 +44,7 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
 
 /// Checks the length of a metadata file before it is read, because a sparse file can have any length.
 ///
-/// # Errors
-/// `Malformed` if the file is longer than the longest pickle.
+/// # Errors `Malformed` if the file is longer than [`pickle::MAX_BYTES`].
 fn check_len(path: &Path, len: u64) -> Result<u64> {
     if len <= pickle::MAX_BYTES {
         return Ok(len);
@@ -199,7 +198,8 @@ fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetada
     paths.into_iter().map(|path| files.add(path)).collect()
 }
 
-/// Adds to a tensor the chunks that another rank's metadata file lists for it.
+/// Adds the chunks of `more` to `known`. Both describe one tensor: `more` comes from the metadata file `path` of one
+/// rank, and `known` from the metadata files of the ranks before it.
 fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> {
     if (known.dtype, &known.shape) != (more.dtype, &more.shape) {
         let expected = format!("{} {:?} as in other ranks' metadata", known.dtype, known.shape.as_slice());
@@ -210,8 +210,9 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// Reads a value that is not a tensor from every rank that stores the value. Returns `None` if the value is left out,
-/// because its class is unknown.
+/// Reads the object `fqn` from every item in `places`, which has one item for each rank that stores the object. If the
+/// values differ, returns them as a value that differs between ranks ([`Value::Other`]). Returns `None` if the object
+/// is left out, because its class is unknown.
 fn read_objects(
     files: &Files,
     places: &[(Rank, FileRange)],

@@ -1,8 +1,8 @@
 //! Lays out a DCP directory for a target mesh: one `__R_0.distcp` per rank, and `.metadata` for all of them.
 //!
 //! If several ranks have the same tile, one of these ranks writes the tile: the rank to which the fewest bytes are
-//! assigned. If several ranks have equally few bytes, the lowest of these ranks writes the tile. A tile that consists
-//! of several boxes is written as several chunks, because a chunk of the format is one box.
+//! assigned so far. If several ranks have equally few bytes, the lowest of these ranks writes the tile. A tile that
+//! consists of several boxes is written as several chunks, because a chunk of the format is one box.
 //!
 //! There may be millions of boxes. Until all boxes are assigned to ranks, only the bounds and two numbers of each box
 //! are in memory.
@@ -20,7 +20,7 @@ use crate::format::distinct_names;
 use crate::layout::distinct_tiles::HeldTile;
 use crate::layout::{Rank, Region, Tile};
 
-/// The distinct tiles of one tensor in the target layout, each with the ranks that have it.
+/// The distinct tiles of one tensor in the target layout, each with the ranks that have the tile.
 pub type Shards = Vec<HeldTile>;
 
 /// Lays out the state dict `state`. For each tensor, `shards` returns the tiles of the ranks.
@@ -108,7 +108,7 @@ impl Assignment {
         *ranks.iter().min_by_key(|rank| (load(rank), **rank)).expect("every tile is on a rank")
     }
 
-    /// Assigns to a rank a box of the tensor that was added last.
+    /// Assigns the box `region` of the most recently added tensor to `rank`. `bytes` is the length of the box's data.
     fn push(&mut self, rank: Rank, bytes: u64, region: &Region) {
         let number = |len: usize| u32::try_from(len).expect("fewer than 2^32 tensors, and chunks of each");
         let tensor = number(self.boxes.len() - 1);

@@ -22,8 +22,8 @@ const WITHOUT_THEM: &str = "use options::allow_missing if these files never exis
 const WITHOUT_FILES: &str = "copy the missing files into the folder, or use options::allow_missing to continue without \
                              the tensors in them";
 
-/// Returns the missing files of a folder: for every R and F, a file `shard-R-model-F-of-N` must exist. Returns `None`
-/// if no file is missing.
+/// Returns the missing files of a folder. A file `shard-R-model-F-of-N` must exist for every R from 1 to the highest R
+/// in the file names, and for every F from 1 to N. Returns `None` if no file is missing.
 ///
 /// # Errors
 /// `Conflict` if files belong to different saves, `Malformed` if F exceeds N.

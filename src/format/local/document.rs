@@ -74,7 +74,7 @@ pub struct DescribedTensor {
     pub ranks: Option<Vec<Rank>>,
 }
 
-/// The names of tensor classes in the document and in `options::tensor_class`.
+/// The names of tensor classes in `layout.json`.
 const CLASSES: [(&str, Class); 3] =
     [("tensor", Class::Tensor), ("dtensor", Class::DTensor), ("sharded-tensor", Class::ShardedTensor)];
 

@@ -15,7 +15,7 @@
 //! 1 on ranks 0 and 2, 5 on rank 1  {"$ranks": [[[0, 2], 1], [[1], 5]]}
 //! ```
 //!
-//! Invariant: [`super::decode`] returns the encoded value.
+//! Invariant: [`super::decode`] restores the original state dict.
 
 use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
@@ -26,7 +26,8 @@ use crate::catalog::{Dict, DictKind, Key, Path, RankValue, Value};
 /// dict uses some of these levels.
 const MAX_DEPTH: usize = 120;
 
-/// Encodes the value at a path. Tensors get the names that [`crate::catalog::path::tensors`] gives them.
+/// Encodes a value that is at `path` in the state dict. Tensors get the names that [`crate::catalog::path::tensors`]
+/// gives them.
 ///
 /// # Errors
 /// A description of the content that cannot be encoded.

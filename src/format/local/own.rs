@@ -15,7 +15,8 @@ use crate::layout::Rank;
 #[derive(Debug)]
 pub struct PerRankTensors {
     first: usize,
-    /// For each such tensor, a map from a rank to the source tensor with the content for this rank.
+    /// For each tensor whose content differs between ranks, a map from a rank to the source tensor with the content for
+    /// this rank.
     by_rank: Vec<BTreeMap<Rank, TensorId>>,
 }
 
@@ -34,7 +35,7 @@ impl PerRankTensors {
 }
 
 /// Returns the state dict for a target of `world_size` ranks, and the tensors of this state dict whose content differs
-/// between ranks.
+/// between ranks. Rank `r` of the target gets the value that [`RankValue::value_for`] chooses.
 #[must_use]
 pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();

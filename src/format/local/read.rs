@@ -16,7 +16,8 @@ use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};
 
-/// Reads a folder of the format `local`, and returns its catalog and the number of ranks.
+/// Reads a folder of the format `local`, and returns the catalog and the number of ranks in `layout.json`. `paths` are
+/// the rank files of the folder. If `allow_missing` is true, a missing rank file gives a warning instead of an error.
 ///
 /// # Errors
 /// `Usage` if there is no `layout.json`, `Missing` listing the ranks without a file, `Malformed` if a file does not
@@ -72,7 +73,8 @@ fn missing_document_error(folder: &Path) -> Error {
 struct Assembly<'a> {
     document: &'a LocalDocument,
     catalog: Catalog,
-    /// For each mesh of the document that has been added to the catalog, its id in the catalog.
+    /// The meshes that have been added to the catalog: a map from the mesh id in the document to the mesh id in the
+    /// catalog.
     meshes: HashMap<MeshId, MeshId>,
 }
 
@@ -86,7 +88,7 @@ impl<'a> Assembly<'a> {
         own
     }
 
-    /// Returns the catalog entry of a tensor that has no chunks yet.
+    /// Returns a catalog entry without chunks for a tensor of the document. Adds the tensor's mesh to the catalog.
     fn entry(&mut self, described: &DescribedTensor) -> TensorEntry {
         let DescribedTensor { names, dtype, shape, class, .. } = described;
         let mut entry = TensorEntry { class: *class, ..TensorEntry::new(names[0].clone(), *dtype, shape.clone()) };

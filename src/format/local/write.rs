@@ -38,9 +38,9 @@ pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
     /// The number of ranks, each of which gets a file. Files of ranks outside the mesh contain only plain tensors.
     pub world_size: u32,
-    /// A function that is called for each name of each tensor and returns its layout. For a tied tensor, the layout
-    /// that the function returns for the first name is used. A tensor whose content differs between ranks is always
-    /// plain.
+    /// A function that is called for each name of each tensor, and returns the layout of the tensor. For a tied tensor,
+    /// the layout that the function returns for the first name is used. A tensor whose content differs between ranks is
+    /// always plain.
     pub layout: &'a mut ChooseLayout<'a>,
 }
 
@@ -127,7 +127,7 @@ fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
 
 /// The names and tensors to write. The same plan is used for the files of all ranks.
 struct LocalPlan {
-    /// The names in the order of the state dict, each with its index in `described`.
+    /// The names of tensors in the order of the state dict, each with the index of the tensor in `described`.
     names: Vec<(Fqn, usize)>,
     described: Vec<DescribedTensor>,
     /// For each tensor in `described`, the source of its content.
@@ -196,8 +196,8 @@ impl LocalPlan {
         &self.described[self.names[at].1]
     }
 
-    /// Returns the source tensor for the name `at`, and the tile that `rank` has of this tensor; `None` if the rank has
-    /// no part.
+    /// Returns the source tensor for `names[at]`, and the tile of this tensor that `rank` has; `None` if the file of
+    /// `rank` does not contain the tensor.
     fn local_tile(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let DescribedTensor { names, shape, sharding, .. } = self.tensor_at(at);
         let source = match &self.contents[self.names[at].1] {

@@ -149,7 +149,8 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
 
 /// Returns the names of tied tensors that are only in `__metadata__` (`safetensors.torch.save_model`): the file stores
 /// a tied tensor under one name, and for each further name `__metadata__` has an entry with the stored name. All other
-/// entries of `__metadata__` are shown to the user.
+/// entries of `__metadata__`, except the keys that describe the file (such as `format`), are added to the details that
+/// the user sees.
 fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
     let mut aliases = Names::new();
     for (path, key, value) in notes {

@@ -28,7 +28,7 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 /// The numbers in the file name of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardName {
-    /// The number of the rank in the file name, counted from 1.
+    /// The number after `shard-` in the file name, counted from 1. dtshard reads it as the rank plus one.
     pub shard: u32,
     /// The number F in `model-F-of-N`, counted from 1: after consolidation, the tensors of this shard are in file F.
     pub file: u32,
@@ -107,7 +107,7 @@ pub struct TensorShard {
     pub offsets: Option<Box<Dims>>,
 }
 
-/// Joins the boxes with one tensor name to a tensor.
+/// Joins the boxes of one tensor. Each item of `shards` is a box from one file; all boxes have the same tensor name.
 ///
 /// # Errors
 /// `Conflict` if the boxes differ in dtype or number of dims, `Malformed` if the offsets of a box do not fit its shape.

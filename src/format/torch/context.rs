@@ -64,8 +64,8 @@ pub struct Reader<'a> {
     /// The number of shards that may still be read. Several tensors may share a list of shards, but a hostile file must
     /// not repeat such a list without limit.
     pub shards_left: usize,
-    /// The reason why dtshard does not support a valid tensor of the pickle; `None` if all tensors so far are
-    /// supported.
+    /// The reason why dtshard does not support the tensor that is being read, if the tensor is valid but of an
+    /// unsupported kind; otherwise `None`.
     pub unsupported: RefCell<Option<String>>,
     /// The error of the file system; `None` if the file could be read so far.
     pub read_error: RefCell<Option<Error>>,
@@ -108,7 +108,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Returns the values of a small integer tensor, in row-major order.
+    /// Returns the values of a small integer tensor (a list of mesh ranks), in row-major order.
     pub fn integers(&self, view: &View) -> Result<Vec<i64>, DecodeError> {
         let (Dtype::I32 | Dtype::I64) = view.dtype else {
             return Err(DecodeError::malformed(format!(

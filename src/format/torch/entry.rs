@@ -87,8 +87,8 @@ fn grouped(listing: &FolderListing<'_>) -> Result<Option<GroupedFiles>> {
     Ok(Some(grouped))
 }
 
-/// Returns the files of model-parallel ranks, which makani names `ckpt_mp3_v0.tar`. They are torch files, although
-/// other files with the suffix `.tar` are not.
+/// Returns the files of model-parallel ranks, which makani names `ckpt_mp3_v0.tar`. These files are torch files; other
+/// files with the suffix `.tar` are not.
 fn model_parallel_files(listing: &FolderListing<'_>) -> Result<Vec<PathBuf>> {
     let is_named_so = |name: &str| {
         let parsed = RankName::parse(Path::new(name));

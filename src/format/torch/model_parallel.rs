@@ -45,11 +45,13 @@ const COMM_GRID: &str = "comm_grid";
 const SIZE: &str = "size";
 const POSITION: &str = "rank";
 
-/// The group of all model-parallel ranks. Its positions are the numbers in the file names.
+/// The name of the group of all model-parallel ranks. The position of a rank in this group is the number in the name of
+/// the rank's file.
 const ALL_RANKS: &str = "model";
-/// The group of the ranks that share a field.
+/// The name of the group of ranks that share the parts of one field.
 const SPATIAL: &str = "spatial";
-/// The groups that shard tensors, in the order in which makani numbers ranks: the last group varies fastest.
+/// The names of the groups that shard tensors, in the order in which makani numbers ranks: the position in the last
+/// group varies fastest.
 const ORDER: [&str; 3] = ["matmul", "h", "w"];
 
 /// The maximum number of groups with more than one rank in `comm_grid`. makani has five.
@@ -80,8 +82,8 @@ pub fn has_comm_grid(files: &[RankFile]) -> bool {
     files.first().is_some_and(|file| comm_grid(&file.contents.value).is_some())
 }
 
-/// Removes the `comm_grid` from a state dict. It describes the ranks that saved the files, and not the ranks of another
-/// checkpoint to which the state dict is written.
+/// Removes the `comm_grid` from a state dict, because it describes the ranks that saved the files, and not the ranks of
+/// DST.
 pub fn remove_comm_grid(state: &mut Value) {
     if let Value::Dict(dict) = state {
         dict.entries.retain(|(key, _)| key.as_str() != Some(COMM_GRID));
@@ -160,8 +162,8 @@ impl<'a> ModelParallelGrid<'a> {
         Ok(Self { files, mesh: DeviceMesh::new(shape, vec![rank], Some(names))?, groups })
     }
 
-    /// Joins the parts of tensors with `sharded_dims_mp`, which are in the catalog as tensors of the shape of the first
-    /// part.
+    /// Joins the parts of the tensors with `sharded_dims_mp`. Before this call, each of these tensors has the shape of
+    /// its first part in the catalog.
     ///
     /// # Errors
     /// `Malformed` if an attribute or a part does not fit the grid.
@@ -252,7 +254,8 @@ impl<'a> ModelParallelGrid<'a> {
 /// The layout of a tensor on the grid, before its split rules are known.
 struct TensorOnGrid {
     placements: Vec<Placement>,
-    /// For each mesh dim that shards the tensor, the size of the part at each position.
+    /// For each mesh dim, the sizes of the parts along the tensor dim that the mesh dim shards, in elements, by
+    /// position in the mesh dim; `None` for a mesh dim that does not shard the tensor.
     sizes: Vec<Option<Vec<u64>>>,
     parts: Vec<RankPart>,
 }
@@ -330,13 +333,14 @@ fn check_ranks(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     .naming(&missing.names("rank", "ranks")))
 }
 
-/// Returns the key by which groups are sorted if they can be mesh dims in any order.
+/// Returns the index of a group in [`ORDER`]. Groups that are not in `ORDER` come last.
 fn order(name: &str) -> usize {
     ORDER.iter().position(|known| *known == name).unwrap_or(ORDER.len())
 }
 
-/// Returns the mesh of the ranks: its dims are the smallest groups that together tell all ranks apart, and the groups
-/// of one rank that `sharded_dims_mp` names.
+/// Returns the mesh of the ranks. Its dims are groups that together give each rank a different position, and whose
+/// sizes multiply to the number of ranks. If several choices of groups do this, the choice with the most groups is
+/// used. Groups of one rank are mesh dims, too, if `sharded_dims_mp` names them.
 fn mesh(files: &[RankFile], grids: &[CommGrid], used: &BTreeSet<&Arc<str>>) -> Result<DeviceMesh> {
     let size = |name: &Arc<str>| grids[0][name].size;
     let large: Vec<&Arc<str>> = grids[0].keys().filter(|name| size(name) > 1).collect();
@@ -394,7 +398,7 @@ fn tells_apart(names: &[&Arc<str>], grids: &[CommGrid]) -> bool {
     grids.iter().all(|grid| seen.insert(names.iter().map(|name| grid[*name].position).collect::<Vec<u64>>()))
 }
 
-/// The target of a checkpoint that makani wrote: rank files that makani may load.
+/// The target of a conversion whose source is a checkpoint of makani: rank files that makani may load.
 pub struct GridTarget<'a> {
     pub source: &'a Catalog,
     pub mesh: &'a DeviceMesh,
@@ -410,9 +414,10 @@ pub struct MakaniState {
 }
 
 impl GridTarget<'_> {
-    /// Returns the state dict with the `comm_grid` of every rank, and the `sharded_dims_mp` of each tensor in `parts`,
-    /// which has the tensors of which a rank stores its part as a plain tensor. Returns `None` if the source is not a
-    /// checkpoint of makani or `parts` is empty; also returns `None`, and adds a note, if makani cannot load the result.
+    /// Returns the state dict with the `comm_grid` of every rank, and the value of `sharded_dims_mp` for each tensor in
+    /// `parts`. These are the tensors that each rank stores as a plain tensor with its local part. Returns `None` if
+    /// the source is not a checkpoint of makani or if `parts` is empty. Also returns `None`, and adds a note, if makani
+    /// cannot load the result.
     pub fn plan<'p>(
         &self,
         state: &Value,
@@ -454,8 +459,8 @@ impl GridTarget<'_> {
     }
 
     /// Returns the value of `sharded_dims_mp` for a tensor with these placements; `None` if the attribute cannot
-    /// express them. If a group shards the tensor in the source, and is no dim of the target mesh, the value still has
-    /// this group: the group has one rank in the target.
+    /// express them. If a group shards the tensor in the source and is not a dim of the target mesh, the value still
+    /// has this group, which has one rank in the target.
     fn dims(&self, entry: &TensorEntry, shared: &SharedTensor) -> Option<ShardedDims> {
         let names = self.mesh.names()?;
         let mut dims: Vec<Option<Arc<str>>> = vec![None; entry.shape.len()];
@@ -534,7 +539,7 @@ impl GridTarget<'_> {
         Value::Dict(Dict { kind: DictKind::Ordered, entries, ..Dict::default() })
     }
 
-    /// Returns a note if makani numbers the ranks of this grid in another order.
+    /// Returns a note if the dims of the mesh do not have the order in which makani numbers ranks ([`ORDER`]).
     fn note_about_order(&self) -> Option<String> {
         let mesh = self.mesh;
         let names = mesh.names()?.iter().zip(mesh.shape()).filter(|(_, size)| **size > 1).map(|(name, _)| order(name));

@@ -1,8 +1,9 @@
 //! Merges the torch.save files of all ranks into one state dict.
 //!
-//! Dicts and lists are merged key by key. Of a DTensor or ShardedTensor, each file contributes the local part of its
-//! rank. Plain tensors and objects that several ranks store must be equal on all of them: objects are compared while
-//! files are merged, tensor data when it is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
+//! Dicts are merged key by key, and lists item by item. The file of each rank has the rank's local part of each DTensor
+//! and ShardedTensor. Objects are compared while files are merged; if they differ, the value of each rank is kept.
+//! Plain tensors that several ranks store must be equal (see [`PlainKind`] for exceptions); their data is compared when
+//! it is read. Rank 0 is never preferred. Unit of shapes and offsets: elements.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -37,8 +38,8 @@ pub enum PlainKind {
     /// ([`crate::format::declared_layout`]). Until the declared layout is applied, the tensor has the shape of its
     /// first part, and every part is treated as a full tensor.
     Declared,
-    /// The tensors may be replicas or parts, because other plain tensors of the checkpoint carry layouts as attributes.
-    /// Parts get the layout of their parameter ([`crate::format::parameter_layout`]).
+    /// The tensors may be replicas or shards, because other plain tensors of the checkpoint carry layouts as
+    /// attributes. A shard of optimizer state gets the layout of its parameter ([`crate::format::parameter_layout`]).
     Parts,
 }
 
@@ -323,7 +324,8 @@ impl Merger<'_> {
         self.plain != PlainKind::Replicas && matches!(self.node(part), TensorNode::Plain(_))
     }
 
-    /// Returns the attribute `sharded_dims_mp` of a tensor.
+    /// Returns the attribute `sharded_dims_mp` of a tensor, which must be equal in all files; `None` if the tensor has
+    /// no such attribute.
     fn sharded_dims(&self, fqn: &Fqn, parts: &[TensorOfRank]) -> Result<Option<ShardedDims>> {
         let dims = |part: TensorOfRank| match self.node(part) {
             TensorNode::Plain(view) => self.files[part.file].contents.sharded_dims.get(view),

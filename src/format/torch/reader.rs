@@ -108,8 +108,8 @@ const MAX_BYTE_ORDER_BYTES: u64 = 64;
 /// Reads the archive that occupies a byte range of a file. Messages use `name` (such as the FQN of an item) to name the
 /// archive; `name` is empty if the archive is the complete file.
 ///
-/// A tensor of an unsupported kind becomes a [`TensorNode::Unreadable`], and so does an object of an unknown class unless
-/// `unknown` is [`Unknown::Drop`]. It is an error only in code that needs the value.
+/// A tensor of an unsupported kind becomes a [`TensorNode::Unreadable`], and so does an object of an unknown class
+/// unless `unknown` is [`Unknown::Drop`]. Such a tensor or object is an error only in code that needs its value.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported` or `Io`, naming the file and the position in it.

@@ -49,7 +49,8 @@ pub enum TensorNode {
 pub struct ProcessGroup {
     /// The rank of the saving process in the job.
     pub rank: u32,
-    /// The number of ranks in the process group, and the number of ranks in the job.
+    /// The number of ranks in the process group, and the number of ranks in the job; `None` if the pickle does not
+    /// record both.
     pub sizes: Option<(u32, u32)>,
 }
 

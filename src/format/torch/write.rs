@@ -174,9 +174,9 @@ pub struct StoredView<'a> {
     pub dtype: Dtype,
     /// The key of the storage, which is the number in the name of its zip record `data/KEY`.
     pub key: usize,
-    /// The number of elements in the storage. The next field is the index of the first element of the view in the
-    /// storage.
+    /// The number of elements in the storage.
     pub stored: u64,
+    /// The index of the first element of the view in the storage.
     pub offset: u64,
     pub sizes: &'a [u64],
     /// The strides of the view; `None` for row-major order.

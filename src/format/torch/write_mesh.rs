@@ -21,6 +21,7 @@ const LAYOUT: &str = "torch.distributed._mesh_layout";
 const MESH_MEMO: u32 = 0;
 
 /// The maximum number of dims of a mesh of which slices are written, because every possible slice needs a memo index.
+/// If a mesh has more dims, a tensor on a slice is written with the complete mesh.
 const MAX_SLICED_DIMS: usize = 8;
 
 /// Writes the meshes of one rank's DTensors.
@@ -44,8 +45,9 @@ impl MeshWriter<'_> {
         1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
     }
 
-    /// Returns the mesh dims of the mesh to write for a tensor: the dims of its slice, or all dims. If the target is a
-    /// PyTorch release before 2.10, returns all dims, because a slice cannot refer to its root mesh in such a release.
+    /// Returns the dims of the mesh to write for a tensor on `slice`: the dims of the slice, or all dims if `slice` is
+    /// `None`. Also returns all dims if the mesh has more than [`MAX_SLICED_DIMS`] dims, or if the target is a PyTorch
+    /// release before 2.10, in which a slice cannot refer to its root mesh.
     pub fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
         match slice {
             Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {

@@ -52,8 +52,8 @@ pub enum RankLayout {
     },
     /// A plain tensor. On each rank it is the rank's local part, and the file does not record the placements.
     Local(SharedTensor),
-    /// A ShardedTensor whose rows are sharded over one mesh dim. All ShardedTensors of a target are sharded over one
-    /// mesh dim.
+    /// A ShardedTensor whose rows are sharded over the mesh dim `dim`. All ShardedTensors of a target are sharded over
+    /// the same mesh dim.
     Sharded { dim: MeshDim },
 }
 
@@ -138,9 +138,9 @@ pub struct RankTarget<'a> {
     pub style: &'a DTensorStyle,
     /// A function that returns the file name of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
-    /// A function that is called for each name of each tensor and returns its layout. For a tied tensor, the layout
-    /// that the function returns for the first name is used. A tensor whose content differs between ranks is always
-    /// plain.
+    /// A function that is called for each name of each tensor, and returns the layout of the tensor. For a tied tensor,
+    /// the layout that the function returns for the first name is used. A tensor whose content differs between ranks is
+    /// always plain.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
@@ -311,8 +311,8 @@ fn plan(
 }
 
 impl PlannedTensor {
-    /// Returns the tile of the tensor on the rank at a coordinate; `None` if the rank is outside the mesh, because such
-    /// a rank has no data of the tensor.
+    /// Returns the tile of the tensor on the rank at a coordinate; `coordinate` is `None` for a rank outside the mesh.
+    /// Such a rank has a tile (the whole tensor) only if the layout is [`RankLayout::Plain`]; otherwise returns `None`.
     fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: Option<&Dims>) -> Result<Option<Tile>> {
         let whole = || Tile::from_region(&Region::whole(&entry.shape));
         let Some(coordinate) = coordinate else {
@@ -350,7 +350,8 @@ fn local_sizes(tile: Option<&Tile>) -> Dims {
     tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
 }
 
-/// The pickle of one rank, and the list of tensors of which the rank has data.
+/// The pickle in the file of one rank, and the storages that the pickle refers to. `stored` is true for each tensor
+/// that has a storage in the file.
 struct TorchRankPickle {
     bytes: Vec<u8>,
     /// The byte offsets at which the pickle is divided into parts. Most parts are equal on all ranks, and equal parts
@@ -363,8 +364,8 @@ struct TorchRankPickle {
     mesh_key: Option<usize>,
 }
 
-/// The number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this part is
-/// in memory only once.
+/// The maximum number of tensors in one part of a pickle. If several rank files have an equal part of the pickle, this
+/// part is in memory only once.
 const TENSORS_PER_PART: usize = 16;
 
 impl TorchRankFile<'_> {
@@ -447,8 +448,8 @@ impl TorchRankFile<'_> {
         Ok(TorchRankPickle { bytes, cuts, stored, keys, mesh_key })
     }
 
-    /// Lays out the archive, and returns the offset of each tensor's data in the file; `None` for a tensor of which the
-    /// rank has no data.
+    /// Appends the archive to `output`, and returns the offset in bytes of each tensor's data in the file; `None` for a
+    /// tensor of which the rank has no elements.
     fn lay_out(
         &self,
         pickle: &TorchRankPickle,

@@ -32,7 +32,7 @@ const CHUNKS: (&str, &str) = ("torch.distributed._shard.sharding_spec.chunk_shar
 const BOXES: (&str, &str) = ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec");
 
 /// Returns the mesh dim over which FSDP1 shards a tensor with these placements. Returns `None` if the placements
-/// replicate the tensor; such a tensor is written as a plain tensor.
+/// replicate the tensor, or if the tensor has no elements; such a tensor is written as a plain tensor.
 ///
 /// # Errors
 /// `Unsupported` for placements other than `S(0)` on one mesh dim.
@@ -60,8 +60,8 @@ pub fn sharding_dim(
     }
 }
 
-/// The ranks of a process group. Each of these ranks has a shard of every ShardedTensor in its file, and the shards of
-/// the group form the complete tensor.
+/// The ranks of a process group. Each ShardedTensor is divided among these ranks: a rank has one shard, or no shard if
+/// the tensor has fewer rows than the group has ranks.
 pub struct RankGroup {
     pub(super) ranks: Vec<Rank>,
     /// The index in `ranks` of the rank whose file is written.
@@ -102,7 +102,7 @@ impl RankGroup {
 /// Writes the ShardedTensors of one rank.
 pub struct ShardedWriter {
     group: RankGroup,
-    /// The number of ranks in the job.
+    /// The number of ranks in the job, which the pickled process group records.
     world_size: usize,
     /// The first memo index that this writer uses. An object with the index `i` in [`memo`] has the memo index `memo +
     /// i`.
@@ -142,7 +142,8 @@ pub struct ShardedTensorSpec<'a> {
 }
 
 impl ShardedWriter {
-    /// Returns a writer of the ShardedTensors of the rank `group.own`. The writer uses the memo indices from `memo` on.
+    /// Returns a writer of the ShardedTensors in the file of one rank. `group` records which rank this is. The writer
+    /// uses the memo indices from `memo` on.
     pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
         let known = vec![false; memo::DEVICES + group.ranks.len()];
         Self { group, world_size, memo, written: known }
