@@ -249,7 +249,8 @@ const STEPS: [(&str, &str); 10] = [
     ("dist_epoch", "_"),
 ];
 
-/// The names of folders, or links to folders, that are the newest checkpoint. Composer makes a link for each rank.
+/// The names of folders, or of links to folders, that contain the newest checkpoint. Composer makes a link for each
+/// rank.
 const LATEST: [&str; 2] = ["latest", "latest-rank0.pt"];
 
 /// The folder in which makani saves the checkpoints of a run.

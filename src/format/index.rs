@@ -60,6 +60,8 @@ pub struct ShardIndex {
 }
 
 impl ShardIndex {
+    /// Reads an index file.
+    ///
     /// # Errors
     /// `Malformed` if the file is not an index, `Io`.
     pub fn read(path: &Path) -> Result<Self> {

@@ -80,7 +80,8 @@ pub enum Match {
     Certain,
     /// Other formats use such file names as well.
     Likely,
-    /// The file belongs to a checkpoint only if a format finds other files of a checkpoint in the same folder.
+    /// In a folder, the file counts only if the folder also has files that are a certain or likely match. A file that
+    /// the user gives as SRC counts also with this certainty.
     Possible,
 }
 

@@ -18,11 +18,12 @@ use super::{Checkpoint, Format};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, IoMode, MirroredFiles, Ranges};
 
-/// The maximum length, in bytes, of a file without tensors that is mirrored completely. If such a file is longer, only
-/// its first bytes are mirrored, which show its format.
+/// The maximum length, in bytes, of a file without tensors that is copied completely into the metadata mirror. If such
+/// a file is longer, only its first bytes are copied, which show its format.
 const WHOLE_BYTES: u64 = 16 << 20;
 
-/// The maximum length of a document, such as a JSON file, in bytes. Documents are always mirrored completely.
+/// The maximum length of a document, such as a JSON file, in bytes. A longer document is an error, because documents
+/// are always copied completely into the metadata mirror.
 const DOCUMENT_BYTES: u64 = 4 << 30;
 
 /// A checkpoint folder of which each process sees only some files, and its metadata mirror: a sparse copy of the
@@ -98,8 +99,8 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Returns the metadata ranges of a file that itself shows which of its bytes are tensor data. A data file does not show
-/// this, see [`metadata_ranges_of_items`].
+/// Returns the byte ranges of a file that are not tensor data. The file itself must show which of its bytes are tensor
+/// data. A data file (such as a `.distcp` file) does not show this, see [`metadata_ranges_of_items`].
 ///
 /// # Errors
 /// `Io`; `Unsupported` for a document longer than any real document.
@@ -126,7 +127,8 @@ pub fn metadata_ranges(path: &Path) -> Result<Ranges> {
     Ok(if is_container || len > WHOLE_BYTES { with_head(&files, file) } else { whole(len) })
 }
 
-/// Returns the metadata ranges of a data file: the ranges of its `objects`, which a metadata file in the folder lists.
+/// Returns the byte ranges of a data file (such as a `.distcp` file) that are not tensor data: the ranges of its
+/// `objects`, which a metadata file in the folder lists, and the first bytes of the file.
 ///
 /// # Errors
 /// `Io`.

@@ -132,7 +132,7 @@ impl Format {
         self.entry().name
     }
 
-    /// Returns how the format stores a tensor that several ranks share.
+    /// Returns the form in which the format stores a tensor that is distributed over ranks.
     #[must_use]
     pub fn tensors(self) -> TensorStorage {
         self.entry().tensors

@@ -17,8 +17,8 @@ use crate::name_list::quoted_list;
 use crate::nearest;
 use crate::quantity::count;
 
-/// The checkpoint whose layout a parallelize plan gives, SRC or DST. The checkpoint determines the names of options in
-/// messages.
+/// The checkpoint (SRC or DST) to which a parallelize plan gives a layout. It determines the names of options in
+/// messages: `--src-plan` or `--plan`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanSide {
     Source,

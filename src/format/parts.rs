@@ -65,7 +65,7 @@ pub fn join_folder(root: &Path, folder: &Path) -> PathBuf {
 }
 
 /// A series that was read: the name of the series, its description as a [`CheckpointPart`], and its catalog. The
-/// description has the content that is right if the folder has no other series.
+/// description says that the series is the whole checkpoint, as if the folder had no other series.
 pub type LoadedSeries = (String, CheckpointPart, Catalog);
 
 /// Joins the catalogs of the series of one folder. Several series become subtrees of one state dict, under their names.

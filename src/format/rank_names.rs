@@ -23,7 +23,7 @@ pub struct RankName {
     pub pattern: RankNamePattern,
 }
 
-/// The meaning of the first number in a file name.
+/// The meaning of the number that [`RankName::rank`] takes from a file name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numbering {
     /// A rank counted from 0, as in `rank_3` or `shard3`.
@@ -268,7 +268,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Every name that is parsed renders back to the same text.
+        /// Asserts that a name that can be parsed is rendered back as the same text.
         #[test]
         fn parsed_name_renders_back_equal(
             name in "(ü|model|rank|RANK|shard|world_size|of|Of|mp|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt|\\.tar)?",

@@ -28,7 +28,8 @@ pub trait Read: Sync {
         Ok(None)
     }
 
-    /// Detects the format of a single file that is a complete checkpoint.
+    /// Returns the file as a detected checkpoint, if it looks like a file of this format; otherwise `None`. If the file
+    /// is an index, returns the files that it names.
     ///
     /// # Errors
     /// `Unsupported` for a file that is not a complete checkpoint, such as the file of one rank.
@@ -46,7 +47,8 @@ pub trait Read: Sync {
         Ok(Vec::new())
     }
 
-    /// Returns the missing files of a checkpoint, as shown by the names of the existing files.
+    /// Returns the missing files of a checkpoint, as shown by the names of the existing files or by an index; `None` if
+    /// no file is missing.
     ///
     /// # Errors
     /// `Io`; `Malformed` and `Conflict` if names contradict each other.

@@ -74,8 +74,8 @@ pub struct StoredItem {
     pub len: u64,
 }
 
-/// The number of the table that has a row for each `ChunkStorageMetadata`. Each constant below is the number of the
-/// table for another class.
+/// The number of the table `Columns::chunks`, which has a row for each `ChunkStorageMetadata`. Each constant below is
+/// the number of the table for another class.
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
@@ -84,7 +84,8 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// The dims that the rows of all tables refer to. Equal dims of consecutive rows are stored once.
+    /// The offsets and sizes to which the rows of all tables refer, in elements. Equal offsets (or sizes) of
+    /// consecutive rows are stored once.
     dims: Vec<u64>,
     /// For each chunk, the position of its offsets in `dims`. In `dims`, the sizes of the chunk follow the offsets.
     chunks: Vec<DimsAt>,
@@ -95,14 +96,14 @@ struct Columns {
     /// For each `TensorProperties` row, the index of the dtype in `dtypes`.
     properties: Vec<u32>,
     tensors: Vec<TensorRow>,
-    /// The chunk lists of all tensors in sequence, as row numbers of `chunks`.
+    /// The chunks of all tensors, tensor after tensor, as row numbers of `chunks`.
     tensor_chunks: Vec<u32>,
     names: Interned,
     paths: Interned,
     dtypes: Interned,
 }
 
-/// The position of one row's dims in [`Columns::dims`].
+/// The position of a list of offsets or sizes in [`Columns::dims`].
 #[derive(Clone, Copy)]
 struct DimsAt {
     start: u64,

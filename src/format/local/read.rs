@@ -102,7 +102,8 @@ impl<'a> Assembly<'a> {
         entry
     }
 
-    /// Adds a chunk for each tensor in the file of a rank.
+    /// Checks that the file of a rank has exactly the tensors that `layout.json` describes for this rank, and adds a
+    /// chunk for each of them.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
         let file = files.add(path)?;
         let mut stored: HashMap<Arc<str>, StoredTensor> = read_header(files, file)?.tensors.into_iter().collect();

@@ -18,7 +18,8 @@ use crate::layout::Dims;
 use crate::quantity::count;
 use torch_pickle::pickle::{DecodeError, Items, Ref};
 
-/// The name of the attribute that makani sets.
+/// The name of the attribute in which makani records, for each dim of a plain tensor, the group of ranks that shards
+/// the dim.
 pub const SHARDED_DIMS: &str = "sharded_dims_mp";
 const SPEC: &str = "_st_info";
 

@@ -40,7 +40,8 @@ use crate::layout::{DeviceMesh, Dims, Placement, Rank, Split, TensorDim, comma_l
 use crate::name_list::{FEW, Numbers, short_list};
 use torch_pickle::pickle::Writer;
 
-/// The key of the grid in the state dict.
+/// The key, in the state dict of makani, of the grid of ranks: the size of each group of ranks, and the position of the
+/// saving rank in the group.
 const COMM_GRID: &str = "comm_grid";
 const SIZE: &str = "size";
 const POSITION: &str = "rank";
@@ -68,7 +69,7 @@ struct CommGroup {
 /// The `comm_grid` of one file.
 type CommGrid = IndexMap<Arc<str>, CommGroup>;
 
-/// The grid of the ranks that saved a checkpoint.
+/// The grid of the makani ranks that saved a checkpoint: a mesh whose dims are named groups of ranks.
 pub struct ModelParallelGrid<'a> {
     files: &'a [RankFile],
     mesh: DeviceMesh,
@@ -199,7 +200,7 @@ impl<'a> ModelParallelGrid<'a> {
         Ok(())
     }
 
-    /// Converts the attribute of a tensor to placements, and finds the sizes of the parts.
+    /// Converts the attribute `sharded_dims_mp` of a tensor to placements, and finds the sizes of the tensor's parts.
     fn tensor(&self, entry: &TensorEntry, dims: &ShardedDims) -> Result<TensorOnGrid> {
         let wrong = |expected: &str, found: String| {
             Err(Error::malformed(&self.files[0].path, format!("{}, {SHARDED_DIMS}", entry.fqn), expected, found))
@@ -283,7 +284,8 @@ fn without_grid(path: &FilePath) -> Error {
     )
 }
 
-/// Checks that all files have the same groups with the same sizes, and positions below the size.
+/// Checks that the `comm_grid` of every file has the same groups with the same sizes, and that each position is below
+/// the size of its group.
 fn check_agreement(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     for (file, grid) in files.iter().zip(grids) {
         if let Some((name, group)) = grid.iter().find(|(_, group)| group.position >= group.size) {

@@ -107,24 +107,25 @@ pub struct ShardedWriter {
     /// The first memo index that this writer uses. An object with the index `i` in [`memo`] has the memo index `memo +
     /// i`.
     memo: u32,
-    /// Whether each object is already in the pickle's memo, by the index of the object in [`memo`].
+    /// For each index in [`memo`], true if the object with this index is already in the pickle's memo.
     written: Vec<bool>,
 }
 
 /// The memo indices, relative to `ShardedWriter::memo`, of objects that many tensors and shards refer to. Each of these
 /// objects is written only once, to keep the pickle small: every ShardedTensor lists the shards of all ranks.
 mod memo {
-    /// The memo index of the state of the process group.
+    /// The memo index, relative to `ShardedWriter::memo`, of the state of the process group.
     pub const GROUP: usize = 0;
-    /// The memo index of the class ShardMetadata.
+    /// The memo index, relative to `ShardedWriter::memo`, of the class ShardMetadata.
     pub const SHARD_METADATA: usize = 1;
-    /// The memo index of the string `shard_offsets`.
+    /// The memo index, relative to `ShardedWriter::memo`, of the string `shard_offsets`.
     pub const OFFSETS: usize = 2;
-    /// The memo index of the string `shard_sizes`.
+    /// The memo index, relative to `ShardedWriter::memo`, of the string `shard_sizes`.
     pub const SIZES: usize = 3;
-    /// The memo index of the string `placement`.
+    /// The memo index, relative to `ShardedWriter::memo`, of the string `placement`.
     pub const PLACEMENT: usize = 4;
-    /// The memo index of the device of the group's first rank. The devices of the other ranks have the next indices.
+    /// The memo index, relative to `ShardedWriter::memo`, of the device of the group's first rank. The devices of the
+    /// other ranks have the next indices.
     pub const DEVICES: usize = 5;
 }
 
