@@ -1,9 +1,10 @@
-//! Bucket size: the bytes of tensor data that each process reads, sends and receives in one exchange round.
+//! Bucket size: the limit of an exchange round. In one round, a process reads at most this many bytes of tensor data,
+//! sends at most as many, and receives at most as many.
 //!
-//! `--bucket-size` sets the bucket size. Without that option, the bucket size is 64 MB. It is smaller if buffers of
-//! this size do not fit into the memory that `--max-memory` leaves after the headers of DST; the length of the headers
-//! is known after all processes have laid out DST. All processes must have rounds of equal length, so all processes use
-//! the bucket size of the process with the least memory.
+//! `--bucket-size` sets the bucket size. Without that option, it is 64 MB, or less if buffers of this size do not fit
+//! into the memory that `--max-memory` leaves after the headers of DST. The length of these headers is known after all
+//! processes have laid out DST. Rounds must be equally long on all processes, so all processes use the bucket size of
+//! the process with the least memory.
 //!
 //! All sizes and offsets are in bytes. Invariant: a bucket size that the user chose never changes.
 
@@ -12,22 +13,22 @@ use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};
 use crate::error::{Error, Result};
 use crate::exchange::PLAN_BYTES;
 
-/// Default bucket size, large enough for the full speed of every network and device.
+/// Default bucket size in bytes, large enough for the full speed of every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
 
-/// Smallest automatic bucket size. Smaller buckets cost more time than their memory is worth.
+/// Smallest automatic bucket size in bytes. A smaller bucket would cost more time than its memory is worth.
 pub const LEAST_BYTES: u64 = 1_000_000;
 
-/// Number of buffers that have the bucket size: one send buffer, one receive buffer, and for each of two rounds one
-/// read buffer and one write buffer. The write buffer includes the partial values.
+/// Number of buffers that have the bucket size: one send buffer, one receive buffer, and two read buffers and two write
+/// buffers, because two rounds are in memory at a time. A write buffer also has space for partial values.
 const BUFFERS: u64 = 6;
 
-/// Bucket size of a run: a size that the user chose, or an automatic size.
+/// Bucket size of a run, in bytes: a size that the user chose, or an automatic size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bucket {
     /// The bucket size that the user chose, in bytes.
     Asked(u64),
-    /// The largest bucket size to use, in bytes. If memory is short, a smaller bucket size is used.
+    /// An automatic bucket size, in bytes. It may still be reduced to fit into memory.
     AtMost(u64),
 }
 
@@ -38,8 +39,8 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size, or `None` if processes do not exchange data with these options. Only the options are
-    /// needed, so SRC need not be open.
+    /// Returns the bucket size, or `None` if these options exclude that processes exchange data. Needs only the
+    /// options, not an open SRC.
     #[must_use]
     pub fn of_exchange(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
@@ -50,21 +51,22 @@ impl Bucket {
         exchanges.then(|| Self::of(args))
     }
 
-    /// Returns the bucket size in bytes.
+    /// Returns the bucket size in bytes, as far as it has been reduced by now.
     #[must_use]
     pub fn bytes(self) -> u64 {
         let (Self::Asked(bytes) | Self::AtMost(bytes)) = self;
         bytes
     }
 
-    /// Returns the bytes of memory that all buffers and plans of the exchange rounds need.
+    /// Returns the memory in bytes that the buffers and plans of the exchange rounds of one process need at most.
     #[must_use]
     pub fn held_bytes(self) -> u64 {
         self.bytes().saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
     }
 
-    /// Returns the bucket size, reduced if necessary so that all buffers fit into `room` bytes. A size that the user
-    /// chose is returned unchanged.
+    /// Returns the bucket size, reduced if necessary so that the buffers and plans of the rounds fit into `room` bytes.
+    /// The result is never below [`LEAST_BYTES`], even if `room` is too small. A size that the user chose is returned
+    /// unchanged.
     #[must_use]
     pub fn within(self, room: u64) -> Self {
         match self {
@@ -76,7 +78,7 @@ impl Bucket {
         }
     }
 
-    /// Returns the smallest of the bucket sizes that the processes propose; a size that the user chose is returned
+    /// Returns the smallest of the automatic bucket sizes of all processes. A size that the user chose is returned
     /// unchanged. Collective.
     ///
     /// # Errors

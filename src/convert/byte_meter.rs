@@ -1,5 +1,5 @@
-//! Progress of writing, in bytes of output: reports the bytes of this process to the progress display and to the other
-//! processes, and shows the bytes of all processes.
+//! Progress of writing, in bytes of output. Each process reports its own bytes to the progress display and to the other
+//! processes; process 0 displays the bytes of all processes.
 //!
 //! In each run, a process writes a journal of its own. So the journal of a range shows whether an earlier run or
 //! another process of this run wrote the range. The bytes of a process on another node count once its lease has
@@ -18,8 +18,8 @@ use crate::progress::Task;
 use crate::publish::completed_work::CompletedWork;
 use crate::publish::{OtherPart, OtherState, Staging};
 
-/// Bytes that the journals had recorded when this process started, written by earlier runs or by other processes of
-/// this run.
+/// The number of bytes that each journal recorded when this process started. A journal is from an earlier run, or from
+/// another process of this run.
 pub struct EarlierWork {
     by_journal: HashMap<Arc<str>, u64>,
 }
@@ -30,31 +30,33 @@ impl EarlierWork {
         Self { by_journal: known.len_bytes_by_journal() }
     }
 
-    /// Returns the bytes that earlier runs recorded. The journals of `others`, the other processes of this run, do not
-    /// count.
+    /// Returns the bytes that earlier runs recorded. Leaves out the journals of `others`, the other processes of this
+    /// run.
     pub fn bytes(&self, others: &[OtherPart]) -> u64 {
         let is_earlier = |journal: &str| others.iter().all(|other| other.journal.as_deref() != Some(journal));
         self.by_journal.iter().filter(|(journal, _)| is_earlier(journal)).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the bytes of earlier runs plus the bytes of processes that may be running.
+    /// Returns the bytes that earlier runs recorded, plus the bytes that `others` have written in this run. Leaves out
+    /// the other processes that have stopped before their work was finished.
     fn bytes_with(&self, others: &[OtherPart]) -> u64 {
         let at_it = others.iter().filter(|other| other.state != OtherState::Stopped);
         at_it.map(|other| other.done_bytes).fold(self.bytes(others), u64::saturating_add)
     }
 }
 
-/// A reporter that displays the number of written bytes.
+/// Displays the number of written bytes, and reports the bytes of this process to the other processes.
 pub struct Meter<'a> {
     progress: &'a Task<'a>,
     staging: &'a Staging,
     before: &'a EarlierWork,
-    /// The time of the last check of the other processes, and the displayed number of bytes that they had written by
-    /// then. `None` if this process displays only its own bytes.
+    /// For process 0: the time of the last check of the other processes, and the displayed bytes of earlier runs and
+    /// other processes at that time. `None` for every other process, which displays only earlier runs and its own
+    /// bytes.
     others: Option<Mutex<(Instant, u64)>>,
 }
 
-/// Time between two checks of how many bytes the other processes have written.
+/// Minimum time between two checks of how many bytes the other processes have written.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
@@ -71,7 +73,7 @@ impl<'a> Meter<'a> {
         Ok(Self { progress, staging, before, others })
     }
 
-    /// Adds bytes that an earlier run wrote to the progress display.
+    /// Adds `bytes` to the displayed progress as work of an earlier run.
     pub fn skip(&self, bytes: u64) {
         self.progress.skip(bytes);
     }
@@ -102,7 +104,8 @@ impl Reporter for Meter<'_> {
 mod tests {
     use super::*;
 
-    /// If a journal turns out to belong to a process of this run, its bytes are not counted twice.
+    /// Sets up three journals that were found at the start. Then process 1 turns out to write one of them: its bytes
+    /// are no longer counted as earlier work, but once, as bytes of process 1.
     #[test]
     fn journal_of_this_run_does_not_count_as_earlier_work() {
         let recorded = [("part-1-of-3.0.journal", 5), ("part-1-of-3.1.journal", 30), ("part-2-of-3.0.journal", 200)];

@@ -21,10 +21,10 @@ use crate::publish::journal::invalidate;
 use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
-/// Number of warnings that are printed one by one; the remaining warnings are only counted.
+/// Maximum number of warnings that are printed one by one; the remaining warnings are only counted.
 const MOST_WARNINGS: usize = 8;
 
-/// Journals of an unfinished destination, with the conversion that writes this destination.
+/// The journals of an unfinished destination, with the conversion that writes this destination.
 #[derive(Clone, Copy)]
 pub struct JournalSet<'a> {
     pub conversion: &'a Prepared,
@@ -38,7 +38,7 @@ impl JournalSet<'_> {
         &self.conversion.reservation.files
     }
 
-    /// Returns the work that all runs have recorded.
+    /// Returns the work that the journals of all processes and runs record.
     ///
     /// # Errors
     /// `Io`.
@@ -58,7 +58,10 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Validates the journal entries of the files in `own`, and returns the completed work without invalid entries.
+    /// Validates the journal entries of the files in which this process writes; `own` has the byte ranges that it
+    /// writes. Prints warnings about invalid entries, invalidates them, and returns the work that the valid entries
+    /// record. With `verify`, the bytes of `own` that are recorded as done are read and compared with their recorded
+    /// digests.
     ///
     /// # Errors
     /// `Io`, `Stopped`.
@@ -122,8 +125,10 @@ impl JournalSet<'_> {
         self.known()
     }
 
-    /// Returns the recorded work, and the files whose length was wrong both before and after the journals were read.
-    /// One check is not enough, because another process may create or extend a file at the same time: it first
+    /// Returns the recorded work, and the files of `own` that had the same wrong length before and after the journals
+    /// were read: the index of each file, and its length as text.
+    ///
+    /// Two checks are needed, because another process may create or extend a file at the same time. That process first
     /// invalidates the old entries of the file, and records new entries afterwards. A length from before must not be
     /// compared with the new entries.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
@@ -142,8 +147,8 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Returns true if a journal records that a sidecar file was copied, and the copy is correct. With `verify`, all
-    /// bytes of the copy are compared.
+    /// Returns true if a journal records that sidecar file `number` was copied, and the copy is correct: it has the
+    /// expected length and, with `verify`, the bytes of the original. Prints a warning if the copy is wrong.
     ///
     /// # Errors
     /// `Io`.
@@ -163,9 +168,9 @@ impl JournalSet<'_> {
         Ok(is_whole)
     }
 
-    /// Invalidates journal entries of reduced tensors whose replicas are only partly written. Invalidating an entry can
-    /// make further replicas incomplete. Therefore the function repeats this step until each replica is either complete
-    /// or not written at all.
+    /// Invalidates journal entries of reduced tensors, so that all replicas of an element are written or none is. Each
+    /// step invalidates the elements that are missing in some replica. A whole entry becomes invalid, so further
+    /// elements may then be missing; the step is repeated until the replicas agree.
     ///
     /// # Errors
     /// `Io`.
@@ -181,7 +186,8 @@ impl JournalSet<'_> {
         }
     }
 
-    /// Invalidates all journal entries of all processes that overlap with `bytes`.
+    /// Invalidates the journal entries of all processes that overlap with `bytes`. `known` is the work that the
+    /// journals record.
     ///
     /// # Errors
     /// `Io`.

@@ -1,5 +1,5 @@
 //! The last step of planning, which all conversions share: checks of the layout of the destination, and the choice of
-//! the bucket size (the bytes that a process sends in one exchange round).
+//! the bucket size (the maximum bytes that a process sends in one exchange round).
 
 use rayon::prelude::*;
 
@@ -11,11 +11,12 @@ use super::source_options::refuse_without_tensors;
 use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
 
-/// Completes a plan: checks the layout of the destination, and agrees with the other processes on the bucket size of
-/// exchange rounds.
+/// Completes a plan: frees the selection, checks the layout of the destination and, if processes exchange data, agrees
+/// with the other processes on the bucket size.
 ///
 /// # Errors
-/// `Usage` for a result that is too large or has no tensors, and errors from the other processes.
+/// `Usage` for a result that is too large or has no tensors, `Coverage` for a source tensor with gaps, and errors from
+/// the other processes.
 pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.drop_selection();
     let checked = check_len(&prepared.reservation)
@@ -26,7 +27,7 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
 }
 
 /// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
-/// DST. Collective if this process is connected to other processes.
+/// DST. Does nothing if processes exchange no data, otherwise collective.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -48,10 +49,10 @@ fn check_len(reservation: &Reservation) -> Result<()> {
     ))
 }
 
-/// Checks for every source tensor that its chunks cover each element exactly once, so that a gap is an error before any
-/// byte is copied.
+/// Checks for every source tensor that its chunks cover each element exactly once, apart from replicas. A gap is then
+/// an error before any byte is copied.
 fn check_coverage(prepared: &Prepared) -> Result<()> {
-    /// Number of tensors that one task checks.
+    /// Minimum number of tensors that one parallel task checks.
     const TENSORS: usize = 1 << 10;
     let mut sources: Vec<TensorId> = prepared.reservation.tensors.iter().map(|tensor| tensor.source).collect();
     sources.sort_unstable();
@@ -61,8 +62,8 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has at least one tensor. With `--on-conflict drop`, a result without tensors is accepted,
-/// because the option may leave out all of them.
+/// Checks that the result has at least one tensor. A result without tensors is accepted with `--on-conflict drop`,
+/// which may leave out all tensors, and if options select names or series.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

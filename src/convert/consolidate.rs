@@ -25,7 +25,7 @@ use crate::publish::DestinationKind;
 use crate::quantity::count;
 use crate::storage::lookup;
 
-/// Plans the destination of `consolidate`.
+/// Lays out the destination of `consolidate`.
 ///
 /// # Errors
 /// `Usage` if the source has no model, if the format cannot store whole tensors, or if an option has no effect.
@@ -87,7 +87,8 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
 }
 
-/// Checks that the selected tensors are a model: not empty, and no optimizer state unless the user selected it.
+/// Checks that the selected tensors can be a model: there is a floating-point tensor, and no optimizer state unless
+/// options select it. With `--everything`, one tensor of any kind is enough.
 fn check_model(
     args: &ConsolidateOptions,
     convert: &ConvertOptions,
@@ -128,8 +129,8 @@ fn check_model(
     }
 }
 
-/// Returns a note if all names of the result begin with keys that are not the known keys of a model. Loaders do not expect
-/// such a prefix.
+/// Returns a note if all names of the result begin with one prefix that is not a known key of a model, because loaders
+/// do not expect such a prefix. Returns `None` if options choose the names.
 fn prefix_note(args: &ConsolidateOptions, convert: &ConvertOptions, source: &ConversionSource) -> Option<String> {
     let select = &convert.select;
     let asked = args.everything || select.root.is_some() || select.nest.is_some() || select.add_prefix.is_some();
@@ -143,11 +144,11 @@ fn prefix_note(args: &ConsolidateOptions, convert: &ConvertOptions, source: &Con
     ))
 }
 
-/// Returns a note if the configuration names another dtype than the weights have. Loaders use the dtype that the
-/// configuration names.
+/// Returns a note if tensors are cast to another dtype than `config.json` names, because loaders use the dtype in
+/// `config.json`. `carried` are the files that are copied beside the weights.
 ///
 /// # Errors
-/// `Io` if the configuration cannot be read.
+/// `Io` if `config.json` cannot be read.
 fn dtype_note(carried: &[SidecarFile], source: &ConversionSource) -> Result<Option<String>> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
     let Some(found) = found.filter(|file| file.len < model_config::MAX_BYTES) else { return Ok(None) };
@@ -169,10 +170,12 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
     })
 }
 
-/// Returns the files to copy beside the weights (configuration, tokenizer). These files are taken from the folder of
-/// `--assets`; without that option, from the source's folder, from `huggingface` in it, and from its parent folders up
-/// to the folder that the user named. The configuration of a training run is not copied, because loaders would take it for
-/// the configuration of the model.
+/// Returns the files to copy beside the weights (configuration, tokenizer). With `--assets`, they come from that
+/// folder.
+///
+/// Without `--assets`, the source's folder and its parents up to the path that the user named are searched, each after
+/// its `huggingface` subfolder. If several folders have a file, the nearest one provides it. A `config.json` of a
+/// training run is not copied, because loaders would take it for the configuration of the model.
 fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),

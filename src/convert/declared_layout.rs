@@ -66,7 +66,8 @@ fn plan_of<'a>(args: &'a SourceLayoutOptions, reduce: &[ReduceRule]) -> PlanOpti
     }
 }
 
-/// Returns the text with which messages name the option of a placement list, for example `--src-placements S(0),R`.
+/// Returns the name of a placement list in messages: the option or layout file that gives the list, and the list
+/// itself, for example `--src-placements S(0),R`.
 fn said(by: &str, list: &[PlacementSpec]) -> String {
     format!("{by} {}", comma_list(list))
 }

@@ -1,8 +1,9 @@
 //! Chooses which value is written if ranks store different values (`--on-conflict`).
 //!
-//! The reader stores objects that differ between ranks as [`Value::Other`]. Plain tensors must be read to be compared.
-//! A plain tensor that differs between ranks becomes a [`Value::Other`] with one tensor per rank. Random number state
-//! is expected to differ between ranks, so every rank keeps its own state, even without `--on-conflict`.
+//! The reader stores objects that differ between ranks as [`Value::Other`]. Whether a plain tensor differs is known
+//! only after its data is read. If all ranks keep their own tensors, such a tensor becomes a [`Value::Other`] with one
+//! tensor per rank. Random number state is expected to differ between ranks, so every rank keeps its own state, even
+//! without `--on-conflict`.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -17,7 +18,7 @@ use crate::layout::Rank;
 use crate::name_list::quoted_list;
 use crate::quantity::count;
 
-/// The kind of files that the target has: one file for each rank, or files that all ranks share.
+/// Whether each rank has a file of its own in the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetFiles {
     /// Each rank has its own file in the target.
@@ -35,14 +36,15 @@ pub struct ResolvedConflicts {
     pub dropped_tensors: Vec<String>,
     /// Names of values for which every rank keeps its own value.
     pub per_rank: Vec<String>,
-    /// Source ranks whose own values are kept.
+    /// The ranks of SRC whose own values are kept, for the names in `per_rank`.
     pub ranks: Vec<Rank>,
     /// Names of values for which all ranks get the value of the lowest rank.
     pub rank0: Vec<String>,
 }
 
-/// Replaces a plain tensor by one tensor per rank, in the source and in the selection `selected`. If the tensor is inside
-/// a tuple or an object, whose items have no names, each rank gets its own copy of the complete tuple or object.
+/// Replaces a plain tensor by one tensor per rank in the state dict of `selected`, and adds the new tensors to both
+/// catalogs. If the tensor is inside a tuple or an object, whose items have no names, each rank gets its own copy of
+/// the complete tuple or object.
 pub fn split_by_rank(source: &mut Catalog, selected: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
     let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
@@ -94,7 +96,7 @@ pub fn split_by_rank(source: &mut Catalog, selected: &mut Catalog, id: TensorId)
     });
 }
 
-/// Returns true if a leaf of the state dict is this tensor, or is an object that contains this tensor.
+/// Returns true if a leaf of the state dict is the tensor `id`, or is an object that contains this tensor.
 pub fn holds(leaf: &Value, id: TensorId) -> bool {
     match leaf {
         Value::Tensor(own) => *own == id,
@@ -103,11 +105,11 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 }
 
 /// Resolves every value that differs between ranks: keeps the value of the lowest rank, keeps the values of all ranks,
-/// or drops the value.
+/// or drops the value. If the ranks share the files of the target, the values of all ranks become one dict. Without
+/// `choice`, each rank keeps its random number state.
 ///
 /// # Errors
-/// `Conflict` for the first value that differs between ranks, if `choice` is `None`. Random number state is never a
-/// conflict.
+/// `Conflict` for the first other value that differs between ranks, if `choice` is `None`.
 pub fn resolve(selected: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut resolved = ResolvedConflicts::default();
     let mut refused = None;
@@ -156,14 +158,14 @@ fn side_by_side(holdings: &[RankValue]) -> Value {
     Value::Dict(Dict { entries: by_rank.into_iter().map(entry).collect(), ..Dict::default() })
 }
 
-/// Returns true if each chunk is the complete tensor of one known rank, so that each chunk can become the tensor of
-/// that rank.
+/// Returns true if each chunk is a complete copy of the tensor that one known rank stores, so that each chunk can
+/// become the tensor of that rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
     let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.location, FileLocation::Empty);
     entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
-/// Returns a short list of names for a message, for example `extra_state.rng.cpu` and 3 more.
+/// Returns the first name and the number of further names, for a message: `extra_state.rng.cpu` and 3 more.
 pub fn few(names: &[String]) -> String {
     quoted_list(names, 1)
 }
@@ -175,7 +177,8 @@ fn differ_between_ranks(names: &[String]) -> String {
 }
 
 impl ResolvedConflicts {
-    /// Returns the notes about the values that differ between ranks.
+    /// Returns the notes about the values that differ between ranks. `target_ranks` is the number of ranks of the new
+    /// job, or `None` if the target has no rank files or as many ranks as SRC.
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {

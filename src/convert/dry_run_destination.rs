@@ -15,7 +15,7 @@ use crate::exec::Options;
 use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
-/// Returns a warning if a run would be refused, would resume, or has nothing to do.
+/// Returns a warning if a run would be refused, would resume, or has nothing to do, and `None` if it would start anew.
 pub fn describe_destination(
     conversion: &Prepared,
     args: &ConvertOptions,
@@ -48,7 +48,7 @@ pub fn describe_destination(
     }
 }
 
-/// Checks that `folder` is writable and has space for the destination.
+/// Checks that `folder` is writable and that its file system has space for the complete destination.
 fn check_folder(conversion: &Prepared, folder: &Path) -> Result<()> {
     // The trailing `.` makes the check fail if the path is not a folder.
     let may_write = access(folder.join("."), Access::WRITE_OK | Access::EXEC_OK);

@@ -22,35 +22,35 @@ fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the memory in bytes that headers, pickles and tables of DST need in addition to the 16 MiB that every memory
-/// limit reserves for them.
+/// Returns the memory in bytes by which the headers, pickles and tables of DST exceed 16 MiB. Every estimate already
+/// contains 16 MiB for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
     laid_out.saturating_sub(ALLOWED)
 }
 
-/// Returns the memory in bytes that the exchange rounds of this process need: send buffers, receive buffers and
-/// reduction buffers.
+/// Returns the memory in bytes that the exchange rounds of this process need: buffers and plans of the rounds, and the
+/// reduction buffers of all threads. Returns 0 if the processes exchange no data.
 fn rounds_bytes(conversion: &Prepared) -> u64 {
     let peers = conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
     let bucket = peers.map(Peers::bucket);
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
-/// Returns the memory in bytes that the exchange rounds and the headers and tables of DST need.
+/// Returns the sum of [`rounds_bytes`] and [`laid_out_bytes`].
 fn held_bytes(conversion: &Prepared) -> u64 {
     rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
 }
 
-/// Returns the memory in bytes that exchange rounds may use without making write blocks shorter.
+/// Returns the memory in bytes that exchange rounds may use without making write blocks shorter than `options` sets.
 pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64) -> u64 {
     let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Returns options with write blocks that fit into the memory limit. If processes exchange data, the number of threads
-/// may also be reduced.
+/// Returns `options` with write blocks that are short enough for the memory limit. If processes exchange data, the
+/// number of threads may also be reduced.
 ///
 /// # Errors
 /// `Usage` with the minimum if the memory limit is too low.
@@ -83,10 +83,11 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     }
 }
 
-/// Returns the largest anonymous memory of a conversion, in bytes. The maximum occurs while metadata is read or while
-/// data is copied. `before` is the memory after planning, before any tensor data is copied.
+/// Returns an estimate of the largest anonymous memory of a conversion, in bytes, rounded up. The maximum occurs while
+/// metadata is read or while data is copied. `before` is the measured memory after planning, before any tensor data is
+/// copied.
 pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
-    /// Memory of a worker's stack and of the unused part of its allocations, in bytes.
+    /// Memory in bytes for the stack of one worker and for the unused part of its allocations.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
     let buffers = options.threads as u64 * (options.write_block_bytes + scratch);
@@ -102,7 +103,7 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }
 
-/// Returns a warning if a run may use more memory than the limit.
+/// Returns a warning if the estimated memory `peak` is above the limit, both in bytes.
 pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
     (peak > max_memory).then(|| {
         format!(

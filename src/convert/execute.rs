@@ -69,7 +69,8 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
     report
 }
 
-/// Disconnects this process from the other processes, if it is connected.
+/// Disconnects this process from the other processes, if it is connected. `is_published` is true after a run that
+/// published DST.
 fn part(prepared: &mut Prepared, is_published: bool) {
     if let Some(peers) = prepared.source.peers.take() {
         prepared.source.has_parted = true;
@@ -77,7 +78,8 @@ fn part(prepared: &mut Prepared, is_published: bool) {
     }
 }
 
-/// Refuses a plan whose processes have disconnected, because the rounds of the plan need all processes.
+/// Refuses to use a plan again after its processes have disconnected, because the rounds of the plan need all
+/// processes.
 ///
 /// # Errors
 /// `Usage`.
@@ -92,7 +94,8 @@ fn refuse_parted(prepared: &Prepared) -> Result<()> {
 }
 
 /// Copies files of the source that only some processes see to a folder that all processes see. Checks first whether the
-/// run would be refused. Collective if this process is connected to other processes.
+/// run would be refused. Does nothing if this process is not connected or if the processes exchange tensor data,
+/// otherwise collective.
 fn copy_source(
     prepared: &mut Prepared,
     args: &ConvertOptions,
@@ -163,7 +166,8 @@ fn perform(
     Ok(account.report(&stats, outcome, run))
 }
 
-/// Prints notes and warnings before the work begins, and returns options that fit into the memory limit.
+/// Prints notes and warnings before the work begins, and returns the options with write blocks that fit into the memory
+/// limit.
 fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Options> {
     for note in notes(prepared) {
         run.progress.note(&note);

@@ -12,14 +12,14 @@ use crate::catalog::{Key, Path, TensorId, Value, path, state_dict};
 use crate::nearest;
 use crate::select::Wrappers;
 
-/// Result of looking up a name.
+/// Result of looking up a tensor by its path and its name inside the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameMatch {
-    /// No tensor has the name that was looked up.
+    /// No tensor matches.
     Nothing,
-    /// Exactly one tensor has the name that was looked up.
+    /// One tensor matches.
     One(TensorId),
-    /// The name is ambiguous: one tensor has it as its name inside the model, and another tensor has it as its path.
+    /// Two tensors match: the first by its name inside the model, the second by its path.
     Two(TensorId, TensorId),
 }
 
@@ -51,8 +51,8 @@ impl Names {
         self.in_model.exact.contains_key(&name).then_some(name)
     }
 
-    /// Finds the tensor that corresponds to a tensor of another checkpoint. That tensor has the given path and, if it
-    /// is part of the model, the name `in_model`.
+    /// Finds the tensor that corresponds to a tensor of another checkpoint. In the other checkpoint, the tensor has
+    /// this path and, if it is part of the model, the name `in_model` inside the model.
     pub fn find(&self, path: &Path, in_model: Option<&str>) -> NameMatch {
         let of_model = in_model.and_then(|name| self.in_model.get(name));
         match (of_model, self.whole.get(&path.to_string())) {
@@ -67,7 +67,8 @@ impl Names {
         self.in_model.get(name)
     }
 
-    /// Returns a hint with the most similar name, for a name that no tensor has.
+    /// Returns a hint with the most similar name, if no tensor has this path or, for a tensor of the model, the name
+    /// `in_model`.
     pub fn nearest(&self, path: &Path, in_model: Option<&str>) -> String {
         let (name, lookup) = match in_model {
             Some(name) => (name.to_owned(), &self.in_model),
@@ -79,14 +80,15 @@ impl Names {
 }
 
 /// Returns the path of a value without the key of its rank: `rng` for `rng.rank_3`. Formats without rank files store
-/// per-rank values under such keys.
+/// per-rank values under such keys. Returns `None` if the last key is not a rank.
 pub fn of_all_ranks(path: &Path) -> Option<Path> {
     let (Key::Name(last), above) = path.0.split_last()? else { return None };
     let is_rank = last.strip_prefix("rank_").is_some_and(|number| number.parse::<u32>().is_ok());
     is_rank.then(|| Path(above.to_vec()))
 }
 
-/// Table of tensors by their exact names, and by their names without wrapper prefixes.
+/// Table of tensors by their exact names and, unless wrapper prefixes are kept, by their names without wrapper
+/// prefixes.
 #[derive(Debug)]
 struct TensorLookup {
     wrappers: Wrappers,

@@ -12,7 +12,7 @@ use crate::storage::{lookup, regular_file};
 /// Name of the configuration file, from which loaders build the model.
 pub const CONFIG: &str = "config.json";
 
-/// Size limit in bytes of a configuration file. A larger file is not read as a configuration.
+/// Size limit in bytes of a configuration file. A file of this size or larger is not read as a configuration.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 /// Returns the folders that may contain the configuration: the source's folder and its parents up to the path that the
@@ -35,7 +35,8 @@ pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
     Ok(folders.collect())
 }
 
-/// Returns the content of the model's configuration file, or `None` if there is no such file.
+/// Returns the content of the model's configuration file. Returns `None` if there is no such file, or if the nearest
+/// one is too large or is not JSON.
 ///
 /// # Errors
 /// `Io` if it cannot be read.
@@ -58,7 +59,7 @@ fn read_file(file: &Path) -> Result<Option<Json>> {
 }
 
 /// Returns whether a file is the configuration of a training run with OLMo-core, which has the same name as the
-/// configuration of a model. It names the class of each of its parts.
+/// configuration of a model. Only OLMo-core stores the class of the model in it (`model._CLASS_`).
 ///
 /// # Errors
 /// `Io` if the file cannot be read.

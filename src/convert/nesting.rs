@@ -5,8 +5,8 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::storage::lookup;
 
-/// Refuses a destination inside the source, or a source inside the destination, because writing would change files that
-/// are read.
+/// Refuses a destination that is the source, is inside the source or contains the source, because writing would change
+/// files that dtshard reads. `name` is the name of the source in the error.
 ///
 /// # Errors
 /// `Usage` if source and destination overlap.

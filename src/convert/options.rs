@@ -59,9 +59,10 @@ impl Default for SourceOptions {
 pub struct SourceLayoutOptions {
     /// Mesh of the ranks that saved the source, for example `dp=4,tp=2`.
     pub src_mesh: Option<String>,
-    /// Ranks of the source mesh, in row-major order of the mesh cells.
+    /// Ranks of the source mesh, in row-major order of the mesh cells. If empty, the ranks are 0, 1, 2, ...
     pub src_mesh_ranks: Vec<u32>,
-    /// Placements of plain tensors in the source: a list for every tensor, or `PATTERN=LIST`.
+    /// Placements of plain tensors in the source. `PATTERN=LIST` applies to the tensors that the pattern matches; a
+    /// list without a pattern applies to all other tensors.
     pub src_placements: Vec<String>,
     /// Rule that gives the shard sizes in the source if a dimension does not divide evenly.
     pub src_split: Option<Split>,
@@ -69,14 +70,15 @@ pub struct SourceLayoutOptions {
     pub src_plan: Option<String>,
     /// Path of a layout file that describes the source.
     pub src_layout: Option<PathBuf>,
-    /// Mesh dimensions along which ranks hold partial values, with an optional operation, for example `dp,cp=avg`.
+    /// Mesh dimensions along which ranks hold partial values, with an optional operation, for example `dp,cp=avg`. The
+    /// default operation is the sum.
     pub reduce: Vec<String>,
 }
 
 /// Options that select names of the source, and set their new names and dtypes.
 #[derive(Clone, Debug, Default)]
 pub struct SelectOptions {
-    /// Patterns of names to select.
+    /// Patterns of names to select. If there are none, all names are selected.
     pub include: Vec<String>,
     /// Patterns of names to leave out.
     pub exclude: Vec<String>,
@@ -94,7 +96,8 @@ pub struct SelectOptions {
     pub add_prefix: Option<String>,
     /// Dotted path of nested dicts under which the complete result is stored.
     pub nest: Option<String>,
-    /// True if wrapper prefixes, such as `_orig_mod.`, stay in names.
+    /// True if wrapper prefixes, such as `_orig_mod.`, stay in names. `reshard` always keeps them; there, true means
+    /// that patterns must match names with these prefixes.
     pub keep_names: bool,
     /// Casts of tensors, each as `DTYPE` for all tensors or as `PATTERN=DTYPE`.
     pub dtype: Vec<String>,
@@ -105,7 +108,7 @@ pub struct SelectOptions {
 pub struct CheckOptions {
     /// Value that is written if ranks store different values. `None` means that different values are an error.
     pub on_conflict: Option<OnConflict>,
-    /// True if replicas of DTensors are compared, in addition to replicas of plain tensors.
+    /// True if replicas of DTensors and ShardedTensors are compared, in addition to replicas of plain tensors.
     pub check_replicas: bool,
     /// True if every stored checksum is checked before anything is written.
     pub check_crc: bool,
@@ -169,14 +172,14 @@ impl Default for ExecuteOptions {
 /// Options for the exchange of data between the processes of a run.
 #[derive(Clone, Debug, Default)]
 pub struct ExchangeOptions {
-    /// Visibility of the source's files: to every process, or only to the processes on one node.
+    /// Which files of the source a process sees: all of them, or only the files on its own node.
     pub source: SourceVisibility,
     /// Method by which processes send tensor data to each other.
     pub backend: Backend,
     /// True if NCCL may reduce partial values. NCCL's summation order changes the last bits.
     pub fast_reduce: bool,
-    /// Bytes that each process reads, sends and receives in one exchange round. `None` means that the size is chosen
-    /// automatically.
+    /// Bucket size: the maximum number of bytes that each process reads, sends and receives in one exchange round.
+    /// `None` means that the size is chosen automatically.
     pub bucket_size: Option<u64>,
 }
 
@@ -216,7 +219,7 @@ impl Backend {
     }
 }
 
-/// Visibility of the source's files to the processes of a run.
+/// Which files of the source each process of a run sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SourceVisibility {
     /// Every process sees all files of the source.
@@ -229,11 +232,12 @@ pub enum SourceVisibility {
 /// Method by which processes send tensor data to each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
-    /// The method depends on the GPUs and libraries that the processes have.
+    /// Means `Cpu` if every process sees all files of the source; otherwise the method depends on the GPUs and
+    /// libraries that the processes have.
     #[default]
     Auto,
-    /// Processes send no tensor data. Files that only some processes see are first copied to a folder that all
-    /// processes see.
+    /// Processes send no tensor data: each process reads the data that it writes. Files that only some processes see
+    /// are first copied to a folder that all processes see.
     Cpu,
     /// Processes use NCCL to send tensor data between GPUs.
     Nccl,
@@ -269,11 +273,12 @@ pub struct ConvertOptions {
 /// Options of `reshard`, which writes sharded tensors: a mesh, and the placements of tensors on it.
 #[derive(Clone, Debug, Default)]
 pub struct ReshardOptions {
-    /// Mesh of the result, for example `dp=4,tp=2`.
+    /// Mesh of the result, for example `dp=4,tp=2`. More than one mesh is an error.
     pub mesh: Vec<String>,
-    /// Ranks of the mesh of the result, in row-major order of the mesh cells.
+    /// Ranks of the mesh of the result, in row-major order of the mesh cells. If empty, the ranks are 0, 1, 2, ...
     pub mesh_ranks: Vec<u32>,
-    /// Placements of tensors in the result: a list for every tensor, or `PATTERN=LIST`.
+    /// Placements of tensors in the result. `PATTERN=LIST` applies to the tensors that the pattern matches; a list
+    /// without a pattern applies to all other tensors.
     pub placements: Vec<String>,
     /// Path of a layout file that describes the result.
     pub layout: Option<PathBuf>,
@@ -300,7 +305,7 @@ pub struct ReshardOptions {
 /// Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorClass {
-    /// Each tensor keeps the class that it has in the source.
+    /// Each tensor has the class that it has in the checkpoint of `--like` or else in the source.
     Auto,
     /// Sharded tensors are DTensors.
     DTensor,
@@ -315,9 +320,10 @@ pub enum TensorClass {
 pub struct UnshardOptions {
     /// True if there is one file per rank, each with all tensors as whole tensors.
     pub all_ranks: bool,
-    /// Names of modules whose parameters are whole tensors in the file of every rank.
+    /// Patterns of modules (FSDP1 units) whose parameters are whole tensors in the file of every rank; `.` is the root
+    /// unit.
     pub unit: Vec<String>,
-    /// True if gradients are written in addition to all other tensors.
+    /// True if gradients are written, too.
     pub with_grads: bool,
     /// Options for dividing tensors into safetensors files.
     pub shards: ShardOptions,
@@ -348,23 +354,24 @@ pub struct FlattenOptions {
 /// Configuration of FSDP1 in the job that loads the flat parameters.
 #[derive(Clone, Debug, Default)]
 pub struct FlatOptions {
-    /// Number of ranks that load the files.
+    /// Number of ranks that load the files. `None` means the number in the flat layout.
     pub world_size: Option<u32>,
     /// Patterns of modules that FSDP1 wraps as units.
     pub wrap: Vec<String>,
     /// Value of `use_orig_params` in FSDP1.
     pub use_orig_params: Option<bool>,
-    /// Sharding strategy of FSDP1.
+    /// Sharding strategy of FSDP1. `None` means the strategy of the flat layout, or `FULL_SHARD` if there is none.
     pub strategy: Option<Strategy>,
     /// Number of ranks that share one copy of the model under hybrid sharding.
     pub shard_group_size: Option<u32>,
     /// Dtype that FSDP1 is given as `MixedPrecision(param_dtype=...)`.
     pub forward_dtype: Option<String>,
-    /// Patterns of float tensors that are buffers.
+    /// Patterns of float tensors that are buffers, not parameters.
     pub buffers: Vec<String>,
     /// Path of a layout file that lists the flat parameters of each unit.
     pub layout: Option<PathBuf>,
-    /// Checkpoint of the model in the source, which provides FSDP units or the order of parameters.
+    /// Another checkpoint of the same model. It provides the FSDP1 units or, if it has no flat parameters, the order of
+    /// parameters.
     pub like: Option<PathBuf>,
 }
 
@@ -392,11 +399,11 @@ pub struct ConsolidateOptions {
     pub shards: ShardOptions,
 }
 
-/// The folder from which dtshard copies the files that loaders need in addition to the weights.
+/// The folder from which dtshard copies the files that loaders need in addition to the weights, such as `config.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Assets {
-    /// Search the source's folder, its `huggingface` subfolder, and its parent folders up to the path that the user
-    /// named.
+    /// Search the source's folder and its parents up to the path that the user named, and the `huggingface` subfolder
+    /// of each of these folders.
     #[default]
     Found,
     /// Copy the files of this folder.
@@ -413,7 +420,7 @@ pub struct VerifyOptions {
     /// The checkpoint, or the saved listing with digests, with which `src` is compared. `None` if only `src` is
     /// checked.
     pub other: Option<PathBuf>,
-    /// True if only names are compared that both checkpoints have.
+    /// True if only names that both checkpoints have are compared.
     pub common: bool,
     /// Options that select names of the source, and set the dtypes of the selected tensors.
     pub select: SelectOptions,

@@ -21,7 +21,8 @@ pub struct PlanOptions<'a> {
 }
 
 impl PlanOptions<'_> {
-    /// Combines the plan of the command line with the plan of the layout file. The command line has priority.
+    /// Combines the plan of the command line with the plan of the layout file `layout`. The command line has priority.
+    /// Returns `None` if neither gives a plan or the role of a mesh dimension.
     ///
     /// # Errors
     /// `Usage` for an unknown plan, and errors from reading the file of the option.
@@ -60,7 +61,7 @@ impl PlanOptions<'_> {
         Ok(Some(UnboundPlan { styles, family, names }))
     }
 
-    /// Reads the layout file whose path was given instead of the name of a built-in plan.
+    /// Reads the layout file whose path the option gives instead of the name of a built-in plan.
     fn file_of(&self, name: &str) -> Result<LayoutFile> {
         let (option, path) = (self.option, Path::new(name));
         if path.extension().is_none() && !lookup::exists(path)? {
@@ -77,7 +78,7 @@ impl PlanOptions<'_> {
     }
 }
 
-/// Returns a hint that lists the built-in plans.
+/// Returns a hint for an unknown plan name: the most similar name, and all built-in plans.
 fn hint(name: &str) -> String {
     let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
     format!("{}; use one of {}, or a layout file with styles", nearest::name_hint(name, &known), known.join(", "))

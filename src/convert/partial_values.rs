@@ -13,8 +13,8 @@ use crate::layout::partial::Share;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 
-/// Assigns to each rank of the target the partial values that it gets, for every tensor with a `Partial` placement in
-/// the target. For all other tensors, partial values of the source are reduced.
+/// Sets, for every tensor with a `Partial` placement in the target, which partial values of the source each target rank
+/// combines into its own partial value. For all other tensors, partial values of the source are reduced.
 ///
 /// # Errors
 /// `Unsupported` if the source's placements cannot be converted to the target's.
@@ -34,8 +34,8 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
     Ok(())
 }
 
-/// Returns, for each chunk of a target rank, the share of the source's partial values that this rank gets. Equal shares
-/// are stored once.
+/// Returns, for each chunk of a tensor in the target, how the partial value of the chunk's rank is computed: which
+/// partial values of the source are reduced, and by which number the result is divided. Equal entries are stored once.
 fn shares(
     source: &Catalog,
     mesh: &DeviceMesh,
@@ -55,7 +55,7 @@ fn shares(
     each.collect()
 }
 
-/// Returns notes about the tensors that are reduced, and about values that are divided into partial sums.
+/// Returns notes about the tensors that are reduced, and about whole values that are divided into partial values.
 pub fn notes(source: &Catalog, reservation: &Reservation) -> Vec<String> {
     reduced(source, reservation).into_iter().chain(divided(reservation)).collect()
 }

@@ -17,8 +17,9 @@ fn parse_choice(list: &str) -> Option<PlacementChoice> {
     }
 }
 
-/// Parses placement options. A list without a pattern is the fallback: it applies to every tensor that no rule matches.
-/// `PATTERN=LIST` is a rule, and `PATTERN=plain` is a rule for tensors that every rank stores whole, as plain tensors.
+/// Parses placement options into rules and fallback placements. A list without a pattern is the fallback: it applies to
+/// every tensor that no rule matches. `PATTERN=LIST` is a rule, and `PATTERN=plain` is a rule for tensors that every
+/// rank stores whole, as plain tensors. `option` is the name of the option in errors.
 ///
 /// # Errors
 /// `Layout` for an invalid list or pattern, `Usage` for a second fallback.
@@ -47,7 +48,7 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     Ok((rules, fallback))
 }
 
-/// Reads the layout file of an option. If `split` is given, it replaces the split rule of the file.
+/// Reads the layout file that an option names. If `split` is given, it replaces the split rule of the file.
 ///
 /// # Errors
 /// Errors from reading the file, and `Usage` with the hint `flat_alone` if the file has only a layout of flat

@@ -35,18 +35,20 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Returns the bytes of all output files and sidecar files.
+    /// Returns the total length of all output files and sidecar files, in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
     }
 
-    /// Returns the byte ranges of the output that a process with this part number writes.
+    /// Returns the byte ranges of the output files that the process of this part writes. Sidecar files are not
+    /// included.
     pub fn division(&self, part: Part) -> Extents {
         let divide = if self.source.is_exchanged() { own_rank_files } else { even_share };
         divide(&self.reservation.files, part)
     }
 
-    /// Adds the checkpoint and the process to an error, and informs the other processes why this process ends.
+    /// Adds to an error the checkpoint, and the node of the process that it names. Informs the other processes why this
+    /// process ends.
     pub fn failed(&mut self, error: Error) -> Error {
         let error = self.source.locate(error);
         if let Some(peers) = self.source.peers.take() {
@@ -57,10 +59,11 @@ impl Prepared {
     }
 }
 
-/// Checks that DST may be written, without checking whether another run works on it.
+/// Checks that DST may be written. Does not check whether another run works on it.
 ///
 /// # Errors
-/// `Usage` if DST overlaps with a checkpoint that is read, or may not be replaced.
+/// `Usage` if DST overlaps with a checkpoint that is read, if it may not be replaced, or if two of its files have one
+/// path.
 pub fn check_destination(conversion: &Prepared, args: &ConvertOptions, destination: &Path) -> Result<()> {
     let read = conversion.source.paths_read();
     read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;

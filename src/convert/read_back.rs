@@ -18,16 +18,17 @@ use crate::format::resolve;
 use crate::progress::Task;
 use crate::storage::{AnchoredPath, Files};
 
-/// Difference between the written files and the expected content.
+/// Differences between the written files and the expected content.
 pub struct Mismatch {
     /// Error for the first difference.
     pub error: Error,
-    /// Byte ranges of all differences in written files; empty if a sidecar file differs.
+    /// Byte ranges of the output files that must be written again. Empty if a sidecar file differs.
     pub bytes: Extents,
 }
 
 /// Compares written tensors with the source, the bytes between tensors with the layout, checksums with their data, and
-/// sidecar files with their originals. Returns the first difference; `hint` becomes the hint of its error.
+/// sidecar files with their originals. Returns `None` if there is no difference. `hint` is the hint of the error in the
+/// result.
 ///
 /// # Errors
 /// `Io`, `Stopped`.
@@ -101,8 +102,9 @@ impl ReadBack<'_> {
         Ok(first.map(|error| Mismatch { error, bytes }))
     }
 
-    /// Compares the bytes that are not tensor data: headers, pickles, zip directories, checksums and sidecar files. In
-    /// a resumed run, an earlier run may have written some of these bytes.
+    /// Compares the bytes that are not tensor data: headers, pickles, zip directories, checksums and sidecar files.
+    /// Returns the first difference. This run may not have written these bytes itself: a resumed run keeps those of an
+    /// earlier run.
     fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;

@@ -1,8 +1,8 @@
 //! The rule for `--overwrite`: a destination is replaced only if it is a checkpoint and contains nothing else.
 //!
 //! Three kinds of files are replaceable: files in the [table](crate::format::known_files) of known files, unchanged
-//! sidecar files from an earlier run, and files that are equal to the sidecar file which this run copies to their path.
-//! Links to folders are never followed.
+//! sidecar files from an earlier run, and files that are equal to the sidecar file that this run copies to the same
+//! path. Links to folders are never followed.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -18,7 +18,7 @@ use crate::storage::{AnchoredPath, lookup};
 /// Largest number of foreign files (files that `--overwrite` must not delete) that an error message names.
 const SHOWN: usize = 8;
 
-/// Size limit in bytes for comparing a file with a sidecar file of this run.
+/// Size limit in bytes for comparing an existing file with a sidecar file of this run. A larger file counts as foreign.
 const MAX_COMPARED_BYTES: u64 = 64 << 20;
 
 /// Checks that `--overwrite` may replace the file or folder at the destination. Succeeds if there is nothing to
@@ -108,8 +108,9 @@ impl FoundFile<'_> {
         Ok(())
     }
 
-    /// Examines a folder. Returns true if the folder is foreign: no format uses its name, and it is empty or has a file
-    /// that is not from an earlier run.
+    /// Examines a folder at a path relative to the destination. Returns true if the folder is foreign. A folder with a
+    /// name that formats use is not foreign; its foreign files are recorded one by one. Any other folder is foreign if
+    /// it is empty or if any of its files is not a sidecar file from an earlier run.
     fn enter(&mut self, folder: &Path) -> Result<bool> {
         if is_known_folder(folder) {
             self.walk(folder)?;

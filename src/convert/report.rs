@@ -1,6 +1,6 @@
 //! Reports of a conversion: the notes before the work begins, the preview, the closing line and the JSON document.
 //!
-//! All four are computed from one [`ReportSource`], so they agree. All sizes and offsets are in bytes.
+//! All four are computed from one [`Prepared`] conversion, so they agree. All sizes and offsets are in bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,7 +37,8 @@ impl Preview {
         self.document.clone()
     }
 
-    /// Returns the warnings that a run would print: too little memory, or a destination that is refused.
+    /// Returns warnings about the run that this preview describes: it may use more memory than the limit, it would be
+    /// refused, it would resume earlier work, or DST is already complete.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
@@ -69,7 +70,7 @@ pub enum Outcome {
 pub struct Report {
     /// Outcome of the execution.
     pub outcome: Outcome,
-    /// Number of files of the destination.
+    /// Number of files of the destination, including sidecar files.
     pub files: usize,
     /// Number of tensors of the destination.
     pub tensors: usize,
@@ -79,10 +80,11 @@ pub struct Report {
     pub bytes_read: u64,
     /// Time since the source was opened.
     pub time: Duration,
-    /// Warnings about values that casts lost: overflows and NaNs.
+    /// Warnings about values that overflowed or became NaN in casts. Empty if another process published the
+    /// destination.
     pub warnings: Vec<String>,
-    /// Hint about values that are left out by default. The hint names the options that include these values. `None` if
-    /// no value was left out.
+    /// Hint that names the options with which values that were left out by default are included. `None` if no option
+    /// would include more values, and for [`Outcome::UpToDate`].
     pub hint: Option<String>,
     line: String,
     document: Json,
@@ -111,8 +113,8 @@ pub struct ReportSource<'a> {
     before: Option<AnonymousMemory>,
     /// Limit of anonymous memory in bytes (`--max-memory`).
     max_memory: u64,
-    /// For each process, the bytes that it would read, send and receive. Empty unless this is the preview of an
-    /// exchange.
+    /// For each process, the bytes that it would read, send and receive. Only the preview of an exchange has them;
+    /// otherwise empty.
     pub loads: Vec<Load>,
     /// Warnings about options that have no effect.
     pub unused_options: Vec<String>,
@@ -128,8 +130,8 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
     notes
 }
 
-/// Returns the values that are not written: first as groups for the closing line, then as single names for the JSON
-/// document.
+/// Returns the values that are not written, as two lists: groups for the closing line, and single names. The JSON
+/// document has both lists.
 pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let source = &conversion.source;
     let left = &source.selection.left_out;
@@ -151,7 +153,7 @@ fn cast_text(stats: &Stats) -> Vec<String> {
     stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
 }
 
-/// Returns a warning for each cast that lost values.
+/// Returns warnings about values that overflowed or became NaN in casts, for each pair of dtypes.
 fn cast_warnings(stats: &Stats) -> Vec<String> {
     let mut warnings = Vec::new();
     for ((from, to), cast) in &stats.casts {
@@ -188,7 +190,8 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns the preview. `destination_state` describes the state of the destination that a run would find.
+    /// Returns the preview. `destination_state` is a warning about what a run would find at the destination, if there
+    /// is one.
     pub fn preview(&self, stats: &Stats, destination_state: Option<String>) -> Preview {
         let mut document = self.document(stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {
@@ -241,7 +244,7 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns a hint about the values that are left out. The hint names the options that include these values.
+    /// Returns a hint that names the options with which values that are left out would be included.
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());
@@ -285,7 +288,7 @@ impl<'a> ReportSource<'a> {
         line
     }
 
-    /// Returns a warning if the run may use more memory than the limit.
+    /// Returns a warning if the run may use more memory than `--max-memory` allows.
     fn memory_warning(&self, stats: &Stats) -> Option<String> {
         beyond(peak_bytes(self.conversion, self.options, self.before, stats), self.max_memory)
     }

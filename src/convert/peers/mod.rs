@@ -1,7 +1,7 @@
 //! Connected processes of one run, as needed by `--source per-rank`, `--backend nccl` and `--backend mpi`.
 //!
-//! The processes connect, create a [metadata mirror](crate::metadata_mirror) of SRC if no process sees all of SRC, and
-//! stay connected until DST is published. They either [exchange](crate::exchange) the data that they read, or
+//! The processes connect, create a [metadata mirror](crate::metadata_mirror) of SRC if `--source per-rank` is given,
+//! and stay connected until DST is published. They either [exchange](crate::exchange) the data that they read, or
 //! [copy](crate::exchange::source_copy) the files that only some of them see; after that copy, all of them see SRC. A
 //! process that fails informs the others, and no process waits for a process that has ended.
 
@@ -65,7 +65,7 @@ const LACKING_HURRIED: Duration = Duration::from_secs(3);
 /// Connection of this process to the other processes of the run.
 pub struct Peers {
     link: Link,
-    /// Metadata mirror of SRC; `None` if every process sees all files of SRC.
+    /// Metadata mirror of SRC; `None` without `--source per-rank`, because every process then sees all files of SRC.
     mirror: Option<MetadataMirror>,
     /// For each process, the number of the node on which it runs.
     nodes: Vec<u32>,
@@ -73,7 +73,8 @@ pub struct Peers {
     counting: ReplicaChoice,
     reducing: ReductionMethod,
     bucket: Bucket,
-    /// Lease of process 0 on the copy of SRC, while processes use the copy.
+    /// Lease on the copied files of SRC, which process 0 holds while processes use the copies. `None` on other
+    /// processes.
     copying: Option<Presence>,
     // This field is last, so that it is dropped last: the work folder contains the mirror and the copy.
     work: WorkFolder,
@@ -213,8 +214,9 @@ impl Peers {
         Ok(decisions.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
     }
 
-    /// Copies the files of SRC that the conversion reads and that only some processes see. `beside` is the space in
-    /// bytes that DST needs on the same file system. Does nothing if processes exchange bytes. Collective.
+    /// Copies the files of SRC that the conversion reads and that only some processes see. `beside` is the number of
+    /// bytes that DST needs on the same file system. Does nothing if all processes see all files or if the processes
+    /// exchange tensor data. Collective.
     ///
     /// # Errors
     /// `Usage` if there is not enough space, and the errors of [`SourceCopy::run`].
@@ -241,8 +243,8 @@ impl Peers {
         copy.turn(&mut checkpoint.files)
     }
 
-    /// Acquires the lease on the copy of SRC, and checks the free space. Only process 0 calls this, before files are
-    /// copied.
+    /// Acquires the lease on the copied files of SRC, and checks the free space for these files and for `beside` bytes
+    /// of DST. Only process 0 calls this, before files are copied.
     fn begin_copy(&self, copy: &SourceCopy, beside: u64, resumes: bool, run: &Run<'_>) -> Result<Presence> {
         let lease = copy.begin(resumes, &run.stop)?;
         let Amount { files, bytes, left } = copy.amount();
@@ -261,8 +263,9 @@ impl Peers {
         Ok(lease)
     }
 
-    /// Completes an error: adds node and process id to the process that the error names, and adds which processes see a
-    /// damaged file.
+    /// Completes an error: adds the node and the process id of the process that the error names, and the processes that
+    /// see a damaged file. If a file is missing because another process has ended, returns the error about that process
+    /// instead.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
         // Only an error about a missing file can be a consequence of a process that has ended.
@@ -294,7 +297,7 @@ impl Peers {
         self.reducing
     }
 
-    /// Returns true if each process sees only its own files of SRC.
+    /// Returns true if the option is `--source per-rank`: each process sees only the files of SRC on its own node.
     #[must_use]
     pub fn see_apart(&self) -> bool {
         self.mirror.is_some()
@@ -306,8 +309,8 @@ impl Peers {
         self.bucket
     }
 
-    /// Chooses the largest bucket size that fits into the memory of every process. This process has `room` bytes.
-    /// Collective.
+    /// Reduces the bucket size, if necessary, to a size that fits into the memory of every process. This process has
+    /// `room` bytes. A size that the user chose stays unchanged. Collective.
     ///
     /// # Errors
     /// The errors of [`Bucket::agree`].
@@ -349,9 +352,9 @@ impl Peers {
         }))
     }
 
-    /// Returns the first difference of each tensor whose replicas differ. Use
-    /// [`source_checks::differing`](crate::convert::source_checks::differing) if every process sees all files; this function also
-    /// compares replicas in files that no single process sees. Collective.
+    /// Returns the first difference of each of `tensors` whose replicas differ. Also compares replicas in files that no
+    /// single process sees. If every process sees all files, use
+    /// [`source_checks::differing`](crate::convert::source_checks::differing) instead. Collective.
     ///
     /// # Errors
     /// The errors of [`differing_replicas`].
@@ -389,7 +392,8 @@ impl Peers {
         }
     }
 
-    /// Returns the topology of the exchange: nodes, visible files and reduction method.
+    /// Returns what the exchange must know about the processes: nodes, visible files, choice of replicas and reduction
+    /// method.
     fn parties(&self, checkpoint: &Checkpoint) -> Topology {
         let sight = self.sight(checkpoint);
         Topology {
@@ -400,7 +404,8 @@ impl Peers {
         }
     }
 
-    /// Writes the remaining ranges of DST together with the other processes. Collective.
+    /// Writes the byte ranges of DST that no journal records as done, together with the other processes. Returns
+    /// statistics of this process, with the totals of all processes. Collective.
     ///
     /// # Errors
     /// The errors of [`Exchange::run`].
@@ -436,7 +441,8 @@ impl Peers {
         Ok(Stats { global_totals: own.sum_over_processes(&self.link)?, ..stats })
     }
 
-    /// Computes the statistics of a run, and the bytes that each process would read, send and receive.
+    /// Computes the statistics that the exchange would have, and the bytes that each process would read, send and
+    /// receive.
     ///
     /// # Errors
     /// The errors of [`Exchange::dry_run`].
@@ -483,7 +489,7 @@ impl Peers {
         self.link.barrier()
     }
 
-    /// Disconnects in an orderly way, after DST was published or after a dry run.
+    /// Disconnects in an orderly way. `has_published` is true if DST was published, and false after a dry run.
     pub fn leave(self, has_published: bool) {
         let Self { link, copying, mut work, .. } = self;
         drop(copying);
@@ -516,11 +522,11 @@ pub fn refuse_senseless(args: &ConvertOptions) -> Result<()> {
     Ok(())
 }
 
-/// Name of the metadata mirror's folder in the folder of a run.
+/// Name of the metadata mirror's folder in the folder of a launch.
 const MIRROR: &str = "mirror";
 
-/// Connects to the other processes of the run. If MPI started them, they connect by MPI, otherwise by message files
-/// beside DST.
+/// Connects to the other processes of the run: by MPI if MPI started the processes and the backend is not `cpu`,
+/// otherwise by message files beside DST.
 fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let launch = &run.launch;
     let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref())?;
@@ -550,7 +556,7 @@ fn meet(destination: &Path, args: &ConvertOptions, run: &Run<'_>) -> Result<(Mee
     }
 }
 
-/// Connects to the other processes by MPI, and agrees on a folder for the metadata mirror.
+/// Connects to the other processes by MPI, and agrees with them on a folder for the metadata mirror.
 #[cfg(feature = "mpi")]
 fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Meeting, WorkFolder)> {
     let stop = run.stop.clone();
@@ -564,8 +570,9 @@ fn is_not_there(error: &Error) -> bool {
     matches!(error, Error::Storage(StorageError::Io { source, .. }) if source.kind() == ErrorKind::NotFound)
 }
 
-/// Returns the cause of an error about a missing file of the connection: another process has ended and removed the
-/// file. Returns `error` itself if all processes are still running.
+/// Returns the cause of an error about a missing file: perhaps another process has ended and removed the file. Waits up
+/// to two seconds for a sign that a process has ended, and returns the error about this process. Returns `error` if
+/// there is no such sign.
 fn cause(link: &Link, error: Error) -> Error {
     let begun = Instant::now();
     while begun.elapsed() < DETECTED_WITHIN {

@@ -10,7 +10,8 @@ use crate::name_list::short_list;
 /// Node and process id of each process of a run.
 pub struct ProcessTable {
     of: u32,
-    /// Text that describes each process, in the order of process numbers. Empty before the processes have connected.
+    /// Node and process id of each process as text, such as `n1, pid 4711`, in the order of process numbers. Empty
+    /// before the processes have connected.
     places: Vec<String>,
 }
 
@@ -37,15 +38,16 @@ impl ProcessTable {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
     }
 
-    /// Returns a list of processes, for example `process 1 of 4 (n1, pid 4711), process 3 of 4 (n3, pid 12)`.
+    /// Returns a list of processes, for example `process 1 of 4 (n1, pid 4711), process 3 of 4 (n3, pid 12)`. A long
+    /// list is shortened.
     #[must_use]
     pub fn names(&self, processes: &[u32]) -> String {
         let names: Vec<String> = processes.iter().map(|index| self.peer(*index).to_string()).collect();
         short_list(&names, 3)
     }
 
-    /// If an error is about a damaged file, adds the processes that see this file. No process sees all of SRC, so the
-    /// user cannot find the file with `verify`.
+    /// Adds to an error about a damaged file the processes that see this file. They are needed because no process may
+    /// see all of SRC, and the user then cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()

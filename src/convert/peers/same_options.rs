@@ -1,8 +1,8 @@
 //! Check that all connected processes have the same options.
 //!
 //! Two kinds of options must be equal on all processes: options that determine the collective steps (which steps run,
-//! which replicas are compared, how long rounds are), and options that determine the result. The resulting plans are
-//! also [compared](super::Peers::compare) later.
+//! which replicas are compared, how long rounds are), and options that determine the result. Later, the processes also
+//! [compare](super::Peers::compare) their plans.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertOptions) -> Result<
     ))
 }
 
-/// Checks that all processes have the same options that determine the result. Collective.
+/// Checks that all processes have the same `options`, which determine the result. Collective.
 ///
 /// # Errors
 /// `Comm`, on every process, with the first process whose options differ from those of process 0, the option, and the

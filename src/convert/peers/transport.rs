@@ -20,7 +20,7 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// Connection that the processes opened first. This connection carries the control messages.
+/// Connection by which the processes found each other. It carries the control messages, except those that NCCL carries.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
@@ -143,7 +143,8 @@ impl Meeting {
         Ok(Transport::Nccl(Box::new(own), nccl))
     }
 
-    /// Returns the transport for processes that do not use NCCL, and reports `why` they do not use it.
+    /// Returns the transport for processes that do not use NCCL: MPI if it connects them, otherwise copied files.
+    /// Reports the transport with `why`, the reason against NCCL.
     fn without_devices(&self, why: &str, progress: &dyn Progress) -> Transport {
         match self {
             Self::Records(_) => {
@@ -175,7 +176,8 @@ impl Link {
         Ok(())
     }
 
-    /// Sets the name of the next collective step, for reports of long waits. Waits for NCCL and MPI are not reported.
+    /// Sets the name of the next collective step for reports of long waits. Processes that MPI connects report no
+    /// waits.
     pub fn begin(&self, doing: &'static str) {
         match &self.met {
             Meeting::Records(records) => records.begin(doing),

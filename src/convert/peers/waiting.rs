@@ -7,7 +7,7 @@ use super::super::run::Run;
 use crate::comm::{WaitNotices, WaitReporter};
 use crate::fault;
 
-/// Time that a process waits for all other processes to connect.
+/// Maximum time that a process waits for all other processes to connect.
 const MEET_WITHIN: Duration = Duration::from_mins(2);
 const HURRIED: Duration = Duration::from_secs(10);
 
@@ -28,7 +28,7 @@ pub fn wait_printer(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
     move |words| progress.outcome(words)
 }
 
-/// Returns a reporter that prints which files or parts this process waits for. The reporter prints after a delay, or
+/// Returns a reporter that prints which files or parts this process waits for. The first report comes after a delay, or
 /// immediately with `-v`.
 pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     let WaitNotices { first, again, .. } = wait_notices(Duration::ZERO, &|_| {});
@@ -36,12 +36,12 @@ pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first, again, print: Arc::new(wait_printer(run)) }
 }
 
-/// Returns a reporter that prints a message if connected processes make this process wait for a long time.
+/// Returns a reporter that prints a message every 30 seconds while this process waits for connected processes.
 pub fn slow_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first: SAID_AGAIN, again: SAID_AGAIN, print: Arc::new(wait_printer(run)) }
 }
 
-/// Returns the time limit of a wait, with the times at which the wait is reported.
+/// Returns the time limit of a wait, and the times after which `print` reports the wait for the first time and again.
 pub fn wait_notices(limit: Duration, print: &(dyn Fn(&str) + Sync)) -> WaitNotices<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::wait_time(usual, SAID_SOON));
     WaitNotices { limit, first, again, print }

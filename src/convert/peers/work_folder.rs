@@ -38,7 +38,8 @@ const COPY: &str = "copy";
 pub struct WorkFolder {
     folder: AnchoredPath,
     run: AnchoredPath,
-    /// Parent folders of DST that did not exist before this run, the innermost first.
+    /// Parent folders of DST that did not exist before this run, the innermost first. Empty on all processes but
+    /// process 0.
     made: Vec<PathBuf>,
     #[cfg(any(test, feature = "mpi"))]
     held: Option<Presence>,
@@ -123,7 +124,7 @@ impl WorkFolder {
         }
     }
 
-    /// Returns the folder for the message files of this launch.
+    /// Returns the folder for the message files and the metadata mirror of this launch.
     #[must_use]
     pub fn of_run(&self) -> &AnchoredPath {
         &self.run
@@ -141,12 +142,14 @@ impl WorkFolder {
         self.keeps_copy = keeps_copy;
     }
 
-    /// Records that this process has finished its work. Other processes may still be connected.
+    /// Records that this process has finished its work. Other processes may still be connected. `is_published` is true
+    /// if DST was published.
     pub fn leave(&mut self, is_published: bool) {
         (self.is_done, self.is_published) = (true, is_published);
     }
 
-    /// Removes the files of this run if no other process uses them.
+    /// Removes the message files of this launch, and the copied files of SRC unless `--resume` may need them, if no
+    /// other process uses them. After DST was published, also removes what killed runs left in the work folder.
     fn clear(&self) {
         // The result is used for both decisions below: a later check can find a lease whose file another process is
         // deleting, and such a lease counts as in use.
@@ -192,8 +195,8 @@ fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
     AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
-/// Removes the files that killed runs left beside DST. This function is for a process that published DST without a
-/// connection to other processes.
+/// Removes the files that killed runs left in the work folder beside DST. Called by a process that published DST
+/// without a connection to other processes.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
         let folder = beside(destination, name);
@@ -205,7 +208,7 @@ pub fn clear_beside(destination: &Path) {
     }
 }
 
-/// Removes all files and folders in a work folder that no process uses.
+/// Removes all files and folders in a work folder, except those that a process uses.
 fn sweep(folder: &AnchoredPath) {
     for name in folder.names().unwrap_or_default() {
         let path = folder.join(&name);
@@ -259,7 +262,8 @@ mod tests {
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
-    /// The test starts two runs at the same time. Their launchers give them equal names, or give them no name.
+    /// Starts two runs at the same time, as MPI starts them: without a name of the launch. Checks that each run has one
+    /// folder for all its processes, and that the runs have different folders.
     #[test]
     fn runs_that_meet_by_other_means_have_folders_of_their_own() {
         let root = tempfile::tempdir().unwrap();
