@@ -16,16 +16,15 @@ use crate::exec::{Options, Stop};
 use crate::launch::Launch;
 use crate::progress::Progress;
 
-/// Settings of an operation: the number of this process in the run, the stop flag, and the option names for messages.
+/// Settings of an operation: the number of this process in the run, the stop flag, and the options for messages.
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// The number of this process, the number of all processes, and the launcher that started them.
     pub launch: Launch,
     /// Flag that another thread sets to stop the operation.
     pub stop: Stop,
-    /// Options that determine the result, as text: the option names that the user knows, with their values. These
-    /// options are recorded beside an unfinished destination, so that a later run with different options can report the
-    /// difference.
+    /// Options that determine the result, as text: the option names that the user knows, with their values. They are
+    /// recorded beside an unfinished destination, so that a later run with other options can report the difference.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -35,7 +34,7 @@ impl Default for Setup {
     }
 }
 
-/// Worker threads, buffer sizes and settings of one operation.
+/// Worker threads, buffer sizes and settings of one operation of this process.
 #[derive(Debug)]
 pub struct Engine {
     pub options: Options,
@@ -53,8 +52,8 @@ impl Engine {
         Self::new(source, (false, Bottleneck::Processor), None, setup)
     }
 
-    /// Returns the engine for an operation that writes to `destination`. The operation may run in one process or in
-    /// several.
+    /// Returns the engine for an operation that writes to `destination`. With `sync`, or if several processes share the
+    /// operation, all data must be on disk at the end.
     ///
     /// # Errors
     /// The errors of [`Self::reading`].
@@ -86,7 +85,8 @@ impl Engine {
         self.work_synced(self.options.sync, progress, work)
     }
 
-    /// Runs `work` on the worker threads. With `sync`, the work waits until all data is on disk.
+    /// Runs `work` on the worker threads. With `sync`, or if the run has several processes, `work` waits until all data
+    /// is on disk.
     pub fn work_synced<'a, T: Send>(
         &'a self,
         sync: bool,

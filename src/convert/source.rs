@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
-/// Selection of names that a verb uses if the command line has no name options.
+/// Defaults of a verb for the options that select and change names.
 pub struct Defaults {
     pub root: Root,
     pub wrappers: Wrappers,
@@ -38,8 +38,8 @@ impl Defaults {
     }
 }
 
-/// Path and format of SRC. `--fill-from` puts the values of SRC into another checkpoint, FILLER, and keeps the path and
-/// format of SRC here.
+/// Path and format of SRC for a run with `--fill-from`. In such a run, the values of SRC are put into the checkpoint
+/// FILLER, whose path and format the rest of [`ConversionSource`] has.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,
@@ -61,18 +61,19 @@ pub struct ConversionSource {
     pub selection: Selected,
     /// Result of resolving the values that differ between ranks.
     pub conflicts: ResolvedConflicts,
-    /// True if replicas have already been compared.
+    /// True if `--on-conflict` was given, so that replicas have already been compared.
     pub compared: bool,
     /// Connection to the other processes of the run.
     pub peers: Option<Peers>,
-    /// True if the processes have disconnected.
+    /// True if this process has disconnected from the other processes.
     pub has_parted: bool,
-    /// Hint about tensors that are left out by default. The hint names the option that includes these tensors.
+    /// Hint about tensors that are left out by default. The hint names the option that includes these tensors. `None`
+    /// if no tensors are left out by default, or if the user selected names.
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint about the names that `defaults` leave out. The hint names the option that includes the tensors with
-/// these names. Returns `None` if the user selected names.
+/// Returns a hint about the tensors that `defaults` leave out. The hint names the option that includes these tensors.
+/// Returns `None` if `defaults` leave out none, or if the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -97,7 +98,7 @@ impl ConversionSource {
         self.peers.as_ref().is_some_and(Peers::exchange_bytes)
     }
 
-    /// Selects names and values of an opened checkpoint.
+    /// Selects names and values of an opened checkpoint, as the options and the defaults of the verb say.
     ///
     /// # Errors
     /// The errors of the selection.
@@ -130,7 +131,7 @@ impl ConversionSource {
         })
     }
 
-    /// Returns the path and the format of SRC.
+    /// Returns the path and the format of SRC, also with `--fill-from`.
     #[must_use]
     pub fn given(&self) -> (&Path, Format) {
         match &self.filled {
@@ -139,7 +140,8 @@ impl ConversionSource {
         }
     }
 
-    /// Returns every checkpoint that is read: its name for messages, and its path.
+    /// Returns the checkpoints that are read, each as its name for messages and its path. A checkpoint that was found
+    /// in a subfolder of the path that the user named occurs with both paths.
     #[must_use]
     pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
@@ -236,8 +238,8 @@ impl ConversionSource {
         Ok(())
     }
 
-    /// Checks checksums and replicas before the copy. `taken` are the source tensors that this process writes, at least
-    /// in part.
+    /// Checks the stored checksums, with `--check-crc`, and the replicas of `taken`, unless they have already been
+    /// compared. `taken` are the source tensors that this process writes, at least in part.
     ///
     /// # Errors
     /// `Malformed` for a wrong checksum, `Conflict` for replicas that differ.
@@ -259,8 +261,9 @@ impl ConversionSource {
         }
     }
 
-    /// Describes the first difference between two tensors of SRC, which are compared after a cast to `dtype`. Returns
-    /// `None` if they are equal. Collective if this process is connected to other processes.
+    /// Describes the first difference between two tensors of SRC, or returns `None` if they are equal. A process
+    /// without a connection to other processes compares the tensors after a cast to `dtype`. Connected processes
+    /// compare them without a cast; the call is then collective.
     ///
     /// # Errors
     /// Errors from reading.
@@ -321,7 +324,7 @@ impl ConversionSource {
     }
 }
 
-/// Parameters for reading a source.
+/// Choice of what is read from a source, and of how incomplete sources are treated.
 pub struct ReadRequest<'a> {
     /// Checkpoint of the same model that provides shapes for flat parameters.
     pub like: Option<&'a Path>,
@@ -333,8 +336,8 @@ pub struct ReadRequest<'a> {
     pub raw_flat: bool,
 }
 
-/// Opens the source of a conversion, together with the other processes if each process sees only some files of the
-/// source.
+/// Opens the source of a conversion. If the options need connected processes, also connects to the other processes, and
+/// reads the source with them.
 ///
 /// # Errors
 /// Errors from reading, and from connecting to the other processes.
@@ -360,7 +363,8 @@ pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> R
     Ok((checkpoint, peers))
 }
 
-/// Adds a hint to an error about missing files: the files may be on the disk of another node.
+/// Adds a hint to an error about missing files: the files may be on the disk of another node. Errors of another kind,
+/// or with a hint, stay unchanged.
 pub fn maybe_on_other_nodes(error: Error) -> Error {
     error.missing_hint(
         "copy the missing files into the folder, or save the checkpoint again; if other nodes have them, start a \
@@ -384,10 +388,11 @@ pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
     }
 }
 
-/// Checks that the gradients to which `--reduce` applies are selected. Not every verb selects gradients by default.
+/// Checks that the gradients are selected if `--reduce` is given, because only gradients are partial values. Not every
+/// verb selects gradients by default.
 ///
 /// # Errors
-/// `Usage` with the option that selects them.
+/// `Usage` with the option that selects the gradients.
 fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, selected: &Selected, with_grads: bool) -> Result<()> {
     let SourceOptions { series, layout, .. } = &args.source;
     let is_gradients = |name: &&String| state_dict::GRADIENTS.contains(&name.as_str());
@@ -409,7 +414,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, selected: &Sele
     Err(Error::usage(format!("options::reduce {given}: the gradients are left out, so {effect}"), hint))
 }
 
-/// Returns the path of the gradients in the source if none of them is selected, otherwise `None`.
+/// Returns the path of the gradients in the state dict of the source if none of them is selected, otherwise `None`.
 fn left_out_gradients(checkpoint: &Checkpoint, selected: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = state_dict::gradients_root(state, &state_dict::model_root(state))?;
@@ -420,7 +425,7 @@ fn left_out_gradients(checkpoint: &Checkpoint, selected: &Selected) -> Option<pa
     (!taken && !gradients.is_empty()).then_some(root)
 }
 
-/// Parses the name options of the command line.
+/// Parses the options that select and rename tensors and set their dtypes.
 ///
 /// # Errors
 /// `Layout` and `Usage` for invalid patterns and rules, `Io` for files that cannot be read.

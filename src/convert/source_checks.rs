@@ -68,8 +68,8 @@ impl Replicas {
     }
 }
 
-/// Returns, for each tensor whose replicas differ, the first difference. Collective if this process is connected to
-/// other processes.
+/// Returns the first difference of each of `tensors` whose replicas differ. With `peers`, also compares replicas in files
+/// that no single process sees; the call is then collective.
 ///
 /// # Errors
 /// Errors from reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
@@ -101,7 +101,7 @@ pub fn differing(
 /// Hint for a conflict between ranks that the user can resolve by choosing the value of one rank.
 const CHOICE: &str = "set options::on_conflict: rank0 keeps the lowest rank's value";
 
-/// Describes the position of the first difference: `first at [2, 1]`. A scalar has only one element.
+/// Describes the index of the first difference: `first at [2, 1]`, or `in the only element` for a scalar.
 pub fn position(index: &[u64]) -> String {
     if index.is_empty() { String::from("in the only element") } else { format!("first at {index:?}") }
 }

@@ -1,4 +1,4 @@
-//! Options for reading a source, and errors for reading options that have no effect on it.
+//! Options for reading a source, and errors for reading options that would have no effect.
 
 use std::path::Path;
 
@@ -9,6 +9,7 @@ use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, Tensor
 use crate::quantity::count;
 
 /// Returns the options for reading a checkpoint. `default` selects the series of rank files if the user names none.
+/// `like` is a checkpoint of the same model that provides shapes for flat parameters.
 pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
@@ -38,10 +39,10 @@ pub fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
 
-/// Refuses a source from which only objects would be read or written, unless options select names or series.
+/// Refuses a source from which no tensor would be read or written, unless options select names or series.
 ///
 /// # Errors
-/// `Usage` if no tensor is selected.
+/// `Usage`.
 pub fn refuse_without_tensors(
     src: &Path,
     checkpoint: &Checkpoint,
@@ -84,7 +85,7 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
     ))
 }
 
-/// Refuses options for flat parameters if no checkpoint has flat parameters, because the options would have no effect.
+/// Refuses `--flat-layout` and `--like` if no checkpoint has flat parameters, because the option would have no effect.
 ///
 /// # Errors
 /// `Usage`.

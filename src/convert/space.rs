@@ -10,7 +10,8 @@ use crate::exec::sidecar_files::SidecarFile;
 use crate::quantity::human_bytes;
 use crate::storage::{AnchoredPath, filesystem};
 
-/// Checks that there is space for the files that this process writes and for the sidecar files that it copies.
+/// Checks that there is space for the files in which this process writes, and for the sidecar files that it copies.
+/// Space that existing files occupy counts as available.
 ///
 /// # Errors
 /// `Usage` if there is not enough space, `Io` if the free space is unknown.

@@ -10,8 +10,8 @@ use crate::storage::lookup;
 /// Returns the format to write: `--to`, otherwise the format of DST's suffix, otherwise `default`.
 ///
 /// # Errors
-/// `Usage` if the suffix belongs to an unsupported file format or looks misspelt. Without this error, DST would become
-/// a folder.
+/// `Usage` if dtshard cannot write the format, if `--torch-version` has no effect, or if the suffix belongs to an
+/// unsupported file format or looks misspelt. Without the error about the suffix, DST would become a folder.
 pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     let to = named_format(args, destination, default)?;
     match &args.torch_version {
@@ -66,7 +66,7 @@ fn suffixes() -> impl Iterator<Item = &'static str> {
     Format::ALL.iter().flat_map(|format| format.entry().suffixes).copied()
 }
 
-/// Returns the error for a verb that writes whole tensors to a format that stores only shards.
+/// Returns the error of a verb that writes whole tensors, if the format `to` stores only shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
     let is_whole = |format: &&Format| format.entry().write_whole.is_some();
     let mut formats: Vec<&Format> = Format::ALL.iter().filter(is_whole).collect();
@@ -79,7 +79,7 @@ pub fn holds_shards(verb: &str, to: Format) -> Error {
     )
 }
 
-/// Returns the error for a verb that writes shards to a format that stores only whole tensors.
+/// Returns the error of a verb that writes shards, if the format `to` stores only whole tensors.
 pub fn holds_whole_tensors(to: Format) -> Error {
     let is_sharded = |format: &&Format| format.entry().write_shards.is_some();
     let shards = Format::ALL.iter().filter(is_sharded).map(|format| format!("options::to {format}"));
@@ -92,7 +92,7 @@ pub fn holds_whole_tensors(to: Format) -> Error {
     )
 }
 
-/// Joins words with commas, and the last two with a conjunction.
+/// Joins words with commas, and the last two words with a conjunction.
 fn join(words: impl Iterator<Item = String>, conjunction: &str) -> String {
     let words: Vec<String> = words.collect();
     match words.split_last() {

@@ -38,7 +38,9 @@ impl PartTarget {
     }
 }
 
-/// Divides the state dict as in the source, if the target format supports parts.
+/// Returns the parts of the destination. For rank files, each top-level key of the state dict becomes a series, unless
+/// the source has all keys in one series. For other formats, each folder of the source becomes a folder. A state dict
+/// that cannot be divided in this way is one part.
 pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     let state = &source.selection.catalog.state;
     // A file without ranks provides no names for rank files.
@@ -83,10 +85,11 @@ pub fn parts(source: &ConversionSource, to: Format) -> Vec<PartTarget> {
     folders(source).unwrap_or_else(|| vec![whole(None)])
 }
 
-/// Returns one series of rank files per top-level key, if all top-level values are dicts and one of them is the model.
+/// Returns the top-level keys of a state dict as series of rank files. Returns `None` unless there are at least two
+/// keys, one of them is the model, and each key is a valid series whose value is a dict.
 ///
 /// Keys come from a file and become file names. A key that cannot be read back from its file name (`../model`, or
-/// `model_` beside `model`) is not a series.
+/// `model_` beside `model`) is not a valid series.
 fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
     let dict = state.as_dict()?;
     let names_series = |key: &str| {
@@ -99,8 +102,8 @@ fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
         .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
 }
 
-/// Returns one part per folder. Returns `None` unless the source had several folders that together still contain every
-/// entry of the state dict.
+/// Returns one part for each folder of the source. Returns `None` if the source has only one folder, or if an entry of
+/// the state dict belongs to no folder.
 fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     let parts = &source.checkpoint.parts;
     let dict = source.selection.catalog.state.as_dict()?;
@@ -122,7 +125,7 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
     (taken == dict.entries.len()).then_some(targets)
 }
 
-/// The values of `fsdp_config.json` that differ in the new job.
+/// The values that `fsdp_config.json` gets for the job that loads the result.
 #[derive(Clone, Copy)]
 pub struct NewJob {
     pub world_size: u32,
@@ -130,7 +133,8 @@ pub struct NewJob {
     pub changes_to_fsdp2: bool,
 }
 
-/// Returns the sidecar files to copy. `fsdp_config.json` is not copied, but written with the values of the new job.
+/// Returns the sidecar files to copy. If the target has one file for each rank, `fsdp_config.json` is not copied, but
+/// added to `reservation` with the values of the new job.
 pub fn carry_along(
     source: &ConversionSource,
     to: Format,
@@ -160,8 +164,8 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns about optimizer files that trainers saved separately. These files are copied unchanged, and match only the
-/// ranks of SRC.
+/// Warns about optimizer files that trainers saved beside the checkpoint. They are copied unchanged, so they match only
+/// the ranks of SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {
@@ -179,8 +183,9 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
     }
 }
 
-/// Returns a sidecar file with its path and modification time in SRC. All processes identify the file by these values,
-/// even if they read a copy of the file.
+/// Returns a sidecar file that is read from `place` and copied to `to` in the destination. If `place` is a copy of a
+/// file of SRC, the result has the path and modification time of the original file, so that all processes identify the
+/// file by equal values.
 ///
 /// # Errors
 /// `Io` if the path cannot be examined or is not a file.
@@ -212,7 +217,7 @@ fn for_new_job(text: &[u8], job: NewJob) -> Vec<u8> {
 }
 
 /// Checks that the headers of all rank files fit into memory. Every rank file names every tensor, and all headers are
-/// laid out before the first byte is written. `more` are additional bytes.
+/// laid out before the first byte is written. `more` are bytes that the headers need in addition to the names.
 ///
 /// # Errors
 /// `Usage` if the headers need more memory than the limit.

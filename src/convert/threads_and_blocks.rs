@@ -36,7 +36,8 @@ impl Bottleneck {
     }
 }
 
-/// Returns the threads and buffer sizes for a run. `rounds` is `None` if processes do not exchange bytes.
+/// Starts the threads for a run, and returns them with the number of threads and the length of write blocks. `rounds`
+/// is the bucket size, or `None` if processes exchange no data.
 ///
 /// # Errors
 /// `Usage` if the number of threads is invalid, or if the memory limit is too low for this number of threads.
@@ -103,7 +104,7 @@ impl Workers {
     }
 }
 
-/// Returns how many of `requested` threads the system can start in addition to the threads for signals, leases and
+/// Returns how many of `requested` threads the system can start, if it also starts the threads for signals, leases and
 /// progress.
 fn startable_threads(requested: usize) -> usize {
     const OTHERS: usize = 4;
@@ -132,11 +133,12 @@ pub const BASE_BYTES: u64 = 32 << 20;
 pub const MIN_WRITE_BLOCK_BYTES: u64 = 64 << 10;
 
 /// Number of threads that keep a disk busy, independent of the number of cores. Some threads sleep until their write
-/// blocks are written, while others gather the next blocks.
+/// blocks are written, while others prepare the next blocks.
 const DISK_THREADS: usize = 4;
 
-/// Returns one thread per core that this process may use, or fewer if memory is short. A disk gets additional threads
-/// only if write blocks keep their full length, and never if Slurm limits the CPUs of the process.
+/// Returns one thread per core that this process may use, or fewer if memory is short. For a disk, returns at least
+/// [`DISK_THREADS`], or as many of them as can have write blocks of full length. The cores limit the number even for a
+/// disk if Slurm limits the CPUs of the process.
 fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
@@ -152,13 +154,14 @@ pub fn cores(given: Option<usize>) -> usize {
     given.map_or(cores, |given| cores.min(given))
 }
 
-/// Returns how many threads with write blocks of `write_block_bytes` fit into `max_memory`.
+/// Returns how many threads fit into `max_memory`, if each needs a write block of `write_block_bytes` and `scratch`
+/// bytes.
 pub fn affordable(max_memory: u64, scratch: u64, write_block_bytes: u64) -> usize {
     let threads = max_memory.saturating_sub(BASE_BYTES) / (write_block_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
-/// The time at which workers read, relative to writing.
+/// Whether workers read the data of a write block just before they write the block, or one round earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadTiming {
     /// A worker reads the data of a block just before it writes the block.
@@ -168,14 +171,14 @@ pub enum ReadTiming {
 }
 
 impl ReadTiming {
-    /// Returns the time at which workers read, in a run with or without exchange rounds.
+    /// Returns when workers read, in a run with or without exchange rounds.
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
 }
 
-/// Returns the bytes of memory that one worker needs in addition to its write block. For `Ahead`, the result includes
-/// the buffers of the reader that reads the next round.
+/// Returns the memory in bytes that one worker needs in addition to its write block. For `Ahead`, the result includes
+/// the buffers for reading the next round.
 pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {
@@ -184,12 +187,14 @@ pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     }
 }
 
-/// Returns the smallest memory limit, in bytes, with which `threads` threads can run.
+/// Returns the smallest memory limit, in bytes, with which `threads` threads can run without exchange rounds. Each
+/// thread then has the shortest write block and `scratch` bytes.
 pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (MIN_WRITE_BLOCK_BYTES + scratch)
 }
 
-/// Returns the length in bytes of write blocks that fit into `max_memory` after `taken` bytes are subtracted.
+/// Returns the largest length of write blocks, in bytes, with which `threads` threads fit into `max_memory` beside
+/// `taken` bytes for other purposes. The result is at most the default length.
 ///
 /// # Errors
 /// `Usage` if even the shortest write blocks do not fit.
@@ -213,8 +218,8 @@ pub fn write_block_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usi
     Ok(left.saturating_sub(scratch).clamp(MIN_WRITE_BLOCK_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
 }
 
-/// Returns the memory in bytes that exchange rounds and reduction buffers need. All `threads` of the pool have
-/// reduction buffers, even if only some of them read and write because memory is short.
+/// Returns the memory in bytes that exchange rounds and reduction buffers need. Each of `threads` threads has a
+/// reduction buffer, even if fewer threads read and write because memory is short.
 pub fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
     bucket.held_bytes().saturating_add(sums_bytes(threads))
 }
@@ -230,7 +235,8 @@ pub fn room_before_layout(args: &SourceOptions, options: &Options) -> u64 {
     room_beside_workers(args.io, options, args.max_memory)
 }
 
-/// Returns the memory in bytes that is left for exchange rounds after the buffers of the workers.
+/// Returns the memory in bytes that is left for exchange rounds beside the buffers of the workers and the reduction
+/// buffers.
 pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
     let workers = options.threads as u64 * (options.write_block_bytes + scratch_bytes(io, ReadTiming::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
@@ -260,8 +266,8 @@ mod tests {
         assert_eq!(write_block_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
     }
 
-    /// Exchange rounds need additional scratch buffers, because some workers write a round while others read the next
-    /// one.
+    /// Checks that each worker has more scratch memory if there are exchange rounds, because workers then write a round
+    /// while others read the next one, and that all buffers of the most threads possible fit into the limit.
     #[test]
     fn rounds_need_additional_scratch_buffers() {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));
@@ -274,7 +280,9 @@ mod tests {
         assert!(write_block_bytes(max, rounds, ahead, threads + 1).is_err());
     }
 
-    /// The pool may have more threads than workers, because a process starts them before it connects to its peers.
+    /// Checks that every thread of the pool counts with a reduction buffer, and that a reduction needs no larger
+    /// buffer. The pool may have more threads than workers, because a process starts them before it connects to other
+    /// processes.
     #[test]
     fn reduction_buffers_count_all_threads() {
         let bucket = Bucket::Asked(1 << 20);

@@ -30,19 +30,19 @@ const TIED: [(&str, &str); 7] = [
     ("tok_embeddings.weight", "output.weight"),
 ];
 
-/// An output layer that is tied to an embedding.
+/// An embedding, and the output layer that is tied to it in known model classes.
 #[derive(Debug, PartialEq, Eq)]
 struct Tie {
     embedding: String,
-    /// Length of the prefix of both names, before the part that [`TIED`] lists.
+    /// Length in bytes of the prefix that both names have before the part that [`TIED`] lists.
     prefix: usize,
     output: String,
     id: TensorId,
-    /// True if the checkpoint has a tensor under the name of the output layer.
+    /// True if the checkpoint has a tensor of the output layer: its weight, or any other tensor of its module.
     is_stored: bool,
 }
 
-/// Returns the embeddings that have a known name, each with the name of its output layer.
+/// Returns the embeddings that have a known name, each with the name of the output layer to which it may be tied.
 fn find(state: &Value) -> Vec<Tie> {
     let model = state_dict::model(state);
     // A quantised or adapted output layer has tensors with other names below the same module, so any tensor of the
@@ -84,10 +84,11 @@ fn says_tied(checkpoint: &Checkpoint) -> Result<bool> {
 }
 
 /// Adds the name of the output layer to the tensor of its tied embedding if the checkpoint does not store the output
-/// layer. Returns a note about it.
+/// layer. Returns a note that says which name was added, or that none was missing.
 ///
 /// # Errors
-/// `Usage` if the configuration does not tie the embeddings, or if the names are unknown.
+/// `Usage` if no configuration says that embeddings are tied and no tensor has two names, if not exactly one embedding
+/// has a known name, or if the nesting of the state dict has no place for the name.
 pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
     if !says_tied(checkpoint)? {
         if has_ties(&checkpoint.catalog) {
@@ -150,7 +151,8 @@ fn has_ties(catalog: &Catalog) -> bool {
     is_tied
 }
 
-/// Returns a note on how to load a DCP checkpoint without the output layer of a tied model.
+/// Returns a note on how to load a DCP checkpoint that lacks the tied output layer. Returns `None` if no output layer
+/// is missing in `written`, the state dict of the result.
 ///
 /// # Errors
 /// `Io` if the configuration of the model cannot be read.
@@ -165,8 +167,8 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
     }))
 }
 
-/// Adds the name of the output layer at the end of the dict that contains the embedding or one of its parent modules.
-/// Returns false if the name of that dict does not match the names of [`TIED`].
+/// Adds the name of the output layer to the state dict: at the end of the dict that contains the embedding, or of a
+/// dict above it. Returns false if the names of the nested dicts do not match the names of [`TIED`].
 fn insert(state: &mut Value, tie: &Tie) -> bool {
     let root = state_dict::model(state).root;
     let mut path = None;
@@ -229,7 +231,8 @@ mod tests {
         Value::Tensor(TensorId(id))
     }
 
-    /// Returns the names of tensor 0 after the missing name was inserted.
+    /// Adds the missing name of the output layer, and returns all names of tensor 0. Panics unless `state` has exactly
+    /// one embedding with a known name, and lacks its output layer.
     #[track_caller]
     fn names(mut state: Value) -> Vec<String> {
         let found = find(&state);

@@ -15,7 +15,7 @@ use crate::exec::copy::Stats;
 const FAST_REDUCE: &str = "options::fast_reduce";
 const ALONE: &str = "this is the only process";
 
-/// Returns warnings about options without effect, as far as they are known before the work begins. Processes that
+/// Returns warnings about options without effect, as far as these are known before the work begins. Processes that
 /// exchange data must already be connected.
 pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Vec<String> {
     let is_alone = run.launch.part.is_alone();
@@ -38,7 +38,7 @@ pub fn unused_options(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_
     unused.chain(short).collect()
 }
 
-/// Returns a warning if the rounds are so short that processes mostly wait for each other.
+/// Returns a warning if `bytes`, the bucket size, is so small that processes mostly wait for each other.
 fn short_rounds(bytes: u64) -> Option<String> {
     let unit = if bytes < 1000 { format!("; did you mean {bytes}MB?") } else { String::new() };
     (bytes < LEAST_BYTES).then(|| {
@@ -73,7 +73,7 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
     }))
 }
 
-/// Returns true if the processes are connected and reduce partial values on the CPU.
+/// Returns true if processes are connected and reduce partial values on the CPU, not with NCCL.
 fn is_by_hosts(conversion: &Prepared) -> bool {
     conversion.source.peers.is_some() && conversion.source.reducing() == ReductionMethod::InRankOrder
 }

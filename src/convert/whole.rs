@@ -57,7 +57,7 @@ pub fn whole_writer(verb: &str, to: Format) -> Result<&'static dyn WriteWhole> {
     to.entry().write_whole.ok_or_else(|| holds_shards(verb, to))
 }
 
-/// Returns whether the destination is one file or a folder.
+/// Returns whether the destination is one file or a folder. `destination` is the path of DST, if it is known.
 pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> DestinationKind {
     if writer.is_one_file(destination) { DestinationKind::File } else { DestinationKind::Folder }
 }
@@ -76,7 +76,7 @@ pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> R
     Ok(Some(checkpoint).filter(|_| is_same).and_then(|like| Placing::of(&like.catalog, &like.files)))
 }
 
-/// Returns a note about tensors that the checkpoint of `--like` does not have.
+/// Returns a note about tensors to write that the checkpoint of `--like` does not have, and about their files.
 pub fn elsewhere(placing: Option<&Placing>, written: &[(Fqn, TensorId)]) -> Option<String> {
     let unknown: Vec<&Fqn> =
         written.iter().map(|(fqn, _)| fqn).filter(|fqn| !placing.is_none_or(|it| it.has(fqn))).collect();

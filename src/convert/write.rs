@@ -120,7 +120,7 @@ pub fn write_destination(
     }
 }
 
-/// Returns the request of this process to work on a destination. The request states whether this process may replace an
+/// Returns the request of this process to work on a destination. The request says whether this process may replace an
 /// existing checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
@@ -182,14 +182,14 @@ impl DestinationWriter<'_> {
         self.run.launch.part
     }
 
-    /// Returns the sidecar files that `part` copies, with their numbers.
+    /// Returns the sidecar files that the process of `part` copies, each with its index among all sidecar files.
     fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &SidecarFile)> {
         let is_own = move |(number, file): &(u32, &SidecarFile)| file.assigned_process(*number, part.of) == part.index;
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
     /// Writes the byte ranges of this part that are not written yet. Also returns the work that was recorded before,
-    /// because the journals of other processes may later show that some recorded work belongs to this run.
+    /// because the journals of other processes may later show that some of it belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -249,9 +249,9 @@ impl DestinationWriter<'_> {
         Ok((Stats { bytes_already_written: bytes_before, ..stats }, before))
     }
 
-    /// Invalidates the journal entries of replicas that are only partly written, and returns the completed work. NCCL
-    /// must reduce all replicas of a value in one operation, because otherwise the replicas may differ in their last
-    /// bits. Collective.
+    /// Invalidates journal entries of reduced tensors whose elements are written in only some replicas, and returns the
+    /// completed work. NCCL must reduce all replicas of a value in one operation, because otherwise the replicas may
+    /// differ in their last bits. Collective.
     fn without_partial_replicas(&self, peers: &Peers) -> Result<CompletedWork> {
         // The first barrier waits until no process invalidates entries any more. The second barrier prevents that a
         // process writes before process 0 has invalidated entries.
@@ -263,7 +263,8 @@ impl DestinationWriter<'_> {
         self.records.known()
     }
 
-    /// Publishes the destination, and informs all connected processes of the result.
+    /// Publishes the destination. If processes exchange data, process 0 publishes it and informs the other processes of
+    /// the result; the call is then collective.
     fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
@@ -303,7 +304,8 @@ impl DestinationWriter<'_> {
         }
     }
 
-    /// Publishes the destination, unless work is missing, a process has not started, or another process is publishing.
+    /// Publishes the destination, and returns true. Returns false if work is missing, if another process may still be
+    /// working or has not started, or if another process is publishing.
     fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
         let Self { staging, run, .. } = *self;
         // If no journal is kept, this process has written everything.
@@ -342,7 +344,8 @@ impl DestinationWriter<'_> {
         incomplete.filter(|_| !is_shown).map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
-    /// Completes the checksums of the output and publishes it. All parts of the output are already written.
+    /// Completes the checksums of the output, reads the output back with `--verify`, and publishes it. All parts of the
+    /// output are already written.
     fn seal(&self, right: Seal<'_>, known: Option<CompletedWork>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
@@ -392,15 +395,16 @@ impl DestinationWriter<'_> {
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 
-    /// Returns true if all processes that run at the same time have started. A process without work may start late; if
-    /// the destination were already published, that process would fail.
+    /// Returns true if no other process has still to start or is still working. A process without work may start late;
+    /// if the destination were already published, that process would fail. Always true if processes do not wait for
+    /// each other.
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
-    /// Describes the work of this process that the next run can skip, for example `12.30 GB of 40.00 GB`. The work of
-    /// other processes is not included, because they may still be writing.
+    /// Describes the work of this process that the next run can skip, for example `12.30 GB of 40.00 GB`. Leaves out
+    /// the work of other processes, because they may still be writing.
     fn kept(&self) -> String {
         let part = self.part();
         let own = self.conversion.division(part);
@@ -415,7 +419,7 @@ impl DestinationWriter<'_> {
         }
     }
 
-    /// Returns true if the journals contain work, so that another run can continue from it.
+    /// Returns true if the journals record any work, so that another run can continue from it.
     fn has_recorded(&self) -> bool {
         !completed_work::is_empty(self.staging.journals()).unwrap_or(false)
     }
@@ -434,16 +438,19 @@ impl DestinationWriter<'_> {
     }
 }
 
-/// Hints for an error of `--verify`: the written files differ from the source.
+/// Hint if the written files differ from the source and no journal is kept.
 const WRONG: &str = "memory or disk is faulty; nothing was published or kept; run the command again";
+/// Hint if the written files differ from the source and journals are kept, so that `--resume` can continue.
 const WRONG_AND_KEPT: &str = "memory or disk is faulty; nothing was published. Run the same command with \
                               options::resume to write these bytes again and keep all other finished work";
 
-/// Time after which this process first reports which parts it waits for, and time between further reports.
+/// Time after which this process first reports which parts it waits for.
 const SAY_AFTER: Duration = Duration::from_secs(5);
+/// Time between further reports.
 const SAY_EVERY: Duration = Duration::from_mins(1);
 
 /// Returns the parts that this process waits for, for example `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`.
+/// Returns `None` if it waits for no part.
 fn waiting_for(others: &[OtherPart]) -> Option<String> {
     let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
     let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();

@@ -46,8 +46,8 @@ impl ProcessTable {
         short_list(&names, 3)
     }
 
-    /// Adds to an error about a damaged file the processes that see this file. They are needed because no process may
-    /// see all of SRC, and the user then cannot find the file with `verify`.
+    /// Adds to an error about a damaged file the processes that see this file. If no process sees all of SRC,
+    /// the user cannot find the file with `verify`.
     #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()

@@ -1,4 +1,4 @@
-//! Finds parameters whose attention heads tensor parallelism would cut in two, because the number of heads is not a
+//! Finds parameters in which tensor parallelism would cut attention heads apart, because the number of heads is not a
 //! multiple of the tensor-parallel size. The numbers of heads come from `config.json`, with the keys of Hugging Face
 //! transformers. A cut head does not change any written value, but modules that expect complete heads on each rank
 //! would fail.
@@ -14,7 +14,7 @@ use crate::layout::parallelize::PlacementSource;
 use crate::name_list::quoted_list;
 use crate::quantity::count;
 
-/// The numbers of attention heads of a model. A number is `None` if it is unknown.
+/// The numbers of attention heads of a model, for queries and for keys and values. A number is `None` if it is unknown.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionHeads {
     query: Option<u64>,
@@ -37,7 +37,7 @@ impl AttentionHeads {
         Self { query, key_value: number("num_key_value_heads").or(query) }
     }
 
-    /// Returns a note for each group of parameters that the plan cuts inside an attention head.
+    /// Returns notes about the parameters in which the plan cuts attention heads: one note for each number of heads.
     pub fn notes(self, planned: &PlannedModel) -> Vec<String> {
         let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
         let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
@@ -59,8 +59,8 @@ impl AttentionHeads {
         within.into_iter().map(note).collect()
     }
 
-    /// Returns the number of heads of a parameter, and its key in `config.json`. Returns `None` if the number is a
-    /// multiple of `parts` (the tensor-parallel size), so that no head is cut.
+    /// Returns the number of attention heads of a parameter, and its key in `config.json`, if the number is not a
+    /// multiple of `parts` (the tensor-parallel size), so that heads are cut. Returns `None` for other parameters.
     fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {

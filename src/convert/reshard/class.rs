@@ -25,8 +25,9 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
     }
 }
 
-/// Returns the class for tensors that are not sharded in the source. The result is the class of the source's sharded
-/// tensors, or DTensor if the source has no sharded tensors.
+/// Returns the class for tensors that are sharded in the target, but not in the source: the class of the source's
+/// sharded tensors, or DTensor if the source has no sharded tensors. For model-parallel checkpoints of makani, it is a
+/// plain tensor.
 pub fn usual_class(catalog: &Catalog) -> Class {
     let has = |class| catalog.tensors.iter().any(|entry| entry.is_shared() && entry.class == class);
     match [Class::DTensor, Class::ShardedTensor, Class::Tensor].map(has) {

@@ -17,7 +17,7 @@ pub struct LikeLayout<'a> {
     /// The catalog of the `--like` checkpoint.
     pub catalog: &'a Catalog,
     names: Names,
-    /// The tensors that the `--like` checkpoint lacks, with their names inside the model.
+    /// The tensors that were looked up but not found in the `--like` checkpoint, with their names inside the model.
     missing: Vec<(Path, Option<String>)>,
 }
 
@@ -28,8 +28,9 @@ impl<'a> LikeLayout<'a> {
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
     }
 
-    /// Returns the entry of the `--like` checkpoint whose layout a tensor gets: the entry of the same name, otherwise
-    /// the entry of the parameter to which the optimizer state belongs.
+    /// Returns the entry of the `--like` checkpoint whose layout a tensor gets: the entry of the same name, or, for
+    /// optimizer state without such an entry, the entry of its parameter `parameter` if it has the shape of the state.
+    /// Returns `None` if there is neither.
     ///
     /// # Errors
     /// `Conflict` if the entry of the same name has another number of dimensions.
@@ -74,7 +75,7 @@ impl<'a> LikeLayout<'a> {
         self.missing.push((path.clone(), in_model.map(Fqn::to_string)));
     }
 
-    /// Checks that the `--like` checkpoint had every tensor that was looked up.
+    /// Checks that the `--like` checkpoint lacks no tensor that needed a layout.
     ///
     /// # Errors
     /// `Usage` if the `--like` checkpoint lacks tensors.

@@ -19,27 +19,26 @@ pub struct PlacementReport {
     used: BTreeSet<usize>,
     /// Indices of the rules that are the first match of at least one tensor.
     effective: BTreeSet<usize>,
-    /// Names of all tensors. If a pattern matches no tensor, the most similar name is suggested.
+    /// Names of all tensors, for a suggestion if a pattern matches no tensor.
     names: Vec<String>,
-    /// The different numbers of dimensions that tensors with fallback placements have.
+    /// Numbers of dimensions of the tensors with fallback placements; each number occurs once.
     fallback_ndims: BTreeSet<usize>,
     /// Number of tensors for which a fallback placement does not fit on some mesh dimension.
     misfits: usize,
     /// Number of 0-d tensors among the tensors that `misfits` counts.
     scalar_misfits: usize,
-    /// Number of model tensors of one or more dimensions that stay plain. These tensors are plain in SRC, while other
-    /// tensors of SRC are sharded.
+    /// Number of model tensors of one or more dimensions that stay plain, because they are treated as buffers.
     plain: usize,
-    /// Number of parameters that stay plain, because they are outside all units of FSDP1.
+    /// Number of parameters that stay plain, because FSDP1 loads them outside all units.
     outside_units: usize,
-    /// Number of optimizer state tensors whose parameter has a number but no known name.
+    /// Number of optimizer state tensors of one or more dimensions whose parameter has a number but no known name.
     nameless: usize,
     /// Number of tensors for which the reduced value is written, because the target cannot store partial values.
     reduced: usize,
 }
 
 impl PlacementReport {
-    /// Records the name of a tensor and the rules that match it.
+    /// Records the name of a tensor, the rules that match it, and whether the name of its parameter is unknown.
     pub fn see(&mut self, subject: &TensorContext<'_>, layout: &MeshLayout) {
         let matching = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
         let mut matching = matching.map(|(index, _)| index);
@@ -50,7 +49,8 @@ impl PlacementReport {
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
 
-    /// Records that the rules for these tensors of SRC have no effect because the filters leave the tensors out.
+    /// Records the rules that match these names as rules with an effect, so that they cause no error or warning. The
+    /// filters, such as `--include`, leave out the tensors of SRC with these names.
     pub fn left_out(&mut self, names: &[String], layout: &MeshLayout) {
         for (index, _) in (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(names)) {
             self.used.insert(index);
@@ -58,7 +58,7 @@ impl PlacementReport {
         }
     }
 
-    /// Counts a tensor of the model that stays plain.
+    /// Counts a tensor that stays plain, if it is a model tensor of one or more dimensions.
     pub fn plain(&mut self, subject: &TensorContext<'_>) {
         self.plain += usize::from(!subject.entry.shape.is_empty() && subject.in_model.is_some());
     }
@@ -68,7 +68,7 @@ impl PlacementReport {
         self.outside_units += usize::from(subject.in_model.is_some() && subject.owner.is_none());
     }
 
-    /// Counts a tensor that gets the fallback placements.
+    /// Counts a tensor that gets the fallback placements. `is_misfit` is true if one of them does not fit the tensor.
     pub fn fallback(&mut self, subject: &TensorContext<'_>, is_misfit: bool) {
         let shape = &subject.entry.shape;
         self.fallback_ndims.insert(shape.len());
@@ -81,7 +81,7 @@ impl PlacementReport {
         self.reduced += 1;
     }
 
-    /// Checks that every rule and every fallback placement has an effect.
+    /// Checks that every rule matches a tensor, and that every fallback placement fits a tensor.
     ///
     /// # Errors
     /// `Usage` for a rule that matches no tensor, and for a fallback placement that fits no tensor.
@@ -104,7 +104,8 @@ impl PlacementReport {
         }
     }
 
-    /// Returns notes about results that the user may not expect.
+    /// Returns notes about results that the user may not expect, and warnings about rules that are never the first
+    /// match.
     pub fn notes(&self, layout: &MeshLayout, evidence: ParameterEvidence) -> Vec<String> {
         let mut notes = Vec::new();
         let (scalars, others) = (self.scalar_misfits, self.misfits - self.scalar_misfits);

@@ -37,7 +37,7 @@ pub struct PlacementResolver<'a> {
     planned: Option<PlannedModel>,
     /// The checkpoint of `--like`, which sets the placements of tensors without a rule.
     like: Option<LikeLayout<'a>>,
-    /// Whether the fallback placements are a default, which the user did not give.
+    /// True if the fallback placements are a default, which the user did not give.
     has_default_fallback: bool,
     /// The class that every sharded tensor gets; `None` if each tensor keeps its class from the source.
     class: Option<Class>,
@@ -100,7 +100,8 @@ impl<'a> PlacementResolver<'a> {
         Self { has_default_fallback, ..self }
     }
 
-    /// Accepts rules for tensors of SRC that the filters leave out.
+    /// Accepts rules that match only these names. The filters, such as `--include`, leave out the tensors of SRC with
+    /// these names.
     pub fn left_out(mut self, names: &[String]) -> Self {
         self.report.left_out(names, self.layout);
         self
@@ -124,7 +125,8 @@ impl<'a> PlacementResolver<'a> {
         self.planned.as_ref().map(PlannedModel::details).unwrap_or_default()
     }
 
-    /// Returns the notes for the user. `heads` are the numbers of attention heads of the model.
+    /// Returns the notes for the user, and checks that the inputs had an effect. `heads` are the numbers of attention
+    /// heads of the model.
     ///
     /// # Errors
     /// `Usage` for rules or placements without effect, and for tensors that `--like` lacks.
@@ -175,8 +177,7 @@ impl<'a> PlacementResolver<'a> {
         }
     }
 
-    /// Returns the class and the placements of a sharded tensor; `None` for a plain tensor, which is replicated on
-    /// every rank.
+    /// Returns the class and the placements of a tensor; `None` for a plain tensor of which every rank has a copy.
     pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
         Ok(self.with_class(path, entry)?.map(|(class, chosen)| (class, chosen.shared)))
     }
@@ -188,11 +189,11 @@ impl<'a> PlacementResolver<'a> {
         Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), chosen)))
     }
 
-    /// Replaces Partial placements by Replicate, so that the reduced value is written. DCP cannot store partial values,
-    /// and a plain tensor cannot be marked as a partial value.
+    /// Replaces Partial placements by Replicate, so that the reduced value is written. Used for DCP, which cannot store
+    /// partial values, and for plain tensors, which cannot be marked as partial values.
     ///
     /// # Errors
-    /// `Unsupported` if the command line asks for a Partial placement.
+    /// `Unsupported` if the user gave the Partial placement.
     fn without_partial_values(
         &mut self,
         path: &Path,
@@ -240,8 +241,8 @@ impl<'a> PlacementResolver<'a> {
         Ok(choice)
     }
 
-    /// Returns the split rule for a tensor: `theirs`, which comes from SRC or `--like`, unless the command line sets a
-    /// split rule for all tensors.
+    /// Returns the split rule for a tensor: the rule that the user gave for all tensors, otherwise `theirs`, the rule
+    /// of SRC or `--like`.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
         if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
@@ -268,8 +269,9 @@ impl<'a> PlacementResolver<'a> {
         }))
     }
 
-    /// Returns the layout that the plan gives to a tensor: a parameter, or optimizer state that has the shape of its
-    /// parameter.
+    /// Returns the layout of a tensor by the plan: for a parameter, its own layout; for optimizer state of the shape of
+    /// its parameter, the layout of that parameter. Other tensors are plain, or `None` if `--like` or a fallback
+    /// decides.
     fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
@@ -356,9 +358,9 @@ impl<'a> PlacementResolver<'a> {
         Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
     }
 
-    /// Returns true if a trained tensor that is plain in SRC must be outside all units of FSDP1. This is so if other
-    /// parameters are ShardedTensors, in SRC and in DST. FSDP1 loads a parameter outside its units from a plain tensor
-    /// only.
+    /// Returns true if a parameter that is plain in SRC must stay plain, because it is outside all units of FSDP1. This
+    /// is so if other parameters are ShardedTensors in SRC and in DST. FSDP1 loads a parameter outside its units from a
+    /// plain tensor only.
     fn is_outside_units(&self) -> bool {
         let class = self.class.unwrap_or(self.usual_class);
         self.subjects.has_sharded_tensors && class == Class::ShardedTensor

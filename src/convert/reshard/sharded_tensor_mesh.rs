@@ -31,7 +31,8 @@ pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     DeviceMesh::parse(&mesh).ok()
 }
 
-/// Returns true if every rank has the rows that it gets when `torch.chunk` splits all rows over `group_size` ranks.
+/// Returns true if every rank has the rows that it gets when `torch.chunk` splits all rows over groups of `group_size`
+/// ranks.
 fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
     let Some(rows) = entry.shape.first() else { return false };
     let has_own = entry.chunks.iter().all(|part| {
@@ -59,8 +60,8 @@ mod tests {
     use crate::catalog::{Chunk, ChunkTable, Dtype, FileLocation};
     use crate::layout::{Rank, Region, Tile};
 
-    /// Returns a tensor of `rows` rows. The tensor is sharded over groups of `group_size` ranks; if `group_size` is
-    /// `None`, the result is a plain tensor on all ranks.
+    /// Returns a tensor of `rows` rows and 3 columns. Its rows are sharded over groups of `group_size` ranks; if
+    /// `group_size` is `None`, it is a plain tensor, and every rank has a copy.
     fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {
         let mut chunks = ChunkTable::new(2);
         for rank in 0..world_size {

@@ -8,7 +8,7 @@ use crate::layout::strided::{UnknownSplitFactor, find_unknown_split_factor};
 use crate::layout::{DeviceMesh, comma_list};
 use crate::name_list::short_list;
 
-/// Returns a note for each split factor of `_StridedShard` that does not match the mesh dimensions.
+/// Returns notes about the split factors of `_StridedShard` that do not match the mesh dimensions.
 pub fn notes(layout: &MeshLayout) -> Vec<String> {
     let MeshLayout { mesh, rules, fallback, .. } = layout;
     let of_rules = rules.iter().filter_map(|rule| match &rule.choice {

@@ -25,7 +25,8 @@ pub struct TensorContexts<'a> {
     /// The information with which parameters are distinguished from buffers.
     pub evidence: ParameterEvidence,
     owners: Owners<'a>,
-    /// Names of tensors that have optimizer state. Such a tensor is a parameter, even if it is not a DTensor.
+    /// Names of parameters that have optimizer state or a gradient of their own shape. Such a tensor is a parameter,
+    /// not a buffer, even if it is not a DTensor.
     trained: HashSet<Fqn>,
     /// True if some tensor of the model is a ShardedTensor in the source. Optimizer state does not count, because under
     /// `NO_SHARD` only optimizer state is sharded.
@@ -37,8 +38,8 @@ pub struct TensorContexts<'a> {
 pub enum ParameterEvidence {
     /// The Python class of each tensor in the source's rank files shows whether it is a parameter.
     Class,
-    /// A tensor with optimizer state is a parameter. A DCP directory has only this information, because it records no
-    /// classes.
+    /// A tensor with optimizer state is a parameter. The classes do not help, because no tensor is known to be sharded;
+    /// a DCP directory, for example, records no classes.
     Optimizer,
     /// Nothing distinguishes parameters from buffers.
     Nothing,
@@ -52,7 +53,7 @@ pub struct TensorContext<'a> {
     pub entry: &'a TensorEntry,
     /// The names of the tensor that a rule may match.
     pub names: Vec<String>,
-    /// The tensor's name within the model, if the tensor is part of the model.
+    /// The tensor's name inside the model, if the tensor is part of the model.
     pub in_model: Option<Fqn>,
     /// The parameter to which the tensor belongs, if the tensor is optimizer state or a gradient.
     pub owner: Option<Owner>,
@@ -107,8 +108,8 @@ impl<'a> TensorContexts<'a> {
         TensorContext { path, entry, names, in_model, owner, follows }
     }
 
-    /// Returns the mesh and placements that a tensor has in the source. Optimizer state without placements gets the
-    /// placements of its parameter.
+    /// Returns the mesh and placements that a tensor has in the source. Optimizer state or a gradient without
+    /// placements gets the placements of its parameter if the shapes are equal.
     pub fn source<'t>(&self, subject: &TensorContext<'t>) -> Option<MeshPlacement<'t>>
     where
         'a: 't,
@@ -117,17 +118,19 @@ impl<'a> TensorContexts<'a> {
         subject.sharding().map(|sharding| catalog.on_mesh(sharding))
     }
 
-    /// Returns true if the tensor has optimizer state, or is optimizer state with the shape of its parameter.
+    /// Returns true if the tensor has optimizer state or a gradient of its shape, or is optimizer state or a gradient
+    /// with the shape of its parameter.
     pub fn is_trained(&self, subject: &TensorContext<'_>) -> bool {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
 
-    /// Returns true if a tensor is plain while other tensors of the checkpoint are known to be sharded.
+    /// Returns true if a tensor counts as plain: it is not sharded (`is_shared` is false), and plain tensors are known
+    /// to be no sharded parameters, because there is [`ParameterEvidence`].
     pub fn is_plain(&self, is_shared: bool) -> bool {
         self.evidence != ParameterEvidence::Nothing && !is_shared
     }
 
-    /// Returns a tensor of the model as an input for a parallelize plan.
+    /// Returns the parameter or buffer `fqn` of the model as an input for a parallelize plan.
     pub fn parameter(&self, fqn: &Fqn, id: TensorId) -> Parameter<'a> {
         let entry = self.catalog.tensor(id);
         let name = match self.wrappers {
@@ -137,8 +140,7 @@ impl<'a> TensorContexts<'a> {
         Parameter { name, shape: &entry.shape, shape_origin: ShapeOrigin::Global, kind: self.kind(entry) }
     }
 
-    /// Returns whether a tensor of the model is a parameter or a buffer. The caller needs the result for tensors that
-    /// no style of the plan names.
+    /// Returns whether a tensor of the model is a parameter or a buffer, for tensors that no style of the plan names.
     fn kind(&self, entry: &TensorEntry) -> ParameterKind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
         // Buffers are never sharded, so a sharded integer tensor is a quantized weight.
@@ -169,13 +171,14 @@ impl<'a> TensorContext<'a> {
         self.in_model.is_none() && self.owner.is_none() && !self.is_shared()
     }
 
-    /// Returns true if the tensor is optimizer state to which rules for its parameter do not apply, because it has
-    /// another shape than the parameter.
+    /// Returns true if the tensor is optimizer state or a gradient to which rules for its parameter do not apply: the
+    /// parameter has another shape, or is not in the checkpoint.
     pub fn is_stray(&self) -> bool {
         self.owner.is_some() && self.follows.is_none()
     }
 
-    /// Returns true if the tensor is optimizer state, and its parameter in the checkpoint has another shape.
+    /// Returns true if the tensor is optimizer state or a gradient, and its parameter in the checkpoint has another
+    /// shape.
     pub fn is_misshapen(&self) -> bool {
         self.is_stray() && self.owner.as_ref().is_some_and(|owner| owner.id.is_some())
     }

@@ -1,5 +1,5 @@
 //! Lays out rank files with whole tensors. With `--all-ranks`, every file has all tensors as whole tensors. With
-//! `--unit`, every file has the tensors of some units as whole tensors, and all other tensors are sharded.
+//! `--unit`, every file has the tensors of some units as whole tensors; all other tensors keep their layout.
 //!
 //! `--all-ranks` writes what FSDP saves as `FULL_STATE_DICT` without `rank0_only`. `--unit` writes the state that is in
 //! memory within `FullyShardedDataParallel.summon_full_params(unit)`.
@@ -44,7 +44,8 @@ pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Resul
 /// Lays out the rank files, and returns notes about them.
 ///
 /// # Errors
-/// `Usage` for a pattern that matches no unit, for another format, and if the number of ranks is not known.
+/// `Usage` for a pattern that matches no unit, for another format than that of [`default_format`], and if the number of
+/// ranks is not known.
 pub fn reserve(
     args: &UnshardOptions,
     convert: &ConvertOptions,
@@ -102,8 +103,8 @@ fn everything(source: &ConversionSource, version: Option<&str>) -> Result<Reserv
     in_ranks(source, &mesh, version, &mut |_, _| Ok(torch::RankLayout::Plain))
 }
 
-/// Lays out rank files in which every file has the tensors of some modules as whole tensors: the modules that
-/// `patterns` match.
+/// Lays out rank files in which every file has the tensors of the modules that `patterns` match as whole tensors. All
+/// other tensors keep their layout.
 fn some_modules(
     patterns: &UnitPatterns,
     source: &ConversionSource,
@@ -187,7 +188,8 @@ impl UnitPatterns {
         Ok(Self(Pattern::parse_all(texts)?))
     }
 
-    /// Returns the flat layout without the units that the patterns match, and the number of removed units.
+    /// Returns the flat layout without the units that the patterns match, and the number of removed units. The new flat
+    /// layout has no parameter numbers of the optimizer, because they would change.
     fn without(&self, layout: &FlatLayout) -> Result<(FlatLayout, usize)> {
         let is_matched = |pattern: &Pattern, module: &str| match module {
             "" => pattern.as_str() == ROOT,
