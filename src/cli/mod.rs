@@ -421,8 +421,8 @@ pub enum TensorClass {
     Local,
 }
 
-/// Returns the command line. `--to` of a verb lists the formats that the verb writes, and `-h` of a verb ends with a
-/// pointer to `--help`.
+/// Returns the command line for clap. The help of `--to` lists only the formats that the verb writes, and `-h` of a
+/// verb ends with a pointer to `--help`.
 #[must_use]
 pub fn command() -> clap::Command {
     let by_suffix = |rest: &str| {

@@ -1,4 +1,4 @@
-//! Parses the arguments with clap, and suggests the verbs that have an unknown option.
+//! Parses the arguments with clap. For an option that the verb does not have, suggests the verbs that have the option.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Error, FromArgMatches};

@@ -7,8 +7,8 @@ use dtshard::Format;
 use dtshard::options::IoMode;
 use dtshard::options::Split;
 
-/// Returns a parser that accepts the name of any format. Help lists only the formats in `shown`. If the user gives
-/// another format, the verb itself reports the error, and explains why it does not write this format.
+/// Returns a parser that accepts the name of any format. The help of the option lists only the formats in `shown`. If
+/// the user gives another format, the verb itself reports the error, and explains why it does not write this format.
 pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {
     let value = |format: &Format| PossibleValue::new(format.name()).hide(!shown.contains(&format));
     let names: Vec<PossibleValue> = Format::ALL.iter().map(value).collect();
@@ -65,12 +65,12 @@ impl From<SplitArg> for Split {
     }
 }
 
-/// Parses a number. The error describes the expected number without names of Rust types.
+/// Parses a number. The error describes the expected number without naming a Rust type.
 pub(super) fn number<T: std::str::FromStr>(text: &str) -> Result<T, &'static str> {
     text.parse().map_err(|_| "expected a whole number below 2^32, such as 4")
 }
 
-/// Parses one rank of a list of ranks.
+/// Parses one rank. The error describes the list of ranks to which it belongs.
 pub(super) fn rank(text: &str) -> Result<u32, &'static str> {
     text.trim().parse().map_err(|_| "expected ranks separated by commas, such as 0,2,1,3")
 }

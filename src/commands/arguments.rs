@@ -84,7 +84,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Returns the options for opening the source of a conversion to this target.
+    /// Returns the options for opening the source of a conversion to this target, including the options of the run.
     pub fn open_options(&self, target: &Target, setup: Setup) -> OpenOptions {
         let writes = Writes {
             destination: self.dst.clone(),
@@ -112,7 +112,7 @@ impl ConvertArgs {
         }
     }
 
-    /// Applies the arguments that are common to all verbs that write.
+    /// Adds to a conversion the arguments that are common to all verbs that write: names, formats and DST.
     pub fn apply(&self, conversion: Conversion) -> Conversion {
         let mut conversion = conversion.select(self.select.options()).tied(match self.tied {
             cli::Tied::Keep => Tied::Keep,

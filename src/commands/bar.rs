@@ -7,12 +7,12 @@ use indicatif::ProgressBar;
 /// The progress bar that is on the terminal now, or `None` if there is none.
 pub static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// Locks a mutex. A panic of another thread is ignored.
+/// Locks a mutex, even if another thread panicked while it held the lock.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls `write`, which writes to the terminal, while the bar is hidden.
+/// Hides the progress bar while `write` runs, so that `write` can write to the terminal.
 pub fn without_bar(write: impl FnOnce()) {
     let bar = lock(&BAR).clone();
     match bar {

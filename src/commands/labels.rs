@@ -1,5 +1,5 @@
-//! The options that determine the result. If a run resumes an interrupted run, an error names the option whose value
-//! has changed.
+//! The options that determine the result. If a run resumes an interrupted run, they must have the values of that run;
+//! otherwise an error names the option whose value has changed.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -8,7 +8,7 @@ use clap::parser::ValueSource;
 
 use crate::cli::{self, normalise_long_options};
 
-/// The names of options that do not change the result.
+/// The names of options that do not change the result. A resumed run may use other values for them.
 const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "backend",
     "bucket_size",
@@ -36,8 +36,8 @@ const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
     "verify",
 ];
 
-/// Returns the options of the verb that determine the result, each with its value, as the user writes them: `--dtype`
-/// and `bf16`.
+/// Returns the options on the command line that determine the result, each with its value, as the user writes them:
+/// `--dtype` and `bf16`. The key `the verb` has the name of the verb.
 pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
     let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {

@@ -34,7 +34,7 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// Returns the program and its verbs, each with the global options. `help` has no page.
+/// Returns the program and its verbs, each with the global options. There is no `help` verb, because it gets no page.
 fn commands() -> Vec<Command> {
     let mut program = cli::command().disable_help_subcommand(true).long_about(DESCRIPTION);
     program.build();

@@ -1,5 +1,5 @@
-//! Verbs. Each verb has a file. The code in this file turns the arguments of the verb into options of the library,
-//! makes one call, and prints the report.
+//! Verbs. Each verb has a file, which turns the arguments of the verb into options of the library, makes one call, and
+//! prints the report. This file chooses the verb.
 
 mod arguments;
 mod bar;
@@ -26,7 +26,7 @@ use dtshard::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     Done,
-    /// The verb is `verify`, and it found a difference or damage.
+    /// The verb was `verify`, and it found a difference or damage.
     Different,
 }
 
@@ -40,7 +40,7 @@ impl Status {
     }
 }
 
-/// Returns the exit code of an error: the exit code of the signal that stopped the run, otherwise 2.
+/// Returns the exit code for an error: if a signal stopped the run, the exit code for this signal, otherwise 2.
 #[must_use]
 pub fn exit_code(error: &Error) -> u8 {
     match error {
@@ -49,7 +49,7 @@ pub fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// Prints the reason why arguments were not parsed, or the help that they ask for. Returns the exit code.
+/// Prints why the arguments were not parsed, or the help or version that they ask for. Returns the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     // The value of `--part` is unknown here. If the variables of the environment contradict each other, they are
@@ -58,7 +58,8 @@ pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
-/// Returns the number of this process among the processes of a run, and the number of these processes.
+/// Returns the number of this process, the number of all processes of the run, and the launcher that started them. A
+/// verb that does not write always runs in one process.
 ///
 /// # Errors
 /// `Usage` if the command line and the environment contradict each other.

@@ -26,8 +26,8 @@ use dtshard::{Error, Result};
 pub struct Printer {
     choice: TalkArgs,
     part: Part,
-    /// True if this process writes documents to standard output. If several processes share a standard output, only one
-    /// of them writes documents.
+    /// True if this process writes documents and data to standard output. If several processes share a standard output,
+    /// only process 0 does so.
     documents: bool,
 }
 
@@ -37,17 +37,17 @@ impl Printer {
         Self { choice, part: Part::alone(), documents: true }
     }
 
-    /// Returns the printer for one of several processes. The lines of several processes may appear on one terminal, so
-    /// each line begins with the number of its process. Only the first process prints messages that are equal in all
-    /// processes.
+    /// Returns the printer of one process of a launch. The lines of several processes may appear on one terminal, so
+    /// each line begins with the number of its process. Messages that are equal in all processes are printed by process
+    /// 0 only, or by each process with `-v`.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
         Self { part: launch.part, documents: first || !launch.launcher.shares_output(), ..self }
     }
 
-    /// Returns true if this process prints the messages that are equal in all processes: it is the first process, or
-    /// the user asked for details.
+    /// Returns true if this process prints the messages that are equal in all processes: it is process 0, or the user
+    /// gave `-v`. Always false with `-q`.
     fn speaks(&self) -> bool {
         !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
     }
@@ -57,7 +57,7 @@ impl Printer {
         self.write_message(None, text);
     }
 
-    /// Prints a line to standard error that begins with its kind: `note: ...`.
+    /// Prints a line to standard error that begins with the kind of the message: `note: ...`.
     fn say_as(&self, label: Label, text: &str) {
         self.write_message(Some(label), text);
     }
@@ -74,7 +74,8 @@ impl Printer {
         self.choice.json
     }
 
-    /// Prints data for people. With `--json` the JSON document is printed instead.
+    /// Prints text for people to standard output. Prints nothing with `--json`, because the JSON document replaces the
+    /// text. If processes share a standard output, only process 0 prints.
     pub fn data(&self, text: &str) -> Result<()> {
         if self.choice.json || !self.documents {
             return Ok(());
@@ -83,8 +84,8 @@ impl Printer {
         write_stdout(&lines.join("\n"))
     }
 
-    /// Prints a drawing, in colour if standard output is a terminal or `CLICOLOR_FORCE` is set, unless `NO_COLOR` is
-    /// set.
+    /// Prints a drawing to standard output. It is in colour on a terminal and if `CLICOLOR_FORCE` is set, but never if
+    /// `NO_COLOR` is set. Prints nothing with `--json`.
     pub fn picture(&self, lines: &[Vec<Span>]) -> Result<()> {
         if self.choice.json {
             return Ok(());
@@ -92,13 +93,15 @@ impl Printer {
         write_stdout(&paint(lines, AutoStream::choice(&io::stdout()) != ColorChoice::Never))
     }
 
-    /// Returns the width in columns that data may have: the width of the terminal, but at most `most`.
+    /// Returns the number of columns that a drawing may have: the width of the terminal, but at most `most`. Returns
+    /// `most` if standard output is no terminal.
     #[must_use]
     pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
 
-    /// Prints the JSON document of the run. Processes that share a standard output print it once.
+    /// Prints the JSON document of the run if `--json` is given. If processes share a standard output, only process 0
+    /// prints.
     pub fn document(&self, document: &Json) -> Result<()> {
         if self.documents { self.any_document(document) } else { Ok(()) }
     }
@@ -111,14 +114,14 @@ impl Printer {
         write_stdout(&(escape_invisible_json(&spelled(&text)) + "\n"))
     }
 
-    /// Prints a line that is equal in all processes.
+    /// Prints a line that is equal in all processes, so process 0 prints it for all.
     pub fn line(&self, text: &str) {
         if self.speaks() {
             self.say(text);
         }
     }
 
-    /// Prints a line about the result of this process.
+    /// Prints a line about the result of this process. Each process prints its own line.
     pub fn outcome(&self, text: &str) {
         if !self.choice.quiet {
             self.say(text);
@@ -130,42 +133,42 @@ impl Printer {
         self.choice.verbose
     }
 
-    /// Prints a line if the user asked for details.
+    /// Prints a line if the user gave `-v`.
     pub fn detail(&self, text: &str) {
         if self.choice.verbose && !self.choice.quiet {
             self.say(text);
         }
     }
 
-    /// Prints a note: a fact about the result.
+    /// Prints a note: a fact about the result that is equal in all processes, so process 0 prints it for all.
     pub fn note(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Note, text);
         }
     }
 
-    /// Prints a hint: the next step for the user.
+    /// Prints a hint: the next step for the user. It is equal in all processes, so process 0 prints it for all.
     pub fn hint(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Hint, text);
         }
     }
 
-    /// Prints a warning that is equal in all processes.
+    /// Prints a warning that is equal in all processes, so process 0 prints it for all.
     pub fn warning(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Warning, text);
         }
     }
 
-    /// Prints a warning about this process alone.
+    /// Prints a warning about this process alone. Each process prints its own warnings.
     pub fn own_warning(&self, text: &str) {
         if !self.choice.quiet {
             self.say_as(Label::Warning, text);
         }
     }
 
-    /// Prints an error, its hint, and the JSON document of a failed run.
+    /// Prints an error and its hint, and the JSON document of a failed run if `--json` is given.
     pub fn error(&self, error: &Error) {
         self.say_as(Label::Error, &error.to_string());
         if let Some(hint) = error.hint() {
@@ -178,9 +181,9 @@ impl Printer {
         let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
-    /// Prints the output of clap if arguments were not parsed, and returns the exit code. Help and version are data;
-    /// everything else is an error, with a JSON document like other errors. Processes of one launcher have the same
-    /// command line, so the first process prints the whole text, and the others only the error.
+    /// Prints the message of clap if it did not return parsed arguments, and returns the exit code. Help and version
+    /// are data on standard output. All else is an error, with a JSON document if `--json` is given. All processes of a
+    /// launch have the same command line, so process 0 prints the whole text, and the others only the error.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
         let is_first = self.part.index == 0;
         let print = || {
@@ -209,13 +212,14 @@ impl Printer {
         2
     }
 
-    /// Returns whether this process draws on a terminal.
+    /// Returns true if this process may draw a progress bar: it is process 0, and standard error is a terminal.
     #[must_use]
     pub fn draws(&self) -> bool {
         self.part.index == 0 && io::stderr().is_terminal()
     }
 
-    /// Returns when to show progress. With `--json`, a program reads the output, and no bar is shown.
+    /// Returns when to show progress. With `-q`, never. If the user did not choose, only process 0 shows progress, and
+    /// none does with `--json`, because a program then reads the output.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {
@@ -227,7 +231,7 @@ impl Printer {
     }
 }
 
-/// Replaces the option names of the library in a message by the names of the command line: `options::max_memory`
+/// Replaces the option names of the library in a message by the names on the command line: `options::max_memory`
 /// becomes `--max-memory`.
 fn spelled(text: &str) -> Cow<'_, str> {
     spell_options(text, |name| format!("--{}", name.replace('_', "-")))
@@ -242,13 +246,13 @@ fn write_stdout(text: &str) -> Result<()> {
     }
 }
 
-/// Writes a line to standard error. `head` is written unchanged, and control characters in `text` are escaped. It is
-/// not an error if the terminal was closed.
+/// Writes a line to standard error: `head` unchanged, and then `text` with escaped control characters. It is not an
+/// error if the terminal was closed.
 fn write_stderr(head: &str, text: &str) {
     without_bar(|| drop(writeln!(io::stderr().lock(), "{head}{}", escape_invisible(text))));
 }
 
-/// The kind of a message. The word for it is coloured on a terminal, unless `NO_COLOR` is set.
+/// The kind of a message. Its name, such as `note`, is coloured on a terminal, unless `NO_COLOR` is set.
 #[derive(Clone, Copy)]
 enum Label {
     Error,
@@ -288,8 +292,8 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     text
 }
 
-/// Returns the options of messages if the arguments could not be parsed: `--json` if the arguments contain it, and the
-/// defaults of all other options.
+/// Returns the message options for arguments that could not be parsed: `json` is true if the arguments contain
+/// `--json`, and all other options have their defaults.
 pub fn talk_of_unparsed(arguments: &[OsString]) -> TalkArgs {
     let options = || arguments.iter().skip(1).take_while(|argument| *argument != OsStr::new("--"));
     TalkArgs { json: options().any(|argument| argument == "--json"), ..TalkArgs::default() }

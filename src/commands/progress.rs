@@ -1,8 +1,8 @@
-//! Progress of a run: a bar with rate and remaining time on a terminal, a line every ten seconds elsewhere.
+//! Progress of a run: on a terminal, a bar with rate and remaining time; elsewhere, a line every ten seconds.
 //!
 //! Rate and remaining time are computed from the bytes that this run copies. They leave out the time before the first
-//! bytes, the bytes of an earlier run, and the time in which files are allocated or synced. In such a phase, the
-//! display shows the name of the phase instead.
+//! bytes, the bytes of an earlier run, and the time in which files are allocated or synced. While files are allocated
+//! or synced, the display shows the name of this phase instead of the rate.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -26,7 +26,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// The time between two updates of the bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
-/// Shows progress and messages of the library on the terminal.
+/// Shows the progress of tasks on standard error, and prints the messages of the library.
 #[derive(Clone, Debug)]
 pub struct TerminalProgress(Arc<Shared>);
 
@@ -114,7 +114,7 @@ enum Display {
 }
 
 impl Task {
-    /// Begins to show the progress of a task over `total` bytes.
+    /// Begins to show the progress of a task that processes `total` bytes.
     fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
             ProgressChoice::Never => return Self { shown: None, thread: None },
@@ -132,7 +132,7 @@ impl Task {
         Self { shown: Some(shown), thread }
     }
 
-    /// Counts bytes of the task that an earlier run has written.
+    /// Counts `bytes` as done, because an earlier run has written them. They do not count for the rate.
     fn skip(&self, bytes: u64) {
         if let Some(shown) = &self.shown {
             shown.flow.before.fetch_add(bytes, Ordering::Relaxed);
@@ -230,12 +230,12 @@ fn interrupted() -> Arc<AtomicBool> {
     Arc::clone(flag)
 }
 
-/// The counts of bytes of a task, and their rate.
+/// The number of bytes of a task that are done, and the times from which the rate is computed.
 #[derive(Debug, Default)]
 struct Flow {
-    /// The number of bytes that earlier runs have written.
+    /// The number of bytes of the task that earlier runs have written.
     before: AtomicU64,
-    /// The number of bytes that this run has written.
+    /// The number of bytes of the task that this run has processed.
     done: AtomicU64,
     timing: Mutex<PhaseTiming>,
 }
@@ -243,10 +243,11 @@ struct Flow {
 #[derive(Debug, Default)]
 struct PhaseTiming {
     phase: Phase,
-    /// The time of the first bytes in this phase, and the number of bytes that were done at that time.
+    /// The time at which the first bytes of this phase were done, and the number of bytes that this run had done then,
+    /// including these bytes.
     begun: Option<(Instant, u64)>,
-    /// The number of bytes of earlier phases of this run, without the first bytes of each phase. `time` is the duration
-    /// of these phases.
+    /// The bytes of earlier phases of this run that count for the rate: all but the first bytes of each phase. `time`
+    /// is the time from the first to the last bytes of each of these phases, in total.
     bytes: u64,
     time: Duration,
     last: Option<Instant>,
@@ -264,7 +265,8 @@ impl Flow {
         timing.last = Some(now);
     }
 
-    /// Enters another phase. Only the time between the first and the last bytes of a phase counts for the rate.
+    /// Begins another phase. For the rate of the previous phase, only the time between its first and its last bytes
+    /// counts.
     fn enter(&self, phase: Phase) {
         let mut timing = lock(&self.timing);
         if let (Some((begun, first)), Some(last)) = (timing.begun.take(), timing.last) {
@@ -282,8 +284,8 @@ impl Flow {
         }
     }
 
-    /// Returns a text such as `500.00 MB/s, 3 s left`, or `None` before the first bytes and while files are allocated
-    /// or synced.
+    /// Returns a text such as `500.00 MB/s, 3 s left`. Returns `None` before the first bytes of a phase, and while
+    /// files are allocated or synced.
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
         let timing = lock(&self.timing);

@@ -1,4 +1,4 @@
-//! Settings of the complete process, which only the program makes: signals, limits and the allocator.
+//! Settings of the whole process, which only the program makes, not the library: signals, limits and the allocator.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,7 +8,8 @@ use signal_hook::flag;
 
 use dtshard::{Error, Result, Stop};
 
-/// Raises the limit of open files, and returns a flag that INT, TERM, USR1 and USR2 set from now on.
+/// Sets limits, allocator and signal handlers of the process, and returns a flag that INT, TERM, USR1 and USR2 set from
+/// now on.
 ///
 /// A second INT ends the process immediately, so that a hung file system cannot block a user. A second TERM does not,
 /// because a scheduler that cancels a job sends TERM twice within milliseconds, and KILL later. SIGXFSZ is ignored, so
@@ -38,7 +39,7 @@ fn listen(stop: &Stop) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Raises the soft limit on descriptors to the hard limit.
+/// Raises the soft limit on file descriptors to the hard limit.
 ///
 /// The soft limit is low for programs that use select(2), which this program does not use. If the limit cannot be
 /// raised, the library keeps fewer files open.
@@ -49,7 +50,7 @@ fn raise_open_file_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
-/// Makes the allocator return large blocks to the system as soon as they are freed.
+/// Makes the allocator return freed blocks of at least 1 MiB to the system immediately.
 ///
 /// By default glibc raises its threshold and keeps such blocks, so the memory of tables that are used one after the
 /// other would add up. Smaller blocks stay in the allocator, because each page that is returned costs a page fault

@@ -11,7 +11,7 @@ use indicatif::TermLike;
 /// Standard error, as the terminal of the progress bar.
 #[derive(Debug, Default)]
 pub struct Terminal {
-    /// Output that is collected and then written in one piece, so that other output cannot be in the middle of it.
+    /// Output that is collected and then written in one piece, so that other output cannot appear in the middle of it.
     buffer: Mutex<String>,
 }
 

@@ -1,4 +1,4 @@
-//! The JSON document that `inspect --json` prints. Unit of shapes, offsets and sizes: elements.
+//! The JSON document that `inspect --json` prints. Shapes, offsets and sizes are in elements.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -46,7 +46,7 @@ pub fn document(view: &Inspection<'_>) -> Json {
     document
 }
 
-/// Returns the JSON document of an object, which is a value that is not a tensor: `{"type": "int", "value": 1000}`.
+/// Returns the JSON document of an object (a value that is not a tensor): `{"type": "int", "value": 1000}`.
 pub fn object_document(value: &Value) -> Json {
     json!({ "type": value.type_name(), "value": object_value(value) })
 }

@@ -2,9 +2,9 @@
 //!
 //! The [`PlacementResolver`] of `reshard` returns the layout that each tensor has in the source. The list of placements
 //! that fits the most tensors becomes the fallback, which is the list for all tensors without a rule. Tensors of the
-//! model with other placements get rules. Then the [`PlacementResolver`] reads the finished document. Tensors that get a wrong
-//! layout from the document then get rules, too. Invariant: a printed document gives every tensor the layout that it
-//! has in the checkpoint.
+//! model with other placements get rules. Then the [`PlacementResolver`] applies the finished document to all tensors.
+//! A tensor that gets a wrong layout in this way gets a rule, too. Invariant: a printed document gives every tensor the
+//! layout that it has in the checkpoint.
 
 #[cfg(test)]
 mod tests;
@@ -26,7 +26,7 @@ use crate::layout::{DeviceMesh, LayoutError, Pattern, Placement, PlacementSpec, 
 use crate::select::Wrappers;
 pub use file::toml;
 
-/// Returns the layout document of a checkpoint.
+/// Returns the layout document of a checkpoint: units of flat parameters, or a mesh with placement rules.
 ///
 /// # Errors
 /// `Unsupported` if the files do not record a layout, or record more than one.
@@ -100,8 +100,8 @@ struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// Returns true if the tensor needs no rule: the fallback gives the tensor exactly the layout that it has, or the
-    /// tensor is a plain 0-d tensor.
+    /// Returns true if the tensor needs no rule: the fallback placements give it exactly the layout that it has, or it
+    /// is a plain 0-d tensor.
     fn is_as_usual(&self, layout: &MeshLayout) -> bool {
         match &self.choice {
             PlacementChoice::Plain => self.ndim == 0,
@@ -110,7 +110,7 @@ impl NamedTensor {
     }
 }
 
-/// Returns the placements that the fallback gives to a tensor of `ndim` dimensions.
+/// Returns the placements that the fallback of `layout` gives to a tensor of `ndim` dimensions.
 fn usual(layout: &MeshLayout, ndim: usize) -> PlacementList {
     let Fallback::Placements(list) = &layout.fallback else { unreachable!("a printed layout has a fallback") };
     let fitting = |spec: &PlacementSpec| spec.resolve(ndim).map_or(PlacementSpec::Replicate, PlacementSpec::from);
@@ -120,7 +120,7 @@ fn usual(layout: &MeshLayout, ndim: usize) -> PlacementList {
 }
 
 /// Returns the split rule of each mesh dimension, with `torch.chunk` for mesh dimensions that shard nothing. The list
-/// is empty if all split rules are `torch.chunk`, as in DTensors.
+/// is empty if all split rules are `torch.chunk`, as they are in DTensors.
 fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     let is_cut = |spec: &PlacementSpec| matches!(spec, PlacementSpec::Shard(_) | PlacementSpec::StridedShard { .. });
     let of_dim = |(spec, split): (&PlacementSpec, &Split)| if is_cut(spec) { split.clone() } else { Split::Chunk };
@@ -184,8 +184,8 @@ fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<N
 
 /// Returns the layout to start from: the mesh, the fallback that fits the most tensors, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[NamedTensor]) -> Result<MeshLayout> {
-    /// The number of placement lists, the most frequent ones, that are tried as the fallback. Several lists are tried,
-    /// because the most frequent list is not always the list that fits the most tensors as a fallback.
+    /// The maximum number of placement lists that are tried as the fallback, the most frequent lists first. Several
+    /// lists are tried, because the most frequent list is not always the list that fits the most tensors as a fallback.
     const TRIED: usize = 16;
     let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
@@ -225,8 +225,8 @@ enum RuleNames {
 }
 
 impl RuleNames {
-    /// Returns the patterns that are tried before the complete name. The caller uses a pattern only if all tensors that
-    /// the pattern covers have one layout.
+    /// Returns the patterns to try for a tensor before the complete name, the widest pattern first. The caller uses a
+    /// pattern only if all tensors that the pattern covers have one layout.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
         let numbers: Vec<usize> = (0..parts.len()).filter(|at| is_number(parts[*at])).collect();
@@ -246,7 +246,7 @@ impl RuleNames {
     }
 }
 
-/// Returns rules for the tensors in `unmatched`. One rule may cover several tensors.
+/// Returns rules for the tensors whose indices are in `unmatched`. One rule may cover several tensors.
 fn rules_of(
     tensors: &[NamedTensor],
     unmatched: &BTreeSet<usize>,
@@ -297,12 +297,12 @@ fn rules_of(
     found.into_iter().map(rule).collect()
 }
 
-/// Returns the split rules of a tensor with the placements `spec` for which no rule sets a split.
+/// Returns the split rules that a tensor with the placements `spec` has in `layout` if no rule sets a split.
 fn usual_splits(spec: &PlacementList, layout: &MeshLayout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
 
-/// Returns true if a component of a name is a number, such as the number of a layer or of an expert.
+/// Returns true if a component of a name is a number, such as the number of a layer.
 fn is_number(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
@@ -313,14 +313,14 @@ fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
-/// The maximum number of pairs of a pattern and a tensor. This module and each reader of the layout match every pattern
-/// with every tensor.
+/// The maximum of (number of patterns) x (number of tensors). This module and each reader of the layout match every
+/// pattern with every tensor.
 const MAX_TRIALS: usize = 1 << 24;
 
-/// Checks that the number of pairs of a pattern and a tensor is not too large.
+/// Checks that (number of patterns) x (number of tensors) is at most [`MAX_TRIALS`].
 ///
 /// # Errors
-/// `Unsupported` if the number is too large, because the tensors have too many different layouts.
+/// `Unsupported` if it is larger, because the tensors have too many different layouts.
 fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     if patterns.saturating_mul(tensors) <= MAX_TRIALS {
         return Ok(());
@@ -333,8 +333,8 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
     ))
 }
 
-/// Reads the printed layout again, and returns the indices of the tensors whose layout in the checkpoint differs from
-/// the layout that the printed layout gives them.
+/// Converts a layout to a layout file, reads this file, and returns the indices of the tensors that get another layout
+/// from the file than they have in the checkpoint.
 fn differently_laid_out(
     catalog: &Catalog,
     format: Format,

@@ -25,7 +25,7 @@ pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
 /// The tensors of a checkpoint to describe, under every name of each tensor, in the order of the state dict. If the
-/// user asked for digests, each tensor has a digest.
+/// user asked for digests, also the digest of each tensor that can be read.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,
@@ -57,8 +57,8 @@ impl<'a> Inspection<'a> {
         Ok(Self { checkpoint, args, names, unreadable_objects, digests })
     }
 
-    /// Returns the summary of the checkpoint. It has one line for each fact: format, parameters, step, meshes, dtypes,
-    /// series.
+    /// Returns the summary of the checkpoint, with one line for each fact: format, parameters, step, meshes, dtypes,
+    /// series and others.
     ///
     /// # Errors
     /// `Io` if the tensor that holds the training step cannot be read.
@@ -66,13 +66,13 @@ impl<'a> Inspection<'a> {
         summary::summary(self)
     }
 
-    /// Returns the table of tensors: name, dtype, shape, placements.
+    /// Returns the table of tensors: name, dtype, shape, placements, and the number of chunks or the digest.
     #[must_use]
     pub fn tensor_table(&self) -> String {
         table::tensors(self)
     }
 
-    /// Returns a table of chunks for each tensor.
+    /// Returns the chunks of each tensor, as a table for each.
     #[must_use]
     pub fn chunk_tables(&self) -> String {
         table::chunks(self)
@@ -97,7 +97,8 @@ impl<'a> Inspection<'a> {
 pub struct Span {
     /// The text, which may contain any characters.
     pub text: String,
-    /// The background colour, as a number of the 256-colour palette of terminals.
+    /// The background colour, as a number of the 256-colour palette of terminals. `None` if the text has no background
+    /// colour.
     pub ground: Option<u8>,
 }
 
@@ -111,13 +112,14 @@ pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
     Ok((document, text))
 }
 
-/// Returns the path of the model in the state dict. Users may omit this path in the names of tensors.
+/// Returns the path of the model in the state dict, or `None` if the model is the whole state dict. Users may omit this
+/// path in the names of tensors.
 fn model_root(catalog: &Catalog) -> Option<String> {
     Some(state_dict::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-/// Returns the tensors that `requested` selects. An entry of `requested` is an exact name, or a pattern if no tensor has that
-/// name. Returns all tensors if `requested` is empty.
+/// Returns the tensors that `requested` selects. Each entry of `requested` is an exact name, or a pattern if no tensor
+/// has that name. If `requested` is empty, all tensors are returned.
 fn choose(
     requested: &[String],
     model_root: Option<String>,
@@ -180,9 +182,9 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
 }
 
 impl Inspection<'_> {
-    /// Returns one digest for all tensors shown, or `None` if a tensor has no digest. The result is a BLAKE3 hash of
+    /// Returns one digest for all tensors shown, or `None` if one of them has no digest. The digest is a BLAKE3 hash of
     /// one line `DIGEST "NAME"` for each tensor. The lines are sorted by name, and names are quoted as in JSON. So the
-    /// result depends neither on the layout nor on the format of the checkpoint.
+    /// digest depends neither on the layout nor on the format of the checkpoint.
     fn digest(&self) -> Option<String> {
         let mut listed: Vec<(&str, &String)> =
             self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
@@ -195,7 +197,7 @@ impl Inspection<'_> {
     }
 }
 
-/// The maximum number of lines of a drawing.
+/// The maximum height of a picture, in lines of text. The legend of the picture is not counted.
 const LINES: usize = 24;
 
 fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
@@ -224,13 +226,13 @@ fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
     }
 }
 
-/// Returns the rank or file that holds a chunk. An empty chunk may have no rank and no file.
+/// Returns the holder of a chunk: its rank, or its file if the rank is unknown. An empty chunk may have neither.
 fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<ChunkHolder> {
     let file = || file_name(view, chunk.location).map(ChunkHolder::File);
     chunk.rank.map(ChunkHolder::Rank).or_else(file)
 }
 
-/// Returns the file of a chunk, relative to the checkpoint.
+/// Returns the path of a chunk's file relative to the checkpoint, or `None` if the chunk is in no file.
 fn file_name(view: &Inspection<'_>, place: FileLocation) -> Option<String> {
     let path = view.checkpoint.files.path(place.file()?);
     let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
@@ -245,8 +247,8 @@ struct StoredBox {
     file: Option<String>,
 }
 
-/// Returns the stored boxes of a tensor, chunk by chunk. A local tensor may consist of several boxes of the global
-/// tensor. An empty local tensor is one box with the offsets that PyTorch reports.
+/// Returns the stored boxes of a tensor, chunk by chunk. The local tensor of one rank may consist of several boxes of
+/// the global tensor. An empty local tensor is one box with the offsets that PyTorch reports.
 fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = StoredBox> {
     entry.chunks.iter().flat_map(move |chunk| {
         let regions: Vec<_> = if chunk.tile.is_empty() {

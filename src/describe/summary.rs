@@ -87,7 +87,8 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     Ok(lines.into_iter().map(line).collect())
 }
 
-/// Returns the text for flat parameters: `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`.
+/// Returns the text for flat parameters: `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`. A group is a
+/// shard group.
 fn units_text(flat: &FlatLayout) -> String {
     let hybrid = (flat.shard_group_size < flat.world_size).then(|| match flat.shard_group_size {
         1 => String::from("not sharded"),
@@ -119,7 +120,8 @@ impl std::fmt::Display for TensorTotal {
     }
 }
 
-/// The totals of the model, of the optimizer and of other tensors, and the total of each dtype.
+/// The totals of the model, of the optimizer and of other tensors, and the total of each dtype. Unreadable tensors are
+/// not counted.
 #[derive(Debug, Default)]
 struct TensorTotals {
     model: TensorTotal,
@@ -160,7 +162,7 @@ impl TensorTotals {
         shares
     }
 
-    /// Returns the number of parameters: `1.24 B (1235814400)`.
+    /// Returns the number of elements of all tensors of the model: `1.24 B (1235814400)`.
     fn parameters(&self) -> String {
         let number = self.elements;
         let Some((unit, name)) = [(1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")]
@@ -175,7 +177,7 @@ impl TensorTotals {
     }
 }
 
-/// Returns true if `state` is the state dict of an optimizer, as in a series of optimizer rank files.
+/// Returns true if `state` is itself the state dict of an optimizer, as in a series of optimizer rank files.
 fn is_optimizer(state: &Value) -> bool {
     state.as_dict().is_some_and(|dict| dict.get("state").is_some() && dict.get("param_groups").is_some())
 }
@@ -193,7 +195,7 @@ fn mesh_text(mesh: &DeviceMesh) -> String {
     format!("{mesh} ({}: {})", count(mesh.world_size(), "rank"), short_list_of_counted(&ranks, FEW_NUMBERS))
 }
 
-/// Returns a text for each tensor that has several names: `head.weight = embed.weight`.
+/// Returns the names of each tensor that has several names, as one text: `head.weight = embed.weight`.
 fn tied(view: &Inspection<'_>) -> Vec<String> {
     let mut count = vec![0_u32; view.checkpoint.catalog.tensors.len()];
     view.names.iter().for_each(|(_, id)| count[id.0 as usize] += 1);
@@ -208,12 +210,12 @@ fn tied(view: &Inspection<'_>) -> Vec<String> {
 /// The names under which trainers store the training step.
 const STEP: [&str; 3] = ["step", "global_step", "iteration"];
 
-/// The dicts that may hold the training step, besides the top level of the state dict. The optimizer is not in the
-/// list, because the step counters of an optimizer may differ from the training step.
+/// The keys of dicts in which the training step is looked up, after the top level of the state dict. The optimizer is
+/// not in the list, because the step counters of an optimizer may differ from the training step.
 const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
 
-/// Returns the training step: an integer, or a 0-d integer tensor as torchtitan stores it. Ignores a damaged tensor,
-/// because `verify` reports the damage.
+/// Returns the training step, which is an integer or, as in torchtitan, a 0-d integer tensor. Returns `None` if there
+/// is no step, or if its tensor is damaged, because `verify` reports the damage.
 fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     let state = &view.checkpoint.catalog.state;
     let Some(top) = state.as_dict().filter(|_| !is_optimizer(state)) else { return Ok(None) };
@@ -235,7 +237,7 @@ fn step(view: &Inspection<'_>) -> Result<Option<i64>> {
     Ok(None)
 }
 
-/// Returns the value of a 0-d integer tensor, or `None` for any other tensor.
+/// Returns the value of a 0-d tensor of the dtype i32 or i64, or `None` for any other tensor.
 fn integer(view: &Inspection<'_>, entry: &TensorEntry) -> Result<Option<i64>> {
     if !entry.shape.is_empty() || entry.chunks.is_empty() || !["i32", "i64"].contains(&entry.dtype.name()) {
         return Ok(None);

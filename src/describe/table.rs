@@ -1,4 +1,4 @@
-//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Unit of offsets and sizes:
+//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Offsets and sizes are in
 //! elements.
 
 use std::iter::{self, zip};
@@ -35,20 +35,20 @@ pub fn tensors(view: &Inspection<'_>) -> String {
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
 }
 
-/// Returns true if the format records boxes of tensors, but neither ranks nor placements. For example, DCP is such a
-/// format.
+/// Returns true if the format, such as DCP, records boxes of tensors, but neither ranks nor placements.
 fn has_boxes_alone(view: &Inspection<'_>) -> bool {
     view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
-/// Returns the likely number of ranks: the largest number of boxes of any tensor, because each rank stores at most one
-/// box of a tensor.
+/// Returns the largest number of boxes of any tensor. It is the likely number of ranks, because a rank stores at most
+/// one box of a tensor.
 fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }
 
-/// Returns `S(0) x 8` if the boxes of a tensor are the 8 shards that `Shard(0)` makes with `torch.chunk`, otherwise
-/// `None`. The number of shards may be below `ranks`, because other mesh dimensions may replicate the tensor.
+/// Returns a text such as `S(0) x 8` if the boxes of a tensor are the shards of one dim that `torch.chunk` makes for
+/// that many ranks, otherwise `None`. The number may be below `ranks`, because other mesh dimensions may replicate the
+/// tensor.
 fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     let mut boxes: Vec<Region> = entry
         .chunks
@@ -87,16 +87,16 @@ pub fn chunks(view: &Inspection<'_>) -> String {
     text
 }
 
-/// The maximum width of a column, in characters. A longer cell does not widen the column. The limit exists because
-/// `format!` panics for widths of 2^16 or more.
+/// The maximum width of a column, in characters. Longer cells are printed whole, but do not widen the column. The limit
+/// exists because `format!` panics for widths of 2^16 or more.
 const MAX_WIDTH: usize = 4096;
 
 fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Pads each column to the width of its widest cell, but to at most `MAX_WIDTH`, because names from files may have any
-/// length.
+/// Pads each column to the width of its widest cell, or to [`MAX_WIDTH`] if that is less. The limit is needed because
+/// names from files may have any length.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];

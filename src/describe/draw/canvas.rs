@@ -1,4 +1,5 @@
-//! Draws a grid of boxes with characters: the size of each box, and the lines between boxes.
+//! Lays out and draws a picture of a grid of boxes: chooses the size of each box in characters, and draws the lines
+//! between boxes and the names in boxes.
 //!
 //! Widths count characters. A stretch is the range of rows or columns of the tensor between two neighbouring cuts.
 //! Every stretch gets at least one character, and the remaining characters are distributed in proportion to the lengths
@@ -12,21 +13,23 @@ pub struct Canvas<'a> {
     grid: &'a DrawnGrid,
     names: &'a [String],
     areas: Vec<Area>,
-    /// The positions of the vertical lines between stretches, in characters. There is one position more than there are
-    /// stretches.
+    /// The positions of the vertical lines, in characters: the left edge, the lines between stretches, and the right
+    /// edge.
     columns: Vec<usize>,
-    /// The positions of the horizontal lines between stretches, in lines of text.
+    /// The positions of the horizontal lines, in lines of text, with the upper and lower edge. If `ruled` is false, the
+    /// start of each stretch instead of a line.
     lines: Vec<usize>,
-    /// True if lines are drawn between boxes. If false, boxes follow each other without lines between them, so that
-    /// more boxes fit.
+    /// True if horizontal lines are drawn between boxes. If false, boxes follow each other without lines between them,
+    /// so that more boxes fit.
     ruled: bool,
     /// The number of characters to the left of the picture, in which row offsets are written.
     margin: usize,
 }
 
-/// The width of the picture in characters, if the tensor is not cut along its columns.
+/// The width in characters of a tensor that is not cut along its columns. Less for a tensor of few columns, and more
+/// for a long name.
 const UNCUT_COLUMNS: usize = 40;
-/// The height of the picture in lines, if the tensor is not cut along its rows.
+/// The height in lines of a tensor that is not cut along its rows. Less for a tensor of few rows.
 const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
@@ -92,12 +95,12 @@ impl<'a> Canvas<'a> {
         lines
     }
 
-    /// Returns the index of the set of holders of a cell, or `None` outside the grid.
+    /// Returns the index of the cell's set of holders (ranks or files), or `None` outside the grid.
     fn set(&self, row: Option<usize>, column: Option<usize>) -> Option<usize> {
         self.grid.cells.get(row?)?.get(column?).copied()
     }
 
-    /// Returns the character at a position: the inside of a box, or a line between two boxes of different sets.
+    /// Returns the character at a position and its background colour: the inside of a box, or a line between two boxes.
     fn character(&self, line: usize, column: usize) -> (char, Option<u8>) {
         let (above, below) = stretches(&self.lines, line, self.ruled);
         let (left, right) = stretches(&self.columns, column, true);
@@ -137,8 +140,7 @@ impl<'a> Canvas<'a> {
         }
     }
 
-    /// Returns the line of column offsets. The line always has the first and the last offset, and those of the other
-    /// offsets that fit.
+    /// Returns the line of column offsets: the first and the last offset, and as many of the others as fit.
     fn offsets_above(&self) -> String {
         let mut text: Vec<char> = Vec::new();
         let mut write = |column: usize, offset: u64, end: usize| {
@@ -160,7 +162,8 @@ impl<'a> Canvas<'a> {
         text.into_iter().collect()
     }
 
-    /// Returns the offset of the row of cells that begins on a line of the picture.
+    /// Returns the offset to write on the left of a line of the picture: the offset of the row of cells that begins on
+    /// this line, or spaces if none does.
     fn offset_beside(&self, line: usize) -> String {
         let width = self.margin - 1;
         // Without lines, a row of cells begins at its first line of characters. The first row begins below the edge.
@@ -176,9 +179,8 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// Returns the indices of the stretches before and after a position. At a position on a line between two stretches,
-/// these are the stretches on both sides of the line; at any other position, both indices are the stretch at the
-/// position.
+/// Returns the indices of the stretches just before and just after a position; `lines` are the positions of the lines.
+/// At a position inside a stretch, both are that stretch. Outside the picture there is no stretch (`None`).
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
@@ -198,14 +200,14 @@ fn digits(number: u64) -> usize {
     number.to_string().len()
 }
 
-/// Returns the distances between neighbouring cuts. If no dimension is drawn in this direction, the result is a single
-/// length of 1.
+/// Returns the distances between neighbouring cuts. If no dim is drawn in this direction, the result is a single length
+/// of 1.
 fn lengths(cuts: &[u64]) -> Vec<u64> {
     if cuts.is_empty() { vec![1] } else { cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
 }
 
-/// Returns the positions of the lines between stretches of these sizes. If no lines are drawn, returns the start of
-/// each stretch.
+/// Returns the positions of the lines around stretches of these sizes, including both edges. If `ruled` is false, there
+/// are no lines between stretches, and the result has the start of each further stretch instead.
 fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     let mut at = 0;
     let mut positions = vec![0];
@@ -216,8 +218,8 @@ fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     positions
 }
 
-/// Returns the minimum width of each column, so that the names in the column fit. Ignores areas (places for a name)
-/// that span several columns, because such areas nearly always have enough room.
+/// Returns the minimum width of each column in characters, so that each name and `padding` more characters fit. Ignores
+/// areas (places for a name) that span several columns, because such areas nearly always have enough room.
 fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
     let mut least = vec![1; columns];
     for area in areas.iter().filter(|area| area.columns.len() == 1) {
@@ -228,8 +230,9 @@ fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize
     least
 }
 
-/// Returns sizes in proportion to `lengths`. Each size is at least the value in `least`. The sum of the sizes is close
-/// to `natural`, and at most `room`. Returns `None` if `room` is too small.
+/// Divides characters among stretches in proportion to `lengths`, and returns the size of each stretch. Each size is at
+/// least the value in `least`. The sum of the sizes is close to `natural`, and at most `room`. Returns `None` if `room`
+/// is too small.
 fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
     let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
     let scaled = |target: usize| -> Vec<usize> {

@@ -27,12 +27,12 @@ use super::Span;
 use crate::layout::{Intervals, Rank, Tile};
 use canvas::Canvas;
 
-/// The maximum size of a picture, in characters.
+/// The maximum size of a picture, without its legend.
 #[derive(Clone, Copy, Debug)]
 pub struct PictureSize {
     /// The maximum width, in characters.
     pub columns: usize,
-    /// The maximum height, in lines.
+    /// The maximum height, in lines of text.
     pub lines: usize,
 }
 
@@ -45,13 +45,14 @@ pub enum ChunkHolder {
     File(String),
 }
 
-/// The maximum number of cuts of one dim. A picture with more cuts would not fit.
+/// The maximum number of cuts along one dim, including both ends of the dim. A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
-/// The maximum number of intervals of one dim that the list form shows.
+/// The maximum number of intervals of one dim that are listed, if a list replaces the picture.
 const MOST_INTERVALS: u64 = 8;
 
-/// Draws a tensor of this shape, as a picture or as a list.
+/// Draws a tensor of this shape as a picture, or as a list of intervals if the picture does not fit into `room`. Also
+/// names the holders whose chunks are empty.
 pub fn draw(shape: &[u64], chunks: &[(ChunkHolder, Tile)], room: PictureSize) -> Vec<Vec<Span>> {
     let mut groups: IndexMap<&Tile, BTreeSet<&ChunkHolder>> = IndexMap::new();
     let mut holds_nothing = BTreeSet::new();
@@ -84,16 +85,16 @@ fn plain(text: &str) -> Vec<Span> {
 
 /// A tensor that is cut into cells along the drawn dims, with the holders of each cell.
 struct DrawnGrid {
-    /// Lines of text that name the drawn dims, and the dims that are not drawn.
+    /// Lines of text that explain which dims are drawn as rows and columns, and which dims are not drawn.
     legend: Vec<String>,
     /// The offsets of the cuts between rows, from 0 to the size of the dim. The list is empty if no dim is drawn as
     /// rows.
     rows: Vec<u64>,
     /// The offsets of the cuts between columns. The list is empty if no dim is drawn as columns.
     columns: Vec<u64>,
-    /// The distinct sets of holders. The first set is empty.
+    /// The distinct sets of holders. The first set is empty: its cells are in no chunk.
     sets: Vec<Vec<ChunkHolder>>,
-    /// For each cell, the index in `sets` of its set of holders, row by row.
+    /// For each row of cells, the index in `sets` of the holders of each cell.
     cells: Vec<Vec<usize>>,
 }
 
@@ -176,8 +177,8 @@ impl DrawnGrid {
         Some(lines)
     }
 
-    /// Returns the background colour of a set of holders. The colour depends on the first rank of the set, so a rank
-    /// has one colour in all pictures.
+    /// Returns the background colour of a set of holders. For ranks, the colour depends on the lowest rank of the set,
+    /// so a rank has one colour in all pictures; for files, it depends on the index of the set.
     fn ground(&self, set: usize) -> Option<u8> {
         // Light colours; neighbours in this list are easy to tell apart.
         const GROUNDS: [u8; 12] = [153, 223, 157, 219, 229, 159, 183, 216, 194, 189, 222, 152];
@@ -192,7 +193,8 @@ impl DrawnGrid {
 /// The maximum length of a name in a box, in characters. A longer name would make boxes too wide.
 const LONGEST_NAME: usize = 16;
 
-/// Returns the offsets along a dim at which a chunk begins or ends.
+/// Returns the offsets along a dim at which a chunk begins or ends, and both ends of the dim. Stops after more than
+/// [`MOST_CUTS`] offsets.
 fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<u64> {
     let mut cuts = BTreeSet::from([0, size]);
     for interval in chunks.flat_map(Intervals::iter) {
@@ -204,8 +206,8 @@ fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<
     cuts
 }
 
-/// Returns the two dims to draw: the first two dims that are cut, or, if fewer than two dims are cut, also the first
-/// uncut dims.
+/// Returns the dims to draw, at most two: the first two dims that are cut, or, if fewer than two dims are cut, also the
+/// first uncut dims.
 fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     let is_cut = |dim: &usize| cuts[*dim].len() > 2;
     let mut dims: Vec<usize> = (0..cuts.len()).filter(is_cut).take(2).collect();
@@ -215,7 +217,7 @@ fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     dims
 }
 
-/// Returns the indices of the stretches between `cuts` that an interval list covers.
+/// Returns the indices of the ranges between neighbouring `cuts` that an interval list covers.
 fn covered(intervals: &Intervals, cuts: &[u64]) -> Vec<usize> {
     let at = |offset| cuts.partition_point(|cut| *cut < offset);
     intervals.iter().flat_map(|interval| at(interval.start)..at(interval.end).min(cuts.len() - 1)).collect()
@@ -247,7 +249,7 @@ fn list(groups: &[(&Tile, BTreeSet<&ChunkHolder>)]) -> Vec<Vec<Span>> {
     rows.iter().map(|(holders, tile)| plain(&format!("{holders:width$}  {tile}"))).collect()
 }
 
-/// Returns the first few intervals of each dim: `[0:2+4:6, 0:8]`.
+/// Returns the first [`MOST_INTERVALS`] intervals of each dim: `[0:2+4:6, 0:8]`.
 fn intervals(tile: &Tile) -> String {
     let dim = |dim: &Intervals| {
         let shown: Vec<String> = (dim.iter().zip(0..MOST_INTERVALS))
@@ -294,7 +296,8 @@ fn in_words(holders: &BTreeSet<&ChunkHolder>) -> String {
     words.into_iter().chain(files).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the letters that stand for the set with this index: none for 0, then `A`, ..., `Z`, `AA`, ...
+/// Returns the letters that stand for the set of holders with this index: none for 0 (the empty set), then `A`, ...,
+/// `Z`, `AA`, ...
 fn letters(mut index: usize) -> String {
     let mut text = Vec::new();
     while index > 0 {
@@ -314,8 +317,7 @@ struct Area {
 }
 
 impl DrawnGrid {
-    /// Returns one area for each box. An area is a large rectangle inside the box, into which the name of the box is
-    /// written.
+    /// Returns one area for each box: a large rectangle inside the box, into which the name of the box is written.
     fn areas(&self) -> Vec<Area> {
         let mut seen = vec![vec![false; self.cells[0].len()]; self.cells.len()];
         let mut areas = Vec::new();

@@ -8,7 +8,7 @@ fn text(lines: &[Vec<Span>]) -> String {
     lines.iter().map(|spans| line(spans).trim_end().to_owned() + "\n").collect()
 }
 
-/// Returns the tile of every rank of a mesh.
+/// Returns the tile of every rank of a mesh, for a tensor with these placements.
 fn chunks(shape: &[u64], mesh: &str, placements: &str) -> Vec<(ChunkHolder, Tile)> {
     let mesh = DeviceMesh::parse(mesh).unwrap();
     let specs = parse_placements(placements).unwrap();
@@ -43,8 +43,8 @@ fn in_files() -> Vec<(ChunkHolder, Tile)> {
     ]
 }
 
-/// Returns chunks of which rank 1 holds the lower right corner. Rank 0 holds all upper rows, and the left columns of
-/// the lower rows.
+/// Returns the chunks of a 6 x 6 tensor. Rank 0 holds the upper rows, and the left columns of the lower rows; rank 1
+/// holds the rest, which is the lower right corner.
 fn corner() -> Vec<(ChunkHolder, Tile)> {
     let rank = |rank| ChunkHolder::Rank(Rank(rank));
     vec![(rank(0), boxed(&[0, 0], &[3, 6])), (rank(0), boxed(&[3, 0], &[3, 2])), (rank(1), boxed(&[3, 2], &[3, 4]))]

@@ -2,8 +2,8 @@ use super::*;
 use crate::catalog::{Dict, Dtype, MeshId, Sharding, Value};
 use crate::layout::parse_placements;
 
-/// Returns the layout document that `inspect --layout` prints for a model of plain tensors. Each tensor is given by its
-/// name, placements and split rules.
+/// Returns the layout file that `inspect --layout` prints for a model of plain tensors of the shape 7 x 10 on the mesh
+/// `h=2,w=3`. Each tensor is given by its name, placements and split rules.
 fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
     let mesh = DeviceMesh::parse("h=2,w=3").unwrap();
     let mut catalog = Catalog { meshes: vec![mesh.clone()], ..Catalog::empty() };
