@@ -51,7 +51,7 @@ impl Bucket {
         exchanges.then(|| Self::of(args))
     }
 
-    /// Returns the bucket size in bytes, as far as it has been reduced by now.
+    /// Returns the bucket size in bytes. An automatic size may still be reduced later.
     #[must_use]
     pub fn bytes(self) -> u64 {
         let (Self::Asked(bytes) | Self::AtMost(bytes)) = self;

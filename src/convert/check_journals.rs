@@ -168,9 +168,9 @@ impl JournalSet<'_> {
         Ok(is_whole)
     }
 
-    /// Invalidates journal entries of reduced tensors, so that all replicas of an element are written or none is. Each
-    /// step invalidates the elements that are missing in some replica. A whole entry becomes invalid, so further
-    /// elements may then be missing; the step is repeated until the replicas agree.
+    /// Invalidates journal entries of reduced tensors, so that each element is recorded as written in all replicas or
+    /// in none. Each step invalidates the elements that are missing in some replica. Only complete entries can be
+    /// invalidated, so further elements may then be missing in some replica; the step is repeated until there are none.
     ///
     /// # Errors
     /// `Io`.

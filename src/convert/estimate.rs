@@ -22,8 +22,8 @@ fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the memory in bytes by which the headers, pickles and tables of DST exceed 16 MiB. Every estimate already
-/// contains 16 MiB for them.
+/// Returns the memory in bytes by which the headers, pickles and tables of DST exceed 16 MiB. The estimates of other
+/// functions already contain 16 MiB for them.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);

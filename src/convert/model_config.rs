@@ -59,7 +59,7 @@ fn read_file(file: &Path) -> Result<Option<Json>> {
 }
 
 /// Returns whether a file is the configuration of a training run with OLMo-core, which has the same name as the
-/// configuration of a model. Only OLMo-core stores the class of the model in it (`model._CLASS_`).
+/// configuration of a model. OLMo-core stores the class of the model in it (`model._CLASS_`).
 ///
 /// # Errors
 /// `Io` if the file cannot be read.

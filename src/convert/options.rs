@@ -24,7 +24,7 @@ pub struct SourceOptions {
     pub series: Vec<String>,
     /// Method of reading file contents. `None` means that the method is chosen for the file system.
     pub io: Option<IoMode>,
-    /// Number of worker threads. `None` means one thread per core.
+    /// Number of worker threads. `None` means that dtshard chooses the number, usually one per core.
     pub threads: Option<usize>,
     /// Limit in bytes of the anonymous memory, which excludes the page cache.
     pub max_memory: u64,
@@ -80,7 +80,7 @@ pub struct SourceLayoutOptions {
 pub struct SelectOptions {
     /// Patterns of names to select. If there are none, all names are selected.
     pub include: Vec<String>,
-    /// Patterns of names to leave out.
+    /// Patterns of names to leave out. The optimizer state of matching parameters is left out, too.
     pub exclude: Vec<String>,
     /// File with more patterns of names to select, one per line.
     pub include_from: Option<PathBuf>,
@@ -99,14 +99,16 @@ pub struct SelectOptions {
     /// True if wrapper prefixes, such as `_orig_mod.`, stay in names. `reshard` always keeps them; there, true means
     /// that patterns must match names with these prefixes.
     pub keep_names: bool,
-    /// Casts of tensors, each as `DTYPE` for all tensors or as `PATTERN=DTYPE`.
+    /// Casts of floating-point tensors. `PATTERN=DTYPE` casts the tensors that the pattern matches. `DTYPE` casts all
+    /// other f32, f16 and bf16 tensors of one or more dimensions outside the optimizer state.
     pub dtype: Vec<String>,
 }
 
 /// Options for checks before anything is written, and for values that differ between ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
-    /// Value that is written if ranks store different values. `None` means that different values are an error.
+    /// Value that is written if ranks store different values. `None` means that different values are an error, except
+    /// for random number state, of which every rank keeps its own.
     pub on_conflict: Option<OnConflict>,
     /// True if replicas of DTensors and ShardedTensors are compared, in addition to replicas of plain tensors.
     pub check_replicas: bool,

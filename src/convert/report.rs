@@ -60,7 +60,8 @@ pub enum Outcome {
     PublishedByOther,
     /// This process has written its share of the output. The process that finishes last publishes the destination.
     PartDone,
-    /// The destination already existed and was made from the source and with the options of this run.
+    /// The destination is complete without the work of this process: it already existed and was made from the same
+    /// source and options, or another process published it while this process failed.
     UpToDate,
 }
 

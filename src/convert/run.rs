@@ -114,7 +114,7 @@ pub struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Reports the part number of this process and its launcher, if the run has several processes.
+    /// Reports, in verbose output, the part number of this process and its launcher, if the run has several processes.
     pub fn introduce(&self) {
         let Launch { part, launcher, node, .. } = &self.launch;
         if !part.is_alone() {

@@ -39,7 +39,7 @@ impl Defaults {
 }
 
 /// Path and format of SRC for a run with `--fill-from`. In such a run, the values of SRC are put into the checkpoint
-/// FILLER, whose path and format the rest of [`ConversionSource`] has.
+/// FILLER, and [`ConversionSource::checkpoint`] has the path and format of FILLER.
 pub struct Filled {
     pub root: PathBuf,
     pub resolved_from: Option<PathBuf>,

@@ -2,9 +2,9 @@
 //! of an earlier run.
 //!
 //! All processes with the same command compute the same plan, so each process knows its share of the output without
-//! communication. A process writes the byte ranges of its part that no journal records as done, and records them. The
-//! process that finishes last finds everything recorded, then seals and publishes the destination; the other processes
-//! wait until DST is published, or exit.
+//! communication. A process writes the byte ranges of its part that no journal records as done, and records them. If
+//! the processes wait for each other, process 0 seals and publishes the destination when everything is recorded, and
+//! the others wait for this. Otherwise, the process that finishes last does it, and the others exit.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -47,7 +47,8 @@ pub enum WriteOutcome {
     Published(Stats, Publisher),
     /// This process has written its share of the output. The process that finishes last publishes the destination.
     Part(Stats),
-    /// The destination already existed and was made from the plan of this run, so nothing was written.
+    /// The destination is complete without the work of this process: it already existed and was made from the plan of
+    /// this run, or another process published it while this process failed.
     Already,
 }
 
@@ -188,8 +189,8 @@ impl DestinationWriter<'_> {
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
-    /// Writes the byte ranges of this part that are not written yet. Also returns the work that was recorded before,
-    /// because the journals of other processes may later show that some of it belongs to this run.
+    /// Writes the byte ranges and sidecar files of this part that are not written yet. Also returns the work that was
+    /// recorded before, because the journals of other processes may later show that some of it belongs to this run.
     fn write(&self) -> Result<(Stats, EarlierWork)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
@@ -395,9 +396,9 @@ impl DestinationWriter<'_> {
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 
-    /// Returns true if no other process has still to start or is still working. A process without work may start late;
-    /// if the destination were already published, that process would fail. Always true if processes do not wait for
-    /// each other.
+    /// Returns true if every other process has finished its work or has ended, so that no process will start or write
+    /// any more. A process without work may start late; if the destination were already published, that process would
+    /// fail. Always true if processes do not wait for each other.
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))

@@ -54,11 +54,11 @@ use crate::publish::presence::Presence;
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
-/// Time limit within which every process notices that another process has ended.
+/// Maximum time until every process notices that another process has ended.
 const DETECTED_WITHIN: Duration = Duration::from_secs(2);
 
-/// Time for which a process without GPU or NCCL waits until the other processes have connected. The process then sends
-/// the reason to the others and stops.
+/// Maximum time that a process without GPU or NCCL waits until the other processes have connected. The process then
+/// sends the reason to the others and stops.
 const LACKING_WITHIN: Duration = Duration::from_secs(10);
 const LACKING_HURRIED: Duration = Duration::from_secs(3);
 

@@ -7,8 +7,8 @@ use crate::convert::options::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::{Format, TensorStorage};
 
-/// Returns the Python class that all sharded tensors get. Returns `None` if each tensor keeps its class from the
-/// source.
+/// Returns the Python class that all sharded tensors get. Returns `None` if each tensor keeps its class from `--like`
+/// or the source.
 ///
 /// # Errors
 /// `Usage` if the target format does not store the class.

@@ -39,7 +39,7 @@ pub struct PlacementResolver<'a> {
     like: Option<LikeLayout<'a>>,
     /// True if the fallback placements are a default, which the user did not give.
     has_default_fallback: bool,
-    /// The class that every sharded tensor gets; `None` if each tensor keeps its class from the source.
+    /// The class that every sharded tensor gets; `None` if each tensor keeps its class from `--like` or the source.
     class: Option<Class>,
     /// The class for sharded tensors of the target that are not sharded in the source.
     usual_class: Class,
@@ -64,8 +64,8 @@ struct ResolvedPlacements<'a> {
 /// The input that set the placements of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PlacementOrigin {
-    /// The placements come from a rule, the plan or the fallback placements, which the user gave on the command line or
-    /// in a layout file.
+    /// The placements come from a rule, the plan or the fallback placements, not from a checkpoint. The user gave them
+    /// on the command line or in a layout file, or they are a default.
     CommandLine,
     /// The placements are the placements of the source.
     Source,
@@ -189,8 +189,8 @@ impl<'a> PlacementResolver<'a> {
         Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), chosen)))
     }
 
-    /// Replaces Partial placements by Replicate, so that the reduced value is written. Used for DCP, which cannot store
-    /// partial values, and for plain tensors, which cannot be marked as partial values.
+    /// Replaces Partial placements by Replicate, so that the reduced value is written. This is done for DCP, which
+    /// cannot store partial values, and for plain tensors, which cannot be marked as partial values.
     ///
     /// # Errors
     /// `Unsupported` if the user gave the Partial placement.
@@ -270,8 +270,8 @@ impl<'a> PlacementResolver<'a> {
     }
 
     /// Returns the layout of a tensor by the plan: for a parameter, its own layout; for optimizer state of the shape of
-    /// its parameter, the layout of that parameter. Other tensors are plain, or `None` if `--like` or a fallback
-    /// decides.
+    /// its parameter, the layout of that parameter. For other tensors, returns `None` if `--like` or fallback
+    /// placements decide, otherwise a plain layout.
     fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {

@@ -124,8 +124,8 @@ impl<'a> TensorContexts<'a> {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
 
-    /// Returns true if a tensor counts as plain: it is not sharded (`is_shared` is false), and plain tensors are known
-    /// to be no sharded parameters, because there is [`ParameterEvidence`].
+    /// Returns true if a tensor is plain although other tensors may not be: `is_shared` is false, and there is
+    /// [`ParameterEvidence`]. Without such evidence, all tensors of the source are plain, and the result is false.
     pub fn is_plain(&self, is_shared: bool) -> bool {
         self.evidence != ParameterEvidence::Nothing && !is_shared
     }
