@@ -1,5 +1,5 @@
-//! The options that determine the result. If a run resumes an interrupted run, they must have the values of that run;
-//! otherwise an error names the option whose value has changed.
+//! The options that determine the result. If a run resumes an interrupted run, these options must have the values of
+//! the interrupted run; otherwise an error names the option whose value has changed.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};

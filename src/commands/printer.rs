@@ -38,8 +38,8 @@ impl Printer {
     }
 
     /// Returns the printer of one process of a launch. The lines of several processes may appear on one terminal, so
-    /// each line begins with the number of its process. Messages that are equal in all processes are printed by process
-    /// 0 only, or by each process with `-v`.
+    /// each line begins with the number of its process. Only process 0 prints messages that are equal in all processes,
+    /// or each process with `-v`.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
@@ -114,7 +114,7 @@ impl Printer {
         write_stdout(&(escape_invisible_json(&spelled(&text)) + "\n"))
     }
 
-    /// Prints a line that is equal in all processes, so process 0 prints it for all.
+    /// Prints a line that is equal in all processes. Only process 0 prints it, or each process with `-v`.
     pub fn line(&self, text: &str) {
         if self.speaks() {
             self.say(text);
@@ -140,21 +140,23 @@ impl Printer {
         }
     }
 
-    /// Prints a note: a fact about the result that is equal in all processes, so process 0 prints it for all.
+    /// Prints a note: a fact about the result that is equal in all processes. Only process 0 prints it, or each process
+    /// with `-v`.
     pub fn note(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Note, text);
         }
     }
 
-    /// Prints a hint: the next step for the user. It is equal in all processes, so process 0 prints it for all.
+    /// Prints a hint: the next step for the user, which is equal in all processes. Only process 0 prints it, or each
+    /// process with `-v`.
     pub fn hint(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Hint, text);
         }
     }
 
-    /// Prints a warning that is equal in all processes, so process 0 prints it for all.
+    /// Prints a warning that is equal in all processes. Only process 0 prints it, or each process with `-v`.
     pub fn warning(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Warning, text);
@@ -218,8 +220,9 @@ impl Printer {
         self.part.index == 0 && io::stderr().is_terminal()
     }
 
-    /// Returns when to show progress. With `-q`, never. If the user did not choose, only process 0 shows progress, and
-    /// none does with `--json`, because a program then reads the output.
+    /// Returns when to show progress: never with `-q`, otherwise as the user chose. If the user did not choose, only
+    /// process 0 shows progress (with `-v` each process), and no process does with `--json`, because a program then
+    /// reads the output.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {

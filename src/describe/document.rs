@@ -6,8 +6,8 @@ use super::{Inspection, parts};
 use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::layout::DeviceMesh;
 
-/// Returns the JSON document of `inspect`. The fields `tensors` and `bytes` describe the tensors that `--tensor`
-/// selects; all other fields describe the complete checkpoint.
+/// Returns the JSON document of `inspect`. The fields `tensors`, `bytes` and `digest` describe the tensors that
+/// `--tensor` selects; all other fields describe the complete checkpoint.
 pub fn document(view: &Inspection<'_>) -> Json {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let meshes: Vec<Json> = catalog.meshes.iter().map(mesh_document).collect();

@@ -182,9 +182,10 @@ fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) ->
 }
 
 impl Inspection<'_> {
-    /// Returns one digest for all tensors shown, or `None` if one of them has no digest. The digest is a BLAKE3 hash of
-    /// one line `DIGEST "NAME"` for each tensor. The lines are sorted by name, and names are quoted as in JSON. So the
-    /// digest depends neither on the layout nor on the format of the checkpoint.
+    /// Returns one digest for all tensors shown. Returns `None` if one of them has no digest, or if the user asked for
+    /// no digests. The digest is a BLAKE3 hash of one line `DIGEST "NAME"` for each tensor. The lines are sorted by
+    /// name, and names are quoted as in JSON. So the digest depends neither on the layout nor on the format of the
+    /// checkpoint.
     fn digest(&self) -> Option<String> {
         let mut listed: Vec<(&str, &String)> =
             self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;

@@ -16,8 +16,8 @@ pub struct Canvas<'a> {
     /// The positions of the vertical lines, in characters: the left edge, the lines between stretches, and the right
     /// edge.
     columns: Vec<usize>,
-    /// The positions of the horizontal lines, in lines of text, with the upper and lower edge. If `ruled` is false, the
-    /// start of each stretch instead of a line.
+    /// The positions of the upper edge, of the lines between stretches and of the lower edge, in lines of text. If
+    /// `ruled` is false, there are no lines between stretches; the start of each stretch takes the place of the line.
     lines: Vec<usize>,
     /// True if horizontal lines are drawn between boxes. If false, boxes follow each other without lines between them,
     /// so that more boxes fit.
@@ -26,10 +26,10 @@ pub struct Canvas<'a> {
     margin: usize,
 }
 
-/// The width in characters of a tensor that is not cut along its columns. Less for a tensor of few columns, and more
-/// for a long name.
+/// The width in characters of a tensor that is not cut along its columns. A tensor of few columns gets fewer
+/// characters, and a tensor with a long name in its box gets more.
 const UNCUT_COLUMNS: usize = 40;
-/// The height in lines of a tensor that is not cut along its rows. Less for a tensor of few rows.
+/// The height in lines of a tensor that is not cut along its rows. A tensor of few rows gets fewer lines.
 const UNCUT_LINES: usize = 5;
 
 impl<'a> Canvas<'a> {
