@@ -1,5 +1,5 @@
 //! Buffer pool that reuses host memory, so that not every exchange round allocates new buffers. Allocating is slow: the
-//! kernel would clear as many pages as bytes are moved, and pinned memory takes even longer. Unit: bytes.
+//! operating system clears every new page, and pinned memory takes even longer. Lengths and offsets are in bytes.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};

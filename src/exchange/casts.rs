@@ -1,7 +1,8 @@
 //! Casts in the shuffle. If a cast does not enlarge the values, a GPU casts them before it copies them to the host, so
 //! that fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are
-//! written. Units: elements for tiles, bytes for ranges. Invariant: an element whose value is lost in a cast is counted
-//! once: in the first replica of its tile, on the rank that writes the first byte of the element in this replica.
+//! written. Buffer ranges are in bytes; portions of tiles count elements. Invariant: an element whose value is lost in
+//! a cast is counted once: in the first replica of its tile, by the process that writes the first byte of the element
+//! in this replica.
 
 use std::iter;
 use std::ops::Range;
@@ -13,7 +14,8 @@ use crate::exec::cast::Cast;
 pub enum Casting {
     /// The writer casts values when it assembles the write blocks.
     InWriter,
-    /// The shuffle casts values before they reach the writer, as [`Casts`] describes.
+    /// The shuffle casts values before they reach the writer, as [`Casts`] describes. Only casts to a larger dtype are
+    /// left to the writer.
     InShuffle,
 }
 
@@ -29,9 +31,9 @@ pub struct Casts {
 /// The byte range of one tile in the output buffer, and the cast of its values.
 #[derive(Debug)]
 pub struct CastTile {
-    /// The byte range of the tile in the output buffer.
+    /// The byte range of the tile in the output buffer, after the cast.
     pub range: Range<usize>,
-    /// The cast, and the portions of the tile that are cast one by one; `None` if the tile is not cast.
+    /// The cast, and the portions of the tile that are cast one by one; `None` if the shuffle does not cast the tile.
     pub cast: Option<(Cast, Vec<Portion>)>,
 }
 
@@ -40,7 +42,7 @@ pub struct CastTile {
 pub struct Portion {
     /// The range of elements in the portion, counted from the first element of the tile.
     pub elements: Range<u64>,
-    /// The subrange of `elements` for which values lost by the cast are counted.
+    /// The part of `elements` in which this process counts the values that the cast loses. May be empty.
     pub counted: Range<u64>,
 }
 

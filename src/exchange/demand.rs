@@ -1,6 +1,6 @@
 //! Demand: which process needs which elements of a tensor. Ranges count elements of local tensors (`DTensor.to_local()`
-//! in PyTorch). A rank in this module is the index of a process of this conversion, not a rank of the source or target
-//! layout. Invariant: if a process writes a tile to several files, the elements of the tile are listed once.
+//! in PyTorch). A `rank` in this file is the number of a dtshard process, not a rank of the source or target layout.
+//! Invariant: if a process writes a tile to several files, the elements of the tile are listed once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -21,12 +21,12 @@ use crate::plan::{SourceTensor, TilePlan};
 /// For each byte range of the output files, the process that writes it (its owner). No byte has two owners.
 #[derive(Debug)]
 pub struct FileOwners {
-    /// For each output file, its byte ranges in ascending order, each with the rank that writes it.
+    /// For each output file, its byte ranges in ascending order, each with the process that writes it.
     files: Vec<Vec<(Range<u64>, u32)>>,
 }
 
 impl FileOwners {
-    /// Collects, for each byte range, the rank that writes it. `todos` has the byte ranges of each rank.
+    /// Collects, for each byte range, the process that writes it. `todos` has the byte ranges that each process writes.
     #[must_use]
     pub fn new(files: &[OutputFile], todos: &[Extents]) -> Self {
         let mut owned: Vec<Vec<(Range<u64>, u32)>> = vec![Vec::new(); files.len()];
@@ -37,7 +37,8 @@ impl FileOwners {
         Self { files: owned }
     }
 
-    /// Splits a byte range of a file into subranges that one rank writes. Returns each subrange with this rank.
+    /// Splits a byte range of a file into subranges with one owner each: the process that writes the subrange. Returns
+    /// each subrange with its owner. Subranges that no process writes are left out.
     fn owners_of(&self, file: u32, range: Range<u64>) -> impl Iterator<Item = (u32, Range<u64>)> {
         let ranges = &self.files[file as usize];
         let first = ranges.partition_point(|(owned, _)| owned.end <= range.start);
@@ -46,20 +47,20 @@ impl FileOwners {
     }
 }
 
-/// A target tensor with the elements that each rank needs.
+/// A target tensor with the elements that each process needs.
 pub struct Demand<'a> {
     /// The target tensor, laid out in the output files.
     pub tensor: &'a Reserved,
     /// The entry of the source tensor in the catalog.
     pub source: &'a TensorEntry,
-    /// The tiles from which at least one rank needs elements.
+    /// The tiles from which at least one process needs elements.
     pub tiles: Vec<Arc<NeededTile>>,
     /// Groups of source chunks that hold the same elements (replicas), in ascending order of the first chunk. A tile
     /// plan names only the first chunk of each group.
     holders: SmallVec<[Holders; 2]>,
 }
 
-/// A target tile that is written to one or more files, with the ranks that need its elements.
+/// A target tile that is written to one or more files, with the processes that need its elements.
 #[derive(Debug)]
 pub struct NeededTile {
     /// The name of the source tensor.
@@ -70,30 +71,30 @@ pub struct NeededTile {
     pub share: Option<Arc<Share>>,
     /// The indices of the target chunks that have this tile.
     pub chunks: Chunks,
-    /// The ranges of elements that ranks need, in ascending order and without overlaps.
+    /// The ranges of elements that processes need, in ascending order and without overlaps.
     pub needs: Needs,
-    /// For each partial value, the source chunks that contain it. Without partial values, the list has one entry for
-    /// the source of the values.
+    /// For each partial value in `share`, the source chunks that contain it. If the source has no partial values, the
+    /// list has one entry: the source chunks that contain the values.
     pub sources: Vec<SourceElements>,
     /// The reduction of the partial values; `None` if the values are copied.
     pub reducer: Option<Reducer>,
 }
 
-/// A range of a tile's elements, and the ranks that need these elements.
+/// A range of a tile's elements, and the processes that need these elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Need {
     /// The elements, as a range of indices in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The ranks that need all of these elements.
+    /// The processes that need all of these elements.
     pub ranks: Ranks,
 }
 
-/// Indices of chunks. The list has one entry for a small tensor.
+/// Indices of target chunks with equal elements (replicas). A small tensor usually has one.
 pub type Chunks = SmallVec<[usize; 1]>;
-/// The ranges of a tile's elements that ranks need. The list has one entry for a small tensor.
+/// The ranges of a tile's elements that processes need. A small tensor usually has one range.
 pub type Needs = SmallVec<[Need; 1]>;
 
-/// Numbers of ranks, in ascending order.
+/// Numbers of dtshard processes, in ascending order.
 pub type Ranks = SmallVec<[u32; 4]>;
 
 /// The source chunks that contain the elements of a tile, and the strides with which these chunks are read.
@@ -107,7 +108,7 @@ pub struct SourceElements {
 
 impl<'a> Demand<'a> {
     /// Checks that the source chunks cover the tensor, and plans the tiles of the tensor. The result is empty if no
-    /// rank needs the tensor.
+    /// process needs the tensor.
     ///
     /// # Errors
     /// Returns the errors of [`SourceTensor::new`], and `Unsupported` if the partial values cannot be reduced.
@@ -150,15 +151,15 @@ impl<'a> Demand<'a> {
         Ok(Self { tensor, source: entry, tiles: needed_tiles, holders })
     }
 
-    /// Returns all source chunks that hold the same elements as `chunk`, which must be the first of its group. The
-    /// result includes `chunk`.
+    /// Returns all source chunks that hold the same elements as `chunk` (its replicas), including `chunk`. `chunk` must
+    /// be the first of them.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
         let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
         &self.holders[found.expect("tile plans name the first chunk of a group")]
     }
 
-    /// Returns true if no rank needs any element of the tensor.
+    /// Returns true if no process needs any element of the tensor.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tiles.is_empty()
@@ -173,8 +174,8 @@ impl SourceElements {
     }
 }
 
-/// Finds the elements of a tile that each rank needs: the elements whose bytes the rank writes, in any chunk of the
-/// tile. If a rank writes only some bytes of an element, it needs the entire element.
+/// Finds the elements of a tile that each process needs: the elements whose bytes the process writes. `chunks` are the
+/// target chunks that have this tile. If a process writes only some bytes of an element, it needs the entire element.
 fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
@@ -218,7 +219,7 @@ fn find_needs(tensor: &Reserved, chunks: &[usize], owners: &FileOwners) -> Needs
     needs
 }
 
-/// The start or the end of a range that a rank needs.
+/// The start or the end of a range of elements that a process needs.
 enum Boundary {
     Begin,
     End,

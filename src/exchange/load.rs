@@ -4,7 +4,7 @@
 /// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WireBytes {
-    /// The number of sent bytes. Bytes that an all-gather sends to all ranks count once.
+    /// The number of sent bytes. Bytes that an all-gather sends to all processes count once.
     pub sent: u64,
     /// The number of those bytes in `sent` that an all-gather sends. All-gathered bytes also need space in the incoming
     /// buffer of the sender.
@@ -40,8 +40,8 @@ pub struct Load {
     pub first_phase: WireBytes,
     /// The bytes that are sent and received in the second phase.
     pub second_phase: WireBytes,
-    /// The length of the unpacked buffer in bytes. It contains the values, and the partial values that this process
-    /// reduces.
+    /// The length of the unpacked buffer in bytes. It contains the values that this process writes, and the partial
+    /// values that it reduces.
     pub unpacked: u64,
     /// The number of bytes of this process's own partial values in NCCL reductions for which this process is the root.
     /// These partial values need space in the outgoing buffer.
@@ -91,17 +91,17 @@ impl Load {
     }
 }
 
-/// The memory that each rank needs for one round.
+/// The memory that each process needs for one round.
 #[derive(Debug)]
 pub struct Loads(Vec<Load>);
 
-/// The memory that a transfer plan needs on the ranks that take part in it, in ascending order of ranks. A round has
-/// many plans, but few ranks take part in each plan.
+/// The memory that a transfer plan (the transfers of one tensor, or of ranges of it) needs on each process that takes
+/// part, in ascending order of processes. A round has many plans, but few processes take part in each plan.
 #[derive(Debug, Default)]
 pub struct PartLoads(Box<[(u32, Load)]>);
 
 impl Loads {
-    /// Returns the loads of a round without any plan: 0 bytes for each rank.
+    /// Returns the loads of a round without any transfer plan: 0 bytes for each of `ranks` processes.
     #[must_use]
     pub fn zero(ranks: usize) -> Self {
         Self(vec![Load::default(); ranks])
@@ -123,13 +123,13 @@ impl Loads {
         }
     }
 
-    /// Returns the length in bytes of the largest buffer that any rank needs.
+    /// Returns the length in bytes of the largest buffer that any process needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(Load::largest_buffer).max().unwrap_or(0)
     }
 
-    /// Returns the list of the memory needs of each rank.
+    /// Returns the load of each process, in the order of the processes.
     #[must_use]
     pub fn into_ranks(self) -> Vec<Load> {
         self.0
@@ -137,13 +137,14 @@ impl Loads {
 }
 
 impl PartLoads {
-    /// Makes the list from the loads of all ranks. Ranks without any load are left out.
+    /// Keeps the loads of the processes that take part. `all` has the loads of all processes; loads of 0 bytes are left
+    /// out.
     #[must_use]
     pub fn new(all: &[Load]) -> Self {
         Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())
     }
 
-    /// Returns the length in bytes of the largest buffer that any rank needs.
+    /// Returns the length in bytes of the largest buffer that any process needs.
     #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(|(_, load)| load.largest_buffer()).max().unwrap_or(0)

@@ -1,5 +1,5 @@
-//! Exchange: conversions in which processes send each other source bytes, because only some processes can read these
-//! bytes, or should read them.
+//! Exchange: conversions in which processes send source bytes to each other, because not every process can read the
+//! bytes that it needs, or because each byte should be read only once.
 //!
 //! All processes derive the same rounds from the same catalogs. In each round, a process reads contiguous ranges of
 //! source chunks. The [shuffle](Shuffle) sends the bytes to the processes that need them, and reduces partial values.
@@ -71,7 +71,8 @@ use crate::threads::start_scoped;
 /// The interval at which a waiting process checks for a stop request.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The maximum number of rounds into which a dry run divides a large tensor.
+/// The approximate maximum number of rounds of a dry run. If the bucket size of the conversion gives more rounds, a dry
+/// run uses a larger bucket size.
 const MOST_WEIGHED: u64 = 1 << 12;
 
 /// The inputs of an exchange, which are equal in all processes.
@@ -80,9 +81,10 @@ pub struct Exchange<'a> {
     pub input: Input<'a>,
     pub reservation: &'a Reservation,
     pub parties: &'a Topology,
-    /// For each byte range of the output files, the rank that writes it.
+    /// For each byte range of the output files, the process that writes it.
     pub owners: &'a FileOwners,
-    /// The maximum number of bytes that each process may read, send, receive or unpack in a round; see [`Rounds::new`].
+    /// The limit of a round, in bytes. In a round, a process may read, may send, may receive and may unpack at most
+    /// this number of bytes each; see [`Rounds::new`].
     pub bucket_bytes: u64,
 }
 
@@ -92,7 +94,7 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// Returns true if values change during the shuffle, because the shuffle reduces partial values or casts values.
+    /// Returns true if the conversion reduces, divides or casts the values of at least one tensor.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {
@@ -101,8 +103,9 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Returns the number of bytes that all ranks together read from the source, and the number of bytes that each rank
-    /// reads, sends, receives and unpacks. Moves no bytes.
+    /// Computes what an exchange would do, but moves no bytes. Returns the statistics, with the number of bytes that
+    /// all processes together read from SRC. Also returns, for each process, the number of bytes that it would read,
+    /// send, receive and unpack.
     ///
     /// # Errors
     /// The errors of [`Rounds`]; `Stopped`.
@@ -122,7 +125,7 @@ impl<'a> Exchange<'a> {
         Ok((stats, sums))
     }
 
-    /// Writes the output ranges that `owners` assigns to this rank, except for ranges that are already done.
+    /// Writes the output ranges that `owners` assigns to this process, except for ranges that are already done.
     ///
     /// # Errors
     /// The errors of [`crate::exec::copy::copy`], and `Comm` if another process fails.
@@ -292,7 +295,7 @@ impl<'a> Exchange<'a> {
 /// Tiles of a round that are ready to be written, and the ranges of the output files into which they are written.
 type Arrived = (Vec<PlannedTile>, TileBatch);
 
-/// The finished rounds, as input for the writer. Ends after the last round, or when a signal stops the process.
+/// The finished rounds, as input for the writer. Ends after the last round. Returns an error if this process must stop.
 struct Batches<'a> {
     shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,
@@ -316,7 +319,8 @@ impl TileSource for Batches<'_> {
     }
 }
 
-/// Sends the byte ranges that this rank still has to write to all ranks, and receives the ranges of the other ranks.
+/// Sends to all processes the ranges of the output files that this process has not yet written. Returns the ranges of
+/// each process, in the order of the processes.
 ///
 /// # Errors
 /// The errors of [`Communicator::gather`]; `Comm` if a message is invalid.

@@ -1,6 +1,6 @@
 //! Moves: the work of one process in one round, as reads and as strided copies between four buffers. All sizes and
-//! offsets are in bytes; all offsets are inside the buffers. Invariant: all ranks know whether the round has a second
-//! phase.
+//! offsets are in bytes, and no offset counts from the start of a file. Invariant: all processes know whether the round
+//! has a second phase.
 //!
 //! ```text
 //!     files --reads--> stage --packs--> outgoing --wire--> incoming --+
@@ -14,8 +14,8 @@
 //!                      +------------------------second phase ----------+
 //! ```
 //!
-//! If the rank that reads bytes needs them itself, it copies them from the stage directly to the unpacked buffer. If
-//! several ranks need reduced values, these values are sent in a second [phase](TransferPhase). Partial values that
+//! If the process that reads bytes also needs them, it copies them from the stage directly to the unpacked buffer. If
+//! several processes need reduced values, these values are sent in a second [phase](TransferPhase). Partial values that
 //! NCCL reduces are packed into the outgoing buffer as well, and NCCL writes the result to the output
 //! ([`NcclReduction`]).
 
@@ -36,8 +36,8 @@ use crate::exec::Extents;
 use crate::exec::cast::Cast;
 use crate::exec::reduce::Reducer;
 
-/// The alignment of source ranges in the stage buffer, and of tiles in the unpacked buffer. The alignment is the size
-/// of the largest element, and also the width of the widest memory access of a GPU.
+/// The alignment in bytes of source ranges in the stage buffer, and of tiles in the unpacked buffer. The alignment is
+/// the size of the largest element, and also the width of the widest memory access of a GPU.
 const ALIGNMENT: u64 = 16;
 
 /// A range of a source chunk that this process reads.
@@ -76,7 +76,7 @@ pub struct ArrivingTile {
     /// The way in which this process obtains the values.
     pub value_source: ValueSource,
     /// The copies from the incoming buffer of the second phase to `value_range`. Their target offsets count from the
-    /// start of `value_range`.
+    /// start of `value_range`. Empty if the values do not arrive in the second phase.
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
@@ -94,8 +94,8 @@ pub enum ValueSource {
     ReducedByNccl,
 }
 
-/// Copies, each with the buffer from which it reads. Target offsets count from the start of the range that the copies
-/// write.
+/// Copies, each with the buffer from which it reads. Target offsets count from the start of the byte range that all
+/// these copies together fill.
 pub type OriginCopies = Vec<(ByteOrigin, StridedCopy)>;
 
 /// The range of the unpacked buffer that the copies of one tile write.
@@ -110,7 +110,8 @@ pub struct CopyDestination<'a> {
 }
 
 impl ArrivingTile {
-    /// Returns the byte range that the copies of this tile write. Returns `None` if NCCL writes the values.
+    /// Returns the byte range of the unpacked buffer that is filled after the first phase, and the copies that fill it.
+    /// Returns `None` if NCCL writes the values.
     fn copy_destination(&self) -> Option<CopyDestination<'_>> {
         let (range, copies) = match &self.value_source {
             ValueSource::Copied(copies) => (&self.value_range, copies),
@@ -135,11 +136,11 @@ impl ArrivingTile {
 pub struct Moves {
     /// The ranges of source chunks that this process reads.
     pub reads: Vec<SourceRead>,
-    /// The length of the stage buffer, into which source bytes are read.
+    /// The length in bytes of the stage buffer, into which source bytes are read.
     pub stage_len: usize,
     /// The first phase, which sends bytes of the stage buffer.
     pub first_phase: TransferPhase,
-    /// The NCCL reductions of all ranks, in the same order on each rank. NCCL reductions run at the same time as the
+    /// The NCCL reductions of the round, in the same order on each process. NCCL reductions run at the same time as the
     /// first phase. Their partial values follow the messages of the first phase in the outgoing buffer.
     pub nccl_reductions: Vec<NcclReduction>,
     /// The parts of target tiles that this process writes.
@@ -148,18 +149,18 @@ pub struct Moves {
     /// buffer.
     pub output_len: usize,
     /// The length of the unpacked buffer, in bytes. It contains the output, followed by the partial values that this
-    /// rank reduces.
+    /// process reduces.
     pub unpacked_len: usize,
-    /// The second phase, which sends bytes of the output. `None` if no rank sends anything in it.
+    /// The second phase, which sends bytes of the output. `None` if no process sends anything in it.
     pub second_phase: Option<TransferPhase>,
-    /// The layout of the output after casts; `None` if no value is cast in this round.
+    /// The layout of the output after casts; `None` if the shuffle casts no value in this round.
     pub casts: Option<Casts>,
     /// True if the round completes its tensors; see [`Round::completes_tensors`].
     pub completes_tensors: bool,
 }
 
 impl Moves {
-    /// Returns the reads and copies that `rank` makes in a round.
+    /// Returns the reads and copies that process `rank` makes in a round.
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.loads.len();
@@ -190,8 +191,8 @@ impl Moves {
         moves
     }
 
-    /// Adds the casts of the values, if the shuffle casts. `todo` contains the bytes that this rank writes; this rank
-    /// counts the values that casts lose in these bytes.
+    /// Adds the casts of the values; called only if the shuffle casts. `todo` contains the bytes that this process
+    /// writes; this process counts the values that casts lose in these bytes.
     #[must_use]
     pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
         let mut len = 0;
@@ -212,7 +213,8 @@ impl Moves {
         Self { casts, ..self }
     }
 
-    /// Returns the lengths of the outgoing and incoming buffers. Both phases use the same buffers.
+    /// Returns the lengths in bytes of the outgoing buffer and of the incoming buffer. Each buffer is long enough for
+    /// both phases.
     #[must_use]
     pub fn wire_buffer_lens(&self) -> (usize, usize) {
         let phases = || std::iter::once(&self.first_phase).chain(&self.second_phase);
@@ -221,8 +223,8 @@ impl Moves {
         (longest(TransferPhase::outgoing_len).max(reductions_end), longest(TransferPhase::incoming_len))
     }
 
-    /// Returns the byte ranges of the unpacked buffer that copies from the stage buffer and from the incoming buffer of
-    /// the first phase write, in ascending order.
+    /// Returns the byte ranges of the unpacked buffer that are filled after the first phase, in ascending order. Each
+    /// range has its copies, from the stage buffer or from the incoming buffer.
     #[must_use]
     pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
         let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
@@ -230,14 +232,14 @@ impl Moves {
         destinations
     }
 
-    /// Returns true if this rank reduces partial values itself, without NCCL.
+    /// Returns true if this process reduces partial values itself, without NCCL.
     #[must_use]
     pub fn has_reductions(&self) -> bool {
         self.unpacked_len > self.output_len
     }
 
-    /// Returns the parts of tiles that this rank gets by a plan; the key is the index of the transfer target. Copies
-    /// from the first phase are not yet included. Also schedules the messages of the second phase.
+    /// Returns the parts of tiles that this process gets by a plan. The key is the index of the part in the targets of
+    /// the plan. Copies from the first phase are not yet included. Also schedules the messages of the second phase.
     fn plan_arriving_tiles(
         &mut self,
         plan: &TransferPlan<'_>,
@@ -283,7 +285,7 @@ impl Moves {
         arriving
     }
 
-    /// Reserves space in the stage buffer for the source ranges that this rank reads. Returns, for each range, the
+    /// Reserves space in the stage buffer for the source ranges that this process reads. Returns, for each range, the
     /// offset in the stage buffer minus the offset in the chunk. This difference may be negative, so it is a wrapping
     /// number.
     fn plan_reads(&mut self, plan: &TransferPlan<'_>, rank: u32) -> StageOffsets {
@@ -306,7 +308,7 @@ impl Moves {
 /// stage buffer. The sum wraps, because the number may be negative.
 type StageOffsets = BTreeMap<SourceRange, u64>;
 
-/// Adds the copies of the first phase: copies into outgoing messages, and copies into the tiles of this rank.
+/// Adds the copies of the first phase: copies into outgoing messages, and copies into the tiles of this process.
 fn plan_transfers(
     plan: &TransferPlan<'_>,
     rank: u32,
@@ -330,7 +332,7 @@ fn plan_transfers(
     }
 }
 
-/// Returns the NCCL reductions of a plan, with the copies that pack this rank's partial values.
+/// Returns the NCCL reductions of a plan, with the copies that pack this process's partial values.
 fn plan_nccl_reductions(
     plan: &TransferPlan<'_>,
     rank: u32,
@@ -359,8 +361,8 @@ fn plan_nccl_reductions(
     reductions.into_values()
 }
 
-/// Returns the elements of a tile for which this rank counts values lost by casts, in ascending order. To count each
-/// element once, a rank counts the elements whose first byte it writes in the first replica.
+/// Returns the elements of a tile for which this process counts values lost by casts, in ascending order. To count each
+/// element once, a process counts the elements whose first byte it writes in the first replica.
 fn elements_to_count(tensor: &Reserved, tile: &ArrivingTile, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
     let itemsize = tensor.dtype().itemsize();
     let range = tile.needed.chunks.first().and_then(|first| tensor.file_offset(*first));

@@ -1,16 +1,17 @@
 //! NCCL reductions. `ncclReduce` can reduce the partial values of a tile while it sends them. This is possible if each
-//! rank reads a different partial value, and there are as many partial values as ranks. Then no rank needs memory for
-//! partial values of other ranks. NCCL adds in its own order and rounds to the dtype at each step. Therefore a result
-//! is close to the result of [`crate::exec::reduce`], but may have different bits. All sizes and offsets are in bytes.
-//! Invariant: all ranks queue the same reductions in the same order.
+//! process reads a different partial value, and there are as many partial values as processes. Then no process needs
+//! memory for partial values of other processes. NCCL adds in its own order and rounds to the dtype at each step.
+//! Therefore a result is close to the result of [`crate::exec::reduce`], but may have different bits. All sizes and
+//! offsets are in bytes. Invariant: all processes queue the same reductions in the same order.
 //!
 //! ```text
 //!     in rank order    stage --packs--> outgoing --messages--> incoming --> partial values --reduce--> value
 //!     by NCCL          stage --packs--> outgoing --------------ncclReduce----------------------------> value
 //! ```
 //!
-//! If several ranks need parts of a tile, each part is a reduction with its own root. All these reductions are in one
-//! NCCL group, as in PyTorch's `ProcessGroupNCCL.cpp` for a `reduce_scatter` with different lengths.
+//! If several processes need different parts of a tile, each part is a reduction with its own root (the process that
+//! gets the result). All these reductions are in one NCCL group, as in PyTorch's `ProcessGroupNCCL.cpp` for a
+//! `reduce_scatter` with different lengths.
 
 use std::ops::Range;
 
@@ -20,35 +21,36 @@ use super::strided::StridedCopy;
 use crate::catalog::Dtype;
 use crate::layout::ReduceOp;
 
-/// The dtype and the operation of an NCCL reduction. Each rank contributes one partial value.
+/// The dtype and the operation of an NCCL reduction. Each process contributes one partial value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionKind {
     /// The dtype of the partial values, and also of the result.
     pub dtype: Dtype,
-    /// The reduction operation. `Avg` is the sum divided by the number of ranks.
+    /// The reduction operation. `Avg` is the sum divided by the number of processes.
     pub op: ReduceOp,
 }
 
-/// An NCCL reduction. All ranks take part in it.
+/// An NCCL reduction. All processes take part in it.
 #[derive(Clone, Debug)]
 pub struct NcclReduction {
     /// The dtype and the operation of the reduction.
     pub kind: ReductionKind,
-    /// The rank that gets the result.
+    /// The process that gets the result.
     pub root: u32,
-    /// The byte range of the outgoing buffer that contains this rank's partial value.
+    /// The byte range of the outgoing buffer that contains this process's partial value.
     pub partial_range: Range<usize>,
-    /// The copies that pack this rank's partial value from the stage buffer into `partial_range`. Their target offsets
-    /// count from the start of `partial_range`.
+    /// The copies that pack this process's partial value from the stage buffer into `partial_range`. Their target
+    /// offsets count from the start of `partial_range`.
     pub packs: Vec<StridedCopy>,
-    /// The byte range of the unpacked buffer into which the result is written; `None` if this rank is not the root.
+    /// The byte range of the unpacked buffer into which the result is written; `None` if this process is not the root.
     pub value_range: Option<Range<usize>>,
 }
 
 impl ReductionKind {
-    /// Returns the kind of NCCL reduction with which `ranks` ranks can reduce a tile. Returns `None` if NCCL does not
-    /// support the dtype or the operation. Also returns `None` if some elements of the tile have no partial value,
-    /// because these elements must stay 0.
+    /// Returns the kind of NCCL reduction with which `ranks` processes can reduce a tile. Returns `None` if NCCL cannot
+    /// reduce it: there must be one partial value for each process (at least two processes), NCCL must support the
+    /// dtype, the operation and the divisor, and every element of the tile must have partial values (elements without
+    /// partial values must stay 0).
     pub fn for_tile(needed: &NeededTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let reducer = needed.reducer?;
@@ -68,8 +70,8 @@ impl ReductionKind {
     }
 }
 
-/// Adds the bytes of an NCCL reduction to the loads of all ranks. NCCL sends partial sums from rank to rank, and the
-/// root is the last rank.
+/// Adds the `len` bytes of an NCCL reduction to the loads of all processes. NCCL sends partial sums from process to
+/// process, in a chain that ends at `root`.
 pub fn add_loads(root: u32, len: u64, loads: &mut [Load]) {
     let root = root as usize;
     let first = (root + 1) % loads.len();

@@ -8,8 +8,8 @@ use indexmap::IndexMap;
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::exec::Extents;
 
-/// Finds the elements of reduced tensors that are missing in at least one replica, and returns the byte ranges of these
-/// elements in all replicas. `done` contains the completed bytes.
+/// Finds the elements of reduced tensors that are missing in at least one of several replicas. Returns the byte ranges
+/// of these elements in all replicas. `done` has the byte ranges of the output files that earlier runs completed.
 #[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();

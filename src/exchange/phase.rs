@@ -1,8 +1,8 @@
-//! Phase: one step of a round that sends bytes over the network. Bytes that all other ranks need are sent by an
+//! Phase: one step of a round that sends bytes over the network. Bytes that all other processes need are sent by an
 //! all-gather (as in `torch.distributed.all_gather_into_tensor`). Such bytes are packed once, and also sent only once
 //! if the network or the devices support an all-gather in hardware. All other bytes are sent by point-to-point
-//! messages. Sizes and offsets are in bytes; all offsets are inside the buffers. Invariant: all ranks process the same
-//! messages in the same order, so messages need no headers.
+//! messages. Sizes and offsets are in bytes, and no offset counts from the start of a file. Invariant: all processes
+//! handle the same messages in the same order, so messages need no headers.
 //!
 //! ```text
 //!     outgoing   | to rank 0 | to rank 1 | ..        exchange
@@ -15,12 +15,12 @@ use std::ops::Range;
 use super::load::{Load, WireBytes};
 use super::strided::StridedCopy;
 
-/// Bytes that one rank sends to one or more other ranks in a phase.
+/// Bytes that one process sends to one or more other processes in a phase.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
-    /// The rank that sends the bytes.
+    /// The process that sends the bytes.
     pub sender: u32,
-    /// The ranks that receive the bytes. The sender may be one of them, but sends nothing to itself.
+    /// The processes that receive the bytes. The sender may be one of them, but sends nothing to itself.
     pub receivers: &'a [u32],
     /// The number of bytes in the message.
     pub len: u64,
@@ -31,7 +31,7 @@ pub struct Message<'a> {
 enum Addressing {
     /// The sender sends one point-to-point message to each receiver.
     PointToPoint,
-    /// An all-gather sends the bytes to all other ranks.
+    /// An all-gather sends the bytes to all other processes.
     AllGather,
 }
 
@@ -42,8 +42,8 @@ impl<'a> Message<'a> {
         receivers.iter().filter(move |receiver| **receiver != sender).map(|receiver| *receiver as usize)
     }
 
-    /// Chooses the operation with which this message is sent. With two ranks, a point-to-point message sends as many
-    /// bytes as an all-gather, and it needs no space in the sender's incoming buffer.
+    /// Chooses the operation with which this message is sent. With two processes, a point-to-point message sends as
+    /// many bytes as an all-gather, and it needs no space in the sender's incoming buffer.
     fn addressing(&self, ranks: usize) -> Addressing {
         if ranks > 2 && self.other_receivers().count() == ranks - 1 {
             Addressing::AllGather
@@ -82,35 +82,37 @@ impl<'a> Message<'a> {
 /// The copies and byte ranges of one process in one phase.
 #[derive(Debug, Default)]
 pub struct TransferPhase {
-    /// For each rank, the copies that pack the message to that rank. Target offsets count from the start of the
+    /// For each process, the copies that pack the message to that process. Target offsets count from the start of the
     /// message.
     pub packs: Vec<Vec<StridedCopy>>,
-    /// For each rank, the range of the outgoing buffer that is sent to that rank.
+    /// For each process, the range of the outgoing buffer that is sent to that process.
     pub send_ranges: Vec<Range<usize>>,
-    /// For each rank, the range of the incoming buffer that is received from that rank.
+    /// For each process, the range of the incoming buffer that is received from that process.
     pub receive_ranges: Vec<Range<usize>>,
-    /// The copies that pack the bytes that this rank sends by all-gather. Target offsets count from the start of these
-    /// bytes.
+    /// The copies that pack the bytes that this process sends by all-gather. Target offsets count from the start of
+    /// these bytes.
     pub all_gather_packs: Vec<StridedCopy>,
-    /// For each rank, the range of the incoming buffer that contains the bytes that the rank sends by all-gather. This
-    /// includes the bytes of this rank itself. All ranks know the lengths of all ranges.
+    /// For each process, the range of the incoming buffer that contains the bytes that the process sends by all-gather.
+    /// This includes the bytes of this process itself. All processes know the lengths of all ranges.
     pub all_gather_ranges: Vec<Range<usize>>,
 }
 
 impl TransferPhase {
-    /// Returns the number of bytes that this process sends by point-to-point messages.
+    /// Returns the length in bytes of the outgoing buffer. It has the point-to-point messages of this process; a
+    /// message to several receivers is packed once for each of them.
     #[must_use]
     pub fn outgoing_len(&self) -> usize {
         self.send_ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Returns the number of bytes that this process receives, plus the bytes that it sends by all-gather itself.
+    /// Returns the length in bytes of the incoming buffer. It has the bytes that this process receives, and the bytes
+    /// that it sends itself by all-gather.
     #[must_use]
     pub fn incoming_len(&self) -> usize {
         self.all_gather_ranges.last().map_or(0, |range| range.end)
     }
 
-    /// Returns whether the phase has an all-gather. All ranks get the same result.
+    /// Returns whether the phase has an all-gather. All processes get the same result.
     #[must_use]
     pub fn has_all_gather(&self) -> bool {
         self.all_gather_ranges.iter().any(|range| !range.is_empty())
@@ -120,17 +122,17 @@ impl TransferPhase {
 /// Builder of a phase. The builder gets the lengths of all messages at the start; the copies are added message by
 /// message.
 pub struct PhaseSchedule {
-    /// The phase of this rank, with the messages that are already scheduled.
+    /// The phase of this process, with the messages that are already scheduled.
     pub phase: TransferPhase,
     rank: usize,
-    /// For each rank, the number of scheduled bytes that are sent to that rank.
+    /// For each process, the number of scheduled bytes that are sent to that process.
     sent: Vec<u64>,
     received: Vec<u64>,
     gathered: Vec<u64>,
 }
 
 impl PhaseSchedule {
-    /// Starts to build the phase of `rank`. `messages` are all messages that are sent in the phase.
+    /// Starts to build the phase of process `rank`. `messages` are all messages that are sent in the phase.
     pub fn new<'a>(messages: impl Iterator<Item = Message<'a>>, rank: u32, ranks: usize) -> Self {
         let rank = rank as usize;
         let zeros = || vec![0; ranks];
@@ -160,9 +162,9 @@ impl PhaseSchedule {
         Self { phase, rank, sent: zeros(), received: zeros(), gathered: zeros() }
     }
 
-    /// Schedules the next message. If this rank sends the message, `pack` returns the copy that writes the bytes to a
-    /// given offset of the outgoing message. If this rank receives the message, this function returns the offset of the
-    /// message in the incoming buffer.
+    /// Schedules the next message. If this process sends the message, `pack` is called with an offset in the outgoing
+    /// message and returns the copy that packs the bytes there. If this process receives the message, returns the
+    /// offset of the message in the incoming buffer.
     pub fn schedule(&mut self, message: &Message<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
         let (rank, sender) = (self.rank, message.sender as usize);
         match message.addressing(self.sent.len()) {

@@ -1,6 +1,6 @@
-//! Plans whole tensors in advance, one batch at a time, on all threads. A round of small tensors contains thousands of
-//! tensors, and the rounds before it must not wait until all of them are planned. Invariant: the iterator returns
-//! tensors and errors in the order of the reservation.
+//! Plans whole tensors in advance, one batch of tensors at a time, on all threads. Reason: a round of small tensors
+//! contains thousands of tensors, and the earlier rounds must not wait until all tensors are planned. Invariant: the
+//! iterator returns tensors and errors in the order of the reservation.
 
 use std::iter::{Enumerate, Peekable};
 use std::slice;
@@ -17,12 +17,12 @@ use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 
 /// The maximum number of tensors in a batch. A batch has several tensors for each thread, but fewer tensors than a
-/// round may have. So the plans of a batch never need more memory than the plans of a round.
+/// round may have. So the plans of a batch never need more memory than the plans of a round may need.
 const MAX_TENSORS: usize = 1 << 10;
 
 /// A unit (elements of a tensor that are exchanged in one round) with its transfer plan.
 pub struct PlannedUnit<'a> {
-    /// The unit for which the plan was made.
+    /// The elements of a tensor that the plan transfers.
     pub unit: Unit<'a>,
     /// The transfer plan; `None` if the plan would have too many copies.
     pub plan: Option<SizedPlan<'a>>,
@@ -39,7 +39,8 @@ impl<'a> PlannedUnit<'a> {
     }
 }
 
-/// An iterator over the tensors of which at least one rank must write bytes. Each item is a whole tensor with its plan.
+/// An iterator over the tensors of which at least one process must write bytes. Each result is a whole tensor with its
+/// plan.
 pub struct Prefetch<'a> {
     catalog: &'a Catalog,
     remaining: Peekable<Enumerate<slice::Iter<'a, Reserved>>>,
@@ -77,7 +78,7 @@ impl<'a> Prefetch<'a> {
         self.planned.len() > 0
     }
 
-    /// Plans the transfers of a tensor. Returns `None` if no rank has to write any byte of it.
+    /// Plans the transfers of a tensor. Returns `None` if no process has to write any byte of it.
     fn plan_tensor(&self, number: usize, tensor: &'a Reserved) -> Result<Option<PlannedUnit<'a>>> {
         let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
         if demand.is_empty() {
@@ -106,8 +107,8 @@ impl<'a> Iterator for Prefetch<'a> {
     }
 }
 
-/// Returns the maximum number of copies for a tensor: every target chunk overlaps every source chunk of one partial
-/// value.
+/// Returns an upper bound for the number of copies of a tensor. It is reached if every target chunk overlaps every
+/// source chunk.
 fn max_copies(tensor: &Reserved, source: &TensorEntry) -> usize {
     tensor.entry.chunks.len().saturating_mul(source.chunks.len()).max(tensor.tiles_read(source))
 }
@@ -124,8 +125,8 @@ mod tests {
     use crate::layout::Tile;
     use crate::storage::FileId;
 
-    /// Returns the number of tensors in the first batch, if each tensor has this many source chunks and one target
-    /// chunk.
+    /// Returns the number of tensors in the first batch, if each of `tensors` tensors has `chunks` source chunks and
+    /// one target chunk.
     fn first_batch_len(tensors: u32, chunks: u64) -> usize {
         let mut catalog = Catalog::empty();
         let (mut output, mut reserved) = (OutputFile::new("out"), Vec::new());

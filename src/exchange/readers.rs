@@ -1,5 +1,5 @@
 //! Readers: decides which process reads each source range. If all processes see all files, each range is read once, by
-//! the process that needs most of its bytes, because these bytes need not be sent. If each process sees only its own
+//! the process that needs most of its bytes, so that the fewest bytes are sent. If each process sees only its own
 //! files, a process reads the bytes that it needs from any replica in its own files. A process without such a replica
 //! gets the bytes from another process, on its own node if possible.
 
@@ -16,13 +16,13 @@ use crate::storage::{FileId, Files};
 pub enum FileVisibility {
     /// All processes can read all files.
     Shared,
-    /// Each file can be read by the ranks in its list. The ranks are in ascending order.
+    /// For each file, the processes that can read it, in ascending order. The index of the list is the [`FileId`].
     PerRank(Vec<SmallVec<[u32; 2]>>),
 }
 
 impl FileVisibility {
-    /// Returns which ranks see which of `files`, for files that `ranks` ranks opened through a metadata mirror. A file
-    /// that is not part of the mirror is visible to all ranks.
+    /// Returns which of `ranks` processes see each of `files`, which were opened through a metadata mirror. A file that
+    /// is not part of the mirror is visible to all processes.
     #[must_use]
     pub fn from_files(files: &Files, ranks: u32) -> Self {
         let all: SmallVec<[u32; 2]> = (0..ranks).collect();
@@ -36,9 +36,9 @@ impl FileVisibility {
 /// processes have the same value.
 #[derive(Clone, Debug)]
 pub struct Topology {
-    /// The files that each rank can read.
+    /// The files that each process can read.
     pub visibility: FileVisibility,
-    /// For each rank, the number of the node on which it runs.
+    /// For each process, the number of the node on which it runs.
     pub nodes: Vec<u32>,
     /// The rule that selects the replica to read, if there are several.
     pub replica_choice: ReplicaChoice,
@@ -51,30 +51,30 @@ pub struct Topology {
 pub enum ReplicaChoice {
     /// Any replica may be read, because all replicas are equal.
     Any,
-    /// Only the replica of the lowest source rank is read, because replicas may differ.
+    /// Only the replica of the lowest rank of SRC is read, because replicas may differ.
     LowestRank,
 }
 
 impl ReplicaChoice {
-    /// Selects the chunks that may be read from `holders`, which are chunks with equal elements, ascending by source
-    /// rank.
+    /// Returns the chunks of which one may be read. `holders` are chunks with equal elements (replicas), in ascending
+    /// order of the ranks that saved them.
     #[must_use]
     pub fn allowed_holders(self, holders: &[u32]) -> &[u32] {
         if self == Self::LowestRank { &holders[..1] } else { holders }
     }
 }
 
-/// A rank that reads a source chunk.
+/// A process that reads a source chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reader {
-    /// The number of the rank that reads.
+    /// The number of the dtshard process that reads.
     pub rank: u32,
-    /// The index of the chunk that the rank reads.
+    /// The index of the chunk that the process reads, in its tensor.
     pub chunk: u32,
 }
 
 impl Topology {
-    /// Gathers the node number of each rank. Collective.
+    /// Gathers the node number of each process: processes on one node have equal numbers. Collective.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::gather`].
@@ -87,23 +87,23 @@ impl Topology {
         Ok(number_nodes(&identities))
     }
 
-    /// Returns the index of a rank among the ranks of its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` contains the
-    /// node of each rank.
+    /// Returns the index of a process among the processes on its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` has
+    /// the node number of each process.
     #[must_use]
     pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
         let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
         u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
     }
 
-    /// Returns the number of ranks.
+    /// Returns the number of processes.
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
     }
 
-    /// Chooses a reader for each rank that needs bytes of a chunk. `needs` lists ranks with the number of bytes that
-    /// each needs, ascending by rank. `holders` are the replicas of the chunk. `turn` differs for each source range, so
-    /// that ranges with equally good readers are distributed among these readers.
+    /// Chooses a reader for each process that needs bytes of a chunk. `needs` lists these processes in ascending order,
+    /// each with the number of bytes that it needs. `holders` are the chunk and its replicas. `turn` is a number that
+    /// differs for each source range, so that different processes are chosen if several are equally good.
     ///
     /// # Errors
     /// Returns `Comm` if no process sees a file that contains the chunk.
@@ -149,8 +149,8 @@ impl Topology {
     }
 }
 
-/// Numbers the nodes from 0, in the order of the lowest rank of each node. Ranks with equal identities are on the same
-/// node. A rank with an empty identity has a node of its own.
+/// Numbers the nodes from 0, in the order of the lowest process on each node. Processes with equal identities are on
+/// the same node. A process with an empty identity (`"\n"`) has a node of its own.
 fn number_nodes(identities: &[Vec<u8>]) -> Vec<u32> {
     let mut known: Vec<&[u8]> = Vec::new();
     let mut numbers = Vec::with_capacity(identities.len());

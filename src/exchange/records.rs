@@ -47,7 +47,8 @@ const LONGEST: Duration = Duration::from_millis(200);
 /// The interval between two checks of the lease of a process for which this process waits.
 const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
-/// The time after which an unchanged lease is reported, because its process should rewrite the lease every second.
+/// The time after which an unchanged lease is reported as silent. Normally the process that holds the lease rewrites it
+/// every second.
 const SILENT_AFTER: Duration = Duration::from_secs(10);
 
 /// The communicator of a process that has joined a session. It exchanges message files, but no tensor bytes.
@@ -72,8 +73,8 @@ struct Session {
 }
 
 impl Session {
-    /// Parses the session file of `of` processes. Process 0 wrote the file while it held its lease with the number
-    /// `generation`.
+    /// Parses the session file of a session with `of` processes. `generation` is the number of the lease that process 0
+    /// held when it wrote the file.
     ///
     /// # Errors
     /// `Malformed` if the file does not have one generation for each process, or contains an impossible generation.
@@ -171,8 +172,8 @@ impl Records {
         }
     }
 
-    /// Sets the reporter of long waits. For each long wait for a process, it prints the number of that process, its
-    /// node, and whether it is alive.
+    /// Sets the reporter of long waits. For each long wait, it prints the number of the process for which this process
+    /// waits, the node of that process, and whether it is alive.
     #[must_use]
     pub fn reporting(self, reporter: WaitReporter) -> Self {
         Self { reporter, ..self }
@@ -183,7 +184,8 @@ impl Records {
         *self.doing.lock().expect("no panic while the lock is held") = doing;
     }
 
-    /// Reports that this process waits for the processes `missing`, and describes the first of them.
+    /// Reports that this process waits for the processes `missing`, and describes the first of them. `waited` is the
+    /// time since the wait began.
     fn report(&self, missing: &[u32], waited: Duration) {
         let [first, others @ ..] = missing else { return };
         let lease = self.presence.lease_of(*first);
@@ -216,7 +218,8 @@ impl Records {
     }
 }
 
-/// Notifies the other processes, if there are any, why this process does not join the session.
+/// Writes the reason into the lease of this process (`own`), so that the other processes learn why this process does
+/// not join the session. Returns the error, with a hint if it is a `Comm` error without one.
 fn report_failure(own: Option<&Presence>, mut error: Error) -> Error {
     if let Error::Comm(CommError { hint, .. }) = &mut error {
         hint.get_or_insert_with(|| String::from(TOGETHER));
@@ -338,7 +341,8 @@ impl Meeting {
         }
     }
 
-    /// Returns `generation` if the process that holds this lease is alive and waits to join.
+    /// Returns `generation` if process `index`, which holds the lease of this generation, is alive. Fails if that
+    /// process has reported a failure, or was alive in an earlier check and has ended.
     fn is_there(&mut self, index: u32, generation: u32) -> Result<Option<u32>> {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));

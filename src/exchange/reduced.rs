@@ -1,5 +1,6 @@
-//! Reduction of partial values on the host. [`Reducer`] reduces the partial values in rank order, so the result has the
-//! same bits on every process and with every bucket size. All sizes and offsets are in bytes.
+//! Reduction of partial values on the host. [`Reducer`] reduces the partial values in the order of the ranks of SRC
+//! that saved them, so the result has the same bits on every process and with every bucket size. All sizes and offsets
+//! are in bytes.
 
 use rayon::prelude::*;
 
@@ -8,11 +9,11 @@ use super::moves::{Moves, ValueSource};
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 
-/// Reduces all partial values of a round. The partial values and the results are in `unpacked`, which has
-/// [`Moves::unpacked_len`] bytes.
+/// Reduces all partial values of a round that this process reduces. The partial values and the results are in
+/// `unpacked`, which has [`Moves::unpacked_len`] bytes.
 ///
 /// # Errors
-/// Returns `Unsupported` if the target dtype cannot hold a result.
+/// Returns `Unsupported` if the dtype of the partial values cannot hold a result.
 pub fn reduce(moves: &Moves, unpacked: &mut [u8]) -> Result<()> {
     let (output, partial_values) = unpacked.split_at_mut(moves.output_len);
     let reduced =

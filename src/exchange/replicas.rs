@@ -1,8 +1,8 @@
-//! Compares replicas of tensors in sources that no process sees completely. One rank that sees the file of a chunk
-//! reads the chunk, and all ranks gather the 32-byte hash of each chunk. If two replicas differ, their readers send the
-//! hashes of their blocks, and then the first block that differs. The result is the result that one process would get
-//! if it could read both replicas. All sizes and offsets are in bytes. Invariant: all ranks call the same collectives
-//! in the same order, and get the same result.
+//! Compares replicas of tensors in sources that no process sees completely. One process that sees the file of a chunk
+//! reads the chunk, and all processes gather the 32-byte hash of each chunk. If two replicas differ, their readers send
+//! the hashes of their blocks, and then the first block that differs. The result is the result that one process would
+//! get if it could read both replicas. All sizes and offsets are in bytes. Invariant: all processes call the same
+//! collectives in the same order, and get the same result.
 
 use indexmap::IndexMap;
 use rayon::prelude::*;
@@ -15,7 +15,7 @@ use crate::exec::compare::{Difference, ReplicaDifference, Values};
 use crate::exec::{Input, Reporter, Scratch, Silent, Stop};
 use crate::layout::Tile;
 
-/// The length of a block in bytes. Each block has one hash. If the hashes differ, the entire block is sent.
+/// The length in bytes of a block: a part of a chunk that has its own hash. The last block of a chunk may be shorter.
 const BLOCK_BYTES: u64 = 256 << 10;
 
 const HASH_BYTES: usize = blake3::OUT_LEN;
@@ -25,7 +25,7 @@ const HASH_BYTES: usize = blake3::OUT_LEN;
 /// files. Collective.
 ///
 /// # Errors
-/// Returns the errors of reading, and `Comm` naming the rank that failed.
+/// Returns the errors of reading, and `Comm` naming the process that failed.
 pub fn differing_replicas(
     communicator: &impl Communicator,
     visibility: &FileVisibility,
@@ -50,8 +50,8 @@ pub fn differing_replicas(
     Ok(found.into_iter().map(of_tensor).collect())
 }
 
-/// Returns the first chunk in which two tensors with the same tiles differ, and the first element of this chunk that
-/// differs. Collective.
+/// Compares two tensors with the same tiles. Returns the index of the first chunk of `pair[0]` that differs, and the
+/// index of its first different element. `None` if the tensors are equal. Collective.
 ///
 /// # Errors
 /// Returns `Unsupported` if the tensors have different tiles, and the errors of [`differing_replicas`].
@@ -87,7 +87,7 @@ pub fn differing_pair(
     Ok(found.first().map(|found| (lists.replicas[found.between[0]].chunk, found.element)))
 }
 
-/// The chunks to compare, each with the rank that reads it.
+/// The chunks to compare, each with the process that reads it.
 struct ReplicaLists<'a> {
     visibility: &'a FileVisibility,
     ranks: u32,
@@ -95,7 +95,7 @@ struct ReplicaLists<'a> {
 }
 
 impl<'a> ReplicaLists<'a> {
-    /// Adds a list of chunks that should be equal, and chooses the rank that reads each chunk.
+    /// Adds a list of chunks that should be equal, and chooses the process that reads each chunk.
     fn push(&mut self, tensor_index: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
         let first = self.replicas.len();
         for &(entry, chunk) in equal {
@@ -152,20 +152,20 @@ fn first_differences(
     Ok(found)
 }
 
-/// A replica to compare: a chunk, and the rank that reads it.
+/// A replica to compare: a chunk, and the process that reads it.
 struct Replica<'a> {
     /// The index of the tensor to which the replica belongs.
     tensor_index: usize,
     entry: &'a TensorEntry,
-    /// The index, in the list of replicas, of the first replica of the chunk. This replica is compared with that first
-    /// replica.
+    /// The index, in the list of replicas, of the first chunk with the same elements. The replica is compared with that
+    /// chunk.
     first: usize,
     chunk: u32,
     reader: u32,
 }
 
 impl Replica<'_> {
-    /// Returns the hashes of all blocks of the chunk, one after the other.
+    /// Returns the hashes of all blocks of the chunk, one after the other, with [`HASH_BYTES`] bytes each.
     fn block_hashes(&self, input: Input<'_>, reporter: &dyn Reporter, stop: &Stop) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let blocks: Vec<(u64, u64)> = values.blocks(BLOCK_BYTES).collect();
@@ -181,7 +181,7 @@ impl Replica<'_> {
         Ok(hashes?.concat())
     }
 
-    /// Reads the block of the chunk with this number.
+    /// Reads block `number` of the chunk. Returns no bytes if the chunk has fewer blocks.
     fn read_block(&self, input: Input<'_>, number: usize) -> Result<Vec<u8>> {
         let values = Values::chunk(input, self.entry, self.chunk)?;
         let mut buffer = Vec::new();
@@ -202,7 +202,7 @@ struct Pair<'a, C> {
 
 impl<C: Communicator> Pair<'_, C> {
     /// Returns the index of the first different element. `blocks` has the block hashes of the left and the right
-    /// replica, each only if this rank has read it.
+    /// replica. A list is `None` if another process has read that replica.
     fn first_element(&self, blocks: [Option<&[u8]>; 2]) -> Result<u64> {
         let [left, right] = self.gather_pair(blocks)?;
         let (left, right) = (left.as_chunks::<HASH_BYTES>().0, right.as_chunks::<HASH_BYTES>().0);
@@ -221,8 +221,8 @@ impl<C: Communicator> Pair<'_, C> {
         Ok(difference.map_or(elements, |difference| difference.element))
     }
 
-    /// Gathers the bytes of the left and the right replica from the ranks that read them. `own` has the bytes of each
-    /// replica that this rank has read.
+    /// Gathers bytes of the left and the right replica from the processes that read them. `own` has these bytes for
+    /// each replica that this process reads.
     fn gather_pair(&self, own: [Option<&[u8]>; 2]) -> Result<[Vec<u8>; 2]> {
         let [left, right] = own.map(|own| self.communicator.gather(own.unwrap_or_default()));
         let take = |mut gathered: Vec<Vec<u8>>, replica: &Replica<'_>| gathered.swap_remove(replica.reader as usize);
@@ -230,8 +230,8 @@ impl<C: Communicator> Pair<'_, C> {
     }
 }
 
-/// Chooses a rank that reads a chunk, among the ranks that see its file. The number `turn` distributes the chunks among
-/// these ranks.
+/// Chooses a process that reads a chunk, among the processes that see its file. The number `turn` distributes the
+/// chunks among these processes.
 fn choose_reader(visibility: &FileVisibility, ranks: u32, entry: &TensorEntry, chunk: u32, turn: usize) -> Result<u32> {
     let file = entry.chunks.location(chunk as usize).file();
     let seen_by: &[u32] = match (visibility, file) {

@@ -24,16 +24,16 @@ use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
 /// The maximum memory for transfer plans, in bytes. The limit covers the plans of tensors that are planned in advance,
-/// and of the rounds that are being built, read, sent and written. Each strided copy is stored several times: as a
-/// transfer, in the maps that choose its reader, as a move, and as a planned tile with its output range. A transfer
-/// plan also contains the check of the source chunks, and a plan of each tile with its targets.
+/// and of the rounds that are being built, read, sent and written. The description of each strided copy is stored
+/// several times: as a transfer, in the maps that choose its reader, as a move, and as a planned tile with its output
+/// range. A transfer plan also contains the check of the source chunks, and a plan of each tile with its targets.
 pub const PLAN_BYTES: u64 = 4 * MAX_COPIES as u64 * 1024;
 
 /// One round of the exchange. It transfers whole tensors, or ranges of one tensor.
 pub struct Round<'a> {
     /// The transfer plans of the round.
     pub plans: Vec<TransferPlan<'a>>,
-    /// The memory that each rank needs for the round.
+    /// The memory that each process needs for the round.
     pub loads: Vec<Load>,
     /// True if this round transfers the last elements of its tensors, so that the next round has other tensors.
     pub completes_tensors: bool,
@@ -52,9 +52,10 @@ pub struct Rounds<'a> {
 }
 
 impl<'a> Rounds<'a> {
-    /// Returns the rounds of all `tensors`. `bucket_bytes` is a limit for each process and round: a process reads,
-    /// sends, receives and unpacks at most `bucket_bytes` each, in both phases together. Bytes that a process
-    /// contributes to an all-gather count as received, and partial values count as unpacked.
+    /// Returns the rounds of all `tensors`. `bucket_bytes` is the limit of a round, for both phases together: a process
+    /// reads at most this number of bytes, and the same limit applies to the bytes that it sends, that it receives and
+    /// that it unpacks. Bytes that a process contributes to an all-gather also count as received, and partial values
+    /// that it reduces count as unpacked. A round with only one element may be larger.
     #[must_use]
     pub fn new(
         catalog: &'a Catalog,
@@ -95,7 +96,7 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    /// Returns true if a round may have this many copies and a largest buffer of this many bytes.
+    /// Returns true if a round may have `copies` copies, and if its largest buffer may have `largest_buffer` bytes.
     fn fits(&self, largest_buffer: u64, copies: usize) -> bool {
         copies <= MAX_COPIES && largest_buffer <= self.bucket_bytes
     }
@@ -149,8 +150,8 @@ fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// If a unit is a whole tensor, splits its only element range into one range for each rank. Returns any other unit
-/// unchanged.
+/// If a unit is a whole tensor, splits its only element range into ranges of about equal length, one for each process.
+/// Returns any other unit unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;

@@ -1,6 +1,6 @@
 //! Shuffle: sends the bytes of a round from the processes that read them to the processes that write them, and reduces
-//! partial values. [`HostShuffle`] works in host memory; `DeviceShuffle` in the `gpu` module uses GPUs and NCCL. Unit:
-//! bytes. Invariant: all ranks begin and finish the same rounds in the same order.
+//! partial values. [`HostShuffle`] works in host memory; `DeviceShuffle` in the `gpu` module uses GPUs and NCCL. All
+//! lengths are in bytes. Invariant: all processes begin and finish the same rounds in the same order.
 
 use std::sync::Arc;
 
@@ -24,20 +24,20 @@ pub trait Shuffle: Send {
     /// A round that has begun but is not finished.
     type PendingRound;
 
-    /// The number of rounds that may be in progress at the same time. If the number is greater than 1, the next round
+    /// The maximum number of rounds that may be in progress at the same time. If it is greater than 1, the next round
     /// is sent while the caller waits for the current round.
     const ROUNDS_IN_FLIGHT: usize;
 
     /// Returns the pool of host memory from which the stage buffer and the output buffer are taken.
     fn buffer_pool(&self) -> Arc<BufferPool<Self::Memory>>;
 
-    /// Returns the step in which values are cast. The answer may differ between ranks.
+    /// Returns the step in which values are cast. The answer may differ between processes.
     fn casting(&self) -> Casting {
         Casting::InWriter
     }
 
     /// Begins a round. The buffer `stage` has the [`Moves::stage_len`] bytes that this process has read. Collective:
-    /// all ranks begin and finish the same rounds in the same order.
+    /// all processes begin and finish the same rounds in the same order.
     ///
     /// # Errors
     /// Returns the errors of [`Communicator::exchange`].
@@ -115,7 +115,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
 }
 
 impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
-    /// Packs the messages of a phase and exchanges them with the other ranks.
+    /// Packs the messages of a phase and exchanges them with the other processes.
     fn run_phase(&mut self, phase: &TransferPhase, source: &[u8]) -> Result<()> {
         let own_range = phase.all_gather_ranges.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
         let outgoing = sized_buffer(&mut self.outgoing, phase.outgoing_len());

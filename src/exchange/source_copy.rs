@@ -38,7 +38,7 @@ use crate::storage::{AnchoredPath, FileId, Files};
 /// The number of bytes that are copied between two checks for a stop request.
 const BLOCK_BYTES: u64 = 64 << 20;
 
-/// The maximum time until all nodes see a new file on a shared file system.
+/// The maximum time for which a process waits until it sees all copied files on the shared file system.
 const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
 /// The maximum time for which this run waits for another run that is about to release the folder.
@@ -62,14 +62,14 @@ struct CopyRecord {
     modified: (i64, i64),
 }
 
-/// The files of SRC that are copied, and the folder for the copies.
+/// The files of SRC that are copied, and the folder into which they are copied.
 #[derive(Debug)]
 pub struct SourceCopy {
     folder: AnchoredPath,
     files: Vec<Copied>,
 }
 
-/// The number of files and bytes that are copied.
+/// The amount of data of SRC that processes copy because not all of them see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Amount {
     pub files: usize,
@@ -79,8 +79,9 @@ pub struct Amount {
 }
 
 impl SourceCopy {
-    /// Selects the files to copy: files from which `reserved` needs bytes, and that some processes do not see. `source`
-    /// is the folder of SRC.
+    /// Selects the files to copy: files from which `reservation` needs bytes, and that at least one process does not
+    /// see. `source` is the folder of SRC, `folder` is the folder for the copies, and `processes` is the number of
+    /// processes.
     #[must_use]
     pub fn plan(
         folder: AnchoredPath,
@@ -107,11 +108,11 @@ impl SourceCopy {
     }
 
     /// Acquires the folder for this run; only process 0 calls this. If `goes_on` is true, files that an earlier run has
-    /// copied are kept; otherwise the content of the folder is deleted. If the lease of another run may be alive on
-    /// another node, watches that lease.
+    /// copied are kept; otherwise the content of the folder is deleted. Waits if it is unknown whether the run that
+    /// holds the lease is alive.
     ///
     /// # Errors
-    /// `Usage` if another run uses the folder; `Stopped`; `Io`.
+    /// `Usage` if another run that is alive uses the folder; `Stopped`; `Io`.
     pub fn begin(&self, goes_on: bool, stop: &Stop) -> Result<Presence> {
         let part = Part::alone();
         let mut observer = Observer::new(&self.folder, part.of);
@@ -160,7 +161,7 @@ impl SourceCopy {
         Ok(lease)
     }
 
-    /// Returns the number of files and bytes to copy.
+    /// Returns the number of files to copy, their total length, and the part of this length that is not yet copied.
     #[must_use]
     pub fn amount(&self) -> Amount {
         let sum = |files: &mut dyn Iterator<Item = &Copied>| files.map(|file| file.record.len).sum();
@@ -168,7 +169,7 @@ impl SourceCopy {
         Amount { files: self.files.len(), bytes: sum(&mut self.files.iter()), left }
     }
 
-    /// Returns the number of bytes that process `rank` has to copy.
+    /// Returns the number of bytes that process `rank` still has to copy.
     #[must_use]
     pub fn share(&self, rank: u32) -> u64 {
         let own = self.files.iter().filter(|file| file.writer == rank && !self.is_done(file));
@@ -291,7 +292,8 @@ impl SourceCopy {
 mod tests {
     use super::*;
 
-    /// Another run holds the lease of the folder, deletes the folder with its lease, and ends.
+    /// Another run deletes the folder with its lease and ends, while `begin` waits for this lease. `begin` then creates
+    /// the folder again and takes generation 0 of the lease.
     #[test]
     fn deleted_folder_is_created_again() {
         let root = tempfile::tempdir().unwrap();

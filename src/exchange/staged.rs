@@ -17,8 +17,8 @@ pub struct Staged<M: HostMemory> {
     pub moves: Moves,
     /// The stage buffer, which contains the bytes that were read.
     pub bytes: PooledBuffer<M>,
-    /// True if the CRCs of all zip records that were read in this and earlier rounds have been checked. False if a
-    /// later round must read the remaining bytes of a zip record.
+    /// True if the CRCs of all zip records that this process has read so far have been checked. False if a later round
+    /// must read the remaining bytes of a zip record.
     pub is_checked: bool,
 }
 

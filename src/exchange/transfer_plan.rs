@@ -6,16 +6,16 @@
 //! A range of a tensor, in row-major order, is one contiguous range of each source chunk and one contiguous range of
 //! each target tile. Therefore reads and writes are contiguous, and only the copies in memory between them are strided.
 //!
-//! If several ranks need the same part of a reduced tile, one of them reduces the partial values and sends the result
-//! to the others. The result is as long as one partial value:
+//! If several processes need the same part of a reduced tile, one of them reduces the partial values and sends the
+//! result to the others. The result is as long as one partial value:
 //!
 //! ```text
 //!     partial values on 4 ranks; all 4 need the result    all to all    one rank reduces and sends the result
 //!     tensors sent over the network                       4 * 3         3 + 3
 //! ```
 //!
-//! The rank that reduces depends on the position in the tensor. Therefore each rank reduces some ranges of a large
-//! tensor.
+//! The process that reduces depends on the position in the tensor. Therefore each process reduces some ranges of a
+//! large tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -33,8 +33,9 @@ use crate::error::Result;
 use crate::exec::reduce::ReductionMethod;
 use crate::plan::Pieces;
 
-/// The maximum number of strided copies that all processes together pack in one round. Every process plans the copies
-/// of all processes, and these plans need memory, especially if runs have only a few elements.
+/// The maximum number of strided copies that all processes together make to pack messages in one round. Only a round
+/// with one element may have more. Every process plans the copies of all processes, and these plans need memory,
+/// especially if runs have only a few elements.
 pub const MAX_COPIES: usize = 1 << 13;
 
 /// The plan of all transfers of one unit (the elements of a tensor that are exchanged in one round).
@@ -48,8 +49,8 @@ pub struct TransferPlan<'a> {
     pub source_ranges: Vec<(SourceRange, Range<u64>)>,
     /// The copies from source ranges to targets.
     pub transfers: Vec<Transfer>,
-    /// The number of strided copies that all ranks together make to pack messages. No rank unpacks more copies than
-    /// this.
+    /// An upper bound for the number of strided copies that all processes together make to pack messages. No process
+    /// unpacks more copies than this.
     pub copies: usize,
 }
 
@@ -57,7 +58,7 @@ pub struct TransferPlan<'a> {
 pub struct SizedPlan<'a> {
     /// The transfer plan whose memory `loads` states.
     pub plan: TransferPlan<'a>,
-    /// The memory that the plan needs on each rank that takes part.
+    /// The memory that the plan needs on each process that takes part.
     pub loads: PartLoads,
 }
 
@@ -81,7 +82,7 @@ impl<'a> TransferPlan<'a> {
         Ok((plan.copies <= max_copies).then(|| SizedPlan { loads: plan.loads(ranks), plan }))
     }
 
-    /// Returns the messages of the first phase, which send source bytes. Each message goes to one or more ranks.
+    /// Returns the messages of the first phase, which send source bytes. Each message goes to one or more processes.
     pub fn first_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
         self.transfers
             .iter()
@@ -89,13 +90,13 @@ impl<'a> TransferPlan<'a> {
             .map(Transfer::message)
     }
 
-    /// Returns the messages of the second phase, which send reduced values from one rank to the others.
+    /// Returns the messages of the second phase, which send reduced values from one process to the others.
     pub fn second_phase_messages(&self) -> impl Iterator<Item = Message<'_>> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the targets of the plan's unit (the parts of target tiles with elements of the unit), and the transfers
-    /// from source chunks to these targets. Returns false if there are more than `max_copies` transfers.
+    /// Adds the parts of target tiles that contain elements of the unit, and the transfers from source chunks to these
+    /// parts. Returns false if there are more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();
@@ -149,7 +150,7 @@ impl<'a> TransferPlan<'a> {
         true
     }
 
-    /// Sets the rank that reads the source bytes of each transfer. Splits a transfer if its receivers get the bytes
+    /// Sets the process that reads the source bytes of each transfer. Splits a transfer if its receivers get the bytes
     /// from different readers.
     fn choose_readers(&mut self, topology: &Topology) -> Result<()> {
         let Self { unit, transfers, .. } = self;
@@ -210,7 +211,7 @@ impl<'a> TransferPlan<'a> {
         self.source_ranges = source_ranges.into_iter().collect();
     }
 
-    /// Returns the memory that each of `ranks` ranks needs for this plan.
+    /// Returns the memory that each of `ranks` processes needs for this plan.
     #[must_use]
     pub fn loads(&self, ranks: usize) -> PartLoads {
         let Self { targets, transfers, source_ranges, .. } = self;
@@ -239,8 +240,8 @@ impl<'a> TransferPlan<'a> {
     }
 }
 
-/// Removes the NCCL reduction from each target that NCCL cannot reduce. NCCL can reduce a target if each rank reads one
-/// entire partial value, and no two ranks read the same partial value.
+/// Removes the NCCL reduction from each target that NCCL cannot reduce. NCCL can reduce a target if each process reads
+/// exactly one partial value of it, and no two processes read the same partial value.
 fn drop_ineligible_reductions(targets: &mut [TransferTarget], transfers: &[Transfer], ranks: usize) {
     const NONE: u32 = u32::MAX;
     let mut readers: Vec<Vec<u32>> =

@@ -1,6 +1,6 @@
-//! Transfers: strided copies from source ranges that one process reads to parts of tiles that other processes write.
-//! Sizes are in bytes; ranges of a tensor count elements. Invariant: each receiver of a transfer is also a receiver of
-//! its target.
+//! Transfers: strided copies from source ranges that one process reads to parts of tiles that the same or other
+//! processes write. Sizes are in bytes; ranges of a tensor count elements. Invariant: each receiver of a transfer is
+//! also a receiver of its target.
 
 use std::ops::Range;
 use std::slice;
@@ -15,7 +15,7 @@ use crate::plan::Piece;
 /// The elements of a tensor that are exchanged in one round: disjoint ranges, in row-major order of the whole tensor.
 #[derive(Clone)]
 pub struct Unit<'a> {
-    /// The elements of the tensor that each rank needs.
+    /// The elements of the tensor that each process needs.
     pub demand: Arc<Demand<'a>>,
     /// The index of the target tensor in the reservation.
     pub number: usize,
@@ -23,7 +23,7 @@ pub struct Unit<'a> {
     pub ranges: Vec<Range<u64>>,
 }
 
-/// A part of a target tile that some ranks need.
+/// A part of a target tile that some processes need.
 #[derive(Clone, Debug)]
 pub struct TransferTarget {
     /// The index of the target tensor in the reservation.
@@ -34,10 +34,10 @@ pub struct TransferTarget {
     pub elements: Range<u64>,
     /// The length in bytes of the part's values. Each partial value of the part has this length.
     pub part_bytes: u64,
-    /// The ranks that need this part of the tile.
+    /// The processes that need this part of the tile.
     pub ranks: Ranks,
-    /// The rank that reduces the partial values and sends the result to the other ranks. `None` if each rank receives
-    /// the source bytes, and reduces or copies them itself.
+    /// The process that reduces the partial values and sends the result to the other processes that need it. `None` if
+    /// each process receives the source bytes, and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
     /// The NCCL reduction that computes the part. `None` if NCCL does not reduce the part; then the partial values of
     /// the part are sent as messages.
@@ -51,8 +51,9 @@ impl Unit<'_> {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
-    /// Returns a number from which the rank that reads or reduces a range is chosen. Consecutive ranges have different
-    /// numbers, so that different ranks read or reduce these ranges.
+    /// Returns a number from which the process that reads or reduces a range is chosen; `range` is an index in
+    /// `ranges`. Consecutive ranges normally have different numbers, so that the work is distributed among the
+    /// processes.
     #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
@@ -60,7 +61,7 @@ impl Unit<'_> {
 }
 
 impl TransferTarget {
-    /// Returns the ranks that receive the source bytes of this target.
+    /// Returns the processes that receive the source bytes of this target.
     #[must_use]
     pub fn receivers(&self) -> &[u32] {
         self.reducing_rank.as_ref().map_or(&self.ranks, slice::from_ref)
@@ -72,14 +73,14 @@ impl TransferTarget {
         self.part_bytes * self.needed.sources.len() as u64
     }
 
-    /// Returns the root rank and the kind of the NCCL reduction. Returns `None` if NCCL does not reduce this target.
+    /// Returns the root process and the kind of the NCCL reduction. Returns `None` if NCCL does not reduce this target.
     #[must_use]
     pub fn nccl_root(&self) -> Option<(u32, ReductionKind)> {
         self.nccl_reduction.map(|kind| (self.receivers()[0], kind))
     }
 
-    /// Returns the message of the second phase, in which the reducing rank sends the reduced values to the other ranks.
-    /// Returns `None` if there is no reducing rank.
+    /// Returns the message of the second phase, in which the reducing process sends the reduced values to the other
+    /// processes. Returns `None` if there is no reducing process.
     #[must_use]
     pub fn second_phase_message(&self) -> Option<Message<'_>> {
         self.reducing_rank.map(|from| Message { sender: from, receivers: &self.ranks, len: self.part_bytes })
@@ -89,7 +90,7 @@ impl TransferTarget {
 /// A range of a source chunk that one process reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceRange {
-    /// The rank that reads the range, and the index of the chunk.
+    /// The process that reads the range, and the index of the chunk.
     pub reader: Reader,
     /// The index of the element range in [`Unit::ranges`]. The ranges of one chunk may have gaps between them.
     pub range: usize,
@@ -100,7 +101,7 @@ pub struct SourceRange {
 pub struct Transfer {
     /// The source range that contains the bytes.
     pub from: SourceRange,
-    /// The ranks that receive the bytes. These ranks are some or all receivers of the target.
+    /// The processes that receive the bytes: some or all of the processes that receive source bytes of the target.
     pub receivers: Ranks,
     /// The index of the target in the list of the plan.
     pub target: usize,

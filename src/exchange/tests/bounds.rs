@@ -10,7 +10,8 @@ use crate::layout::partial::Share;
 use crate::storage::FileId;
 
 impl Case {
-    /// Returns the bytes of the source that a rank needs for its output and cannot read itself.
+    /// Returns the number of source bytes that a process needs for its output and cannot read itself. `todo` is the
+    /// output of the process, and `sees` returns true for the files that it can read.
     pub(super) fn missing_bytes(&self, todo: &Extents, sees: &dyn Fn(FileId) -> bool) -> u64 {
         let lacking = self.reservation.tensors.iter().map(|tensor| {
             let source = self.catalog.tensor(tensor.source);
@@ -44,8 +45,8 @@ impl Case {
         lacking.sum()
     }
 
-    /// Returns the maximum number of bytes that ranks may send: each partial value once, and the result once to each
-    /// other rank.
+    /// Returns the maximum number of bytes that all processes together may send: for each element, each of its partial
+    /// values once, and the result once to each other process that needs it. `todos` has the output of each process.
     pub(super) fn max_wire_bytes(&self, todos: &[Extents]) -> u64 {
         let of_tensor = |tensor: &Reserved| {
             let source = self.catalog.tensor(tensor.source);

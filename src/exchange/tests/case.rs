@@ -1,4 +1,4 @@
-//! A test checkpoint that is converted by one process, and also by an exchange of several ranks.
+//! A test checkpoint that is converted by one process, and also by an exchange of several processes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -109,8 +109,8 @@ impl Case {
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
     }
 
-    /// Sets which partial values each target chunk gets. The kinds are: sums of a part of the tensor with zeros
-    /// elsewhere, single partial values, and values that are divided by a number.
+    /// Makes target chunks contain different shares of the partial values: the sum in only a part of the tensor (0
+    /// elsewhere), one single partial value, or the whole sum. Float tensors without partial values are divided by 4.
     pub(crate) fn with_shares(mut self) -> Self {
         for tensor in &mut self.reservation.tensors {
             let source = &self.catalog.tensors[tensor.source.0 as usize];
@@ -166,8 +166,8 @@ impl Case {
         (self.read_output(&self.folder.path().join("exchanged"), &stats), loads[0].clone())
     }
 
-    /// Runs the exchange. Returns, for each rank, its error, or its statistics and the memory needs that it computed
-    /// for all ranks.
+    /// Runs the exchange in all processes. Returns for each process an error, or the loads of all processes that a dry
+    /// run computes, and the statistics of the process.
     pub(super) fn try_exchange<M: Means>(
         &self,
         means: &M,
@@ -221,8 +221,8 @@ impl Case {
         })
     }
 
-    /// Returns a topology with random file visibility, and the bytes that each rank writes, assigned by
-    /// [`split_output`].
+    /// Returns the topology of `ranks` processes, with two processes on each node, and the bytes that each process
+    /// writes ([`split_output`]). `seed` selects random file visibility; without it, all processes see all files.
     pub(crate) fn topology(&self, ranks: u32, cuts: &[u64], seed: Option<u64>) -> (Topology, Vec<Extents>) {
         let visibility =
             seed.map_or(FileVisibility::Shared, |seed| random_visibility(self.files.ids().count(), ranks, seed));
@@ -240,7 +240,7 @@ impl Case {
         fs::remove_dir_all(self.folder.path().join("exchanged")).unwrap();
     }
 
-    /// Reads the output of a folder, and sums the cast losses of all ranks.
+    /// Reads the output of a folder, and sums the cast losses of all processes.
     fn read_output(&self, folder: &Path, stats: &[Stats]) -> ConvertedOutput {
         let files = self.reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect();
         let mut casts = stats[0].casts.clone();
@@ -254,7 +254,8 @@ impl Case {
     }
 }
 
-/// The bytes of all files, and the counts of values that casts lost.
+/// The bytes of all output files, and for each pair of dtypes the number of tensors that were cast and of values that
+/// the casts lost.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ConvertedOutput {
     pub(super) files: Vec<Vec<u8>>,
@@ -265,7 +266,8 @@ fn options() -> Options {
     Options { threads: 2, write_block_bytes: 1000, sync: false }
 }
 
-/// Splits each output file at the offsets `cuts`, and assigns part `n` of file `f` to rank `(n + f) mod ranks`.
+/// Splits each output file at the offsets `cuts` (modulo the length of the file plus 1). Part `n` of file `f` is
+/// assigned to process `(n + f) mod ranks`.
 pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     let mut todos = vec![Extents::new(); ranks as usize];
     for (file, output) in (0..).zip(&reservation.files) {
@@ -280,7 +282,7 @@ pub(super) fn split_output(reservation: &Reservation, cuts: &[u64], ranks: u32) 
     todos
 }
 
-/// Returns a random visibility in which at least one rank sees each file.
+/// Returns a random visibility in which at least one process sees each file.
 fn random_visibility(files: usize, ranks: u32, seed: u64) -> FileVisibility {
     let of_file = |file: usize| {
         let bits = seed.rotate_left(u32::try_from(file % 64).unwrap() * 7);
@@ -295,7 +297,7 @@ fn random_visibility(files: usize, ranks: u32, seed: u64) -> FileVisibility {
 }
 
 impl Exchange<'_> {
-    /// Returns the memory needs of each rank, summed over all rounds.
+    /// Returns the memory needs of each process, summed over all rounds.
     fn loads(&self) -> Vec<Load> {
         let Self { input, reservation, parties, owners, bucket_bytes } = *self;
         let rounds = Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes);

@@ -1,4 +1,5 @@
-//! Communication methods for tests of the exchange. They also count the exchanged bytes.
+//! The ways in which processes communicate in tests of the exchange: a trait and its implementation in host memory,
+//! which also counts the exchanged bytes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,25 +8,26 @@ use crate::comm::{Communicator, Local, Traffic};
 use crate::error::{Error, Result};
 use crate::exchange::{HostShuffle, Shuffle};
 
-/// A communication method with which ranks exchange bytes in a test.
+/// A communication method with which processes exchange bytes in a test.
 pub(crate) trait Means: Sync {
-    /// The state that each rank needs for the communication.
+    /// The state that each process needs for the communication.
     type Seat: Send;
     type Rank: Communicator;
 
-    /// Creates the state of a rank. Called in the thread of the rank, on all ranks at the same time.
+    /// Creates the state of a process. Called in the thread of the process, on all processes at the same time.
     fn seat(&self, rank: Local) -> Self::Seat;
 
     fn rank(seat: &Self::Seat) -> &Self::Rank;
 
     fn shuffle(seat: &Self::Seat) -> impl Shuffle;
 
-    /// Returns the number of bytes that the rank has sent and received, if they are counted.
+    /// Returns the number of bytes that the process has sent, and the number that it has received; `None` if they are
+    /// not counted.
     fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
         None
     }
 
-    /// Leaves the run after all ranks have finished.
+    /// Leaves the run after all processes have finished.
     fn leave(seat: Self::Seat);
 }
 
@@ -57,7 +59,7 @@ impl Means for Host {
     }
 }
 
-/// A rank that counts the bytes that it sends and receives. Bytes that are sent to all other ranks count once.
+/// A process that counts the bytes that it sends and receives. Bytes that are sent to all other processes count once.
 pub(crate) struct Counted {
     rank: Local,
     sent: AtomicU64,

@@ -1,4 +1,4 @@
-//! Tests of the exchange: several ranks together must write the same bytes as one process.
+//! Tests of the exchange: several processes together must write the same bytes as one process.
 
 mod bounds;
 mod case;
@@ -127,8 +127,8 @@ proptest! {
     }
 }
 
-/// Checks the order of rounds for row-sharded tensors: large tensors that take several rounds, and small tensors
-/// between them.
+/// Checks with row-sharded tensors that rounds complete the tensors in order. Three large tensors take several rounds
+/// each; the two small tensors between them share one round.
 #[test]
 fn rounds_complete_tensors_in_order() {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };
@@ -156,7 +156,8 @@ fn rounds_complete_tensors_in_order() {
     assert!(rounds.len() > 8, "{rounds:?}");
 }
 
-/// Splits the output between two ranks at every byte, also inside an element whose value a cast loses.
+/// Splits the output between two processes, once at each byte. A cut may be inside an element whose value a cast loses.
+/// Asserts that the output and the counts of lost values are the same as for one process.
 pub(crate) fn check_each_cut(means: &impl Means) {
     let one = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
     let twice = Layout { mesh: vec![2], placements: vec![Placement::Replicate] };
@@ -174,7 +175,8 @@ fn cast_loss_in_a_shared_element_counts_once() {
     check_each_cut(&Host);
 }
 
-/// The rank that reduces reports the same error as a single process.
+/// If a sum overflows, at least one process reports the same error as a conversion with one process. The other
+/// processes may report a communication error.
 #[test]
 fn overflowing_sum_names_the_tensor() {
     check_faults(&Host);

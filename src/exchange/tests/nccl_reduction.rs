@@ -19,7 +19,8 @@ pub(crate) enum Terms {
     Integers,
 }
 
-/// Generates tensors for `ranks` ranks. NCCL can reduce some of these tensors.
+/// Generates tensors with partial values for an exchange between `ranks` processes. NCCL can reduce some of these
+/// tensors.
 pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     let dtypes = prop::sample::select(vec![
         (Dtype::F32, Dtype::F32),
@@ -38,8 +39,8 @@ pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     prop::collection::vec(spec, 1..5)
 }
 
-/// Runs an exchange in which each rank sees another partial value and writes a part of the output. Returns the output
-/// and the load of each rank.
+/// Runs an exchange in which each process sees other partial values and writes a part of the output. Returns the output
+/// and the load of each process.
 pub(crate) fn exchange_partial_values<M: Means>(
     means: &M,
     case: &Case,
@@ -55,7 +56,8 @@ pub(crate) fn exchange_partial_values<M: Means>(
     )
 }
 
-/// Returns a topology in which rank N sees the files of partial value N, if there is such a partial value.
+/// Returns a topology in which process N sees the source files N, N + `ranks`, and so on. If file N has partial value
+/// N, each process sees its own partial value.
 pub(super) fn one_partial_value_per_rank(case: &Case, ranks: u32) -> Topology {
     let files = u32::try_from(case.files.ids().count()).unwrap();
     let seen = (0..files).map(|file| std::iter::once(file % ranks).collect()).collect();
@@ -153,8 +155,8 @@ fn integer_term(dtype: Dtype, index: u64, partial: u64) -> Vec<u8> {
     }
 }
 
-/// Checks how many bytes NCCL reductions send. Each rank has one partial value of the whole tensor, and writes rows,
-/// columns, or the whole tensor.
+/// Checks how many bytes NCCL reductions send. Each process has one partial value of the whole tensor, and writes some
+/// rows, some columns, or the whole tensor.
 pub(crate) fn check_wire_bytes(means: &impl Means) {
     use crate::layout::Placement::{Replicate, Shard};
     for ranks in 2..=4_u32 {
@@ -218,7 +220,8 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     assert!(found == case.convert_alone() && loads.iter().all(|load| load.own_partial_values == 0));
 }
 
-/// Checks that a missing replica invalidates the completed replicas of the same elements, and nothing else.
+/// Removes bytes from completed output. Asserts that [`partial_replicas`] returns the missing bytes and the same
+/// elements in the other replicas, and nothing else.
 #[test]
 fn missing_replica_invalidates_the_others() {
     use crate::layout::Placement::{Replicate, Shard};

@@ -1,4 +1,5 @@
-//! Message files pass the tests for communicators of small messages. Killed processes do not block later runs.
+//! Runs the tests of the communicator for small messages with message files. Also tests that killed processes do not
+//! block later runs.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -75,7 +76,8 @@ fn link_in_place_of_a_folder_is_refused() {
     }
 }
 
-/// The last process of an earlier run deletes its folders, and also empty parent folders.
+/// A thread deletes the work folder and its parents again and again, as the last process of an earlier run does. Both
+/// processes of the new run still connect.
 #[test]
 fn folders_that_an_earlier_run_removes_are_created_again() {
     let shared = Shared::new();
@@ -180,7 +182,8 @@ fn waiting_process_names_the_missing_processes() {
     assert_eq!(*said.lock().unwrap(), ["waiting for process 1 (0 of at most 2 s)"]);
 }
 
-/// In this test, process 1 is alive, but comes late to the second operation.
+/// Process 1 is alive, but begins the second operation 700 ms late. Asserts that process 0 reports the wait, with the
+/// number and the node of process 1.
 #[test]
 fn long_wait_for_a_live_process_reports_where_it_runs() {
     let shared = Shared::new();
@@ -212,7 +215,7 @@ fn long_wait_for_a_live_process_reports_where_it_runs() {
     other.join().unwrap();
 }
 
-/// The lease of a killed process still exists, but no process rewrites it.
+/// A new process 0 and a new process 1 connect, although the old process 1 is alive for 300 ms and holds its lease.
 #[test]
 fn lease_of_an_earlier_run_is_in_nobodys_way() {
     let shared = Shared::new();
@@ -272,7 +275,8 @@ fn copy_of_a_live_run_is_left_alone() {
     begin(true).unwrap();
 }
 
-/// A lease file without a valid record is watched for 20 seconds, like the lease of a process on another node.
+/// A lease file without a valid record is watched for 20 seconds, like the lease of a process on another node. Asserts
+/// that SIGTERM ends this wait within a second.
 #[test]
 fn signal_ends_the_wait_for_a_copy_of_another_node() {
     let shared = Shared::new();

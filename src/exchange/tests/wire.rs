@@ -9,8 +9,8 @@ use crate::exchange::{
 use crate::exec::tests::*;
 use crate::layout::ReduceOp;
 
-/// Returns the number of bytes that each rank sends and receives for an evenly sharded tensor of 64 KiB. Each rank
-/// reads one file and writes one file.
+/// Runs an exchange of an evenly sharded tensor of 64 KiB. Each process reads one file and writes one file. Returns the
+/// number of sent and of received bytes of each process, sorted.
 fn wire_bytes(
     from: Layout,
     to: Layout,
@@ -100,7 +100,7 @@ fn buffers_fit_the_bucket_size() {
     }
 }
 
-/// With the smallest bucket size, each round transfers one element.
+/// With a bucket size of 1 or of 4 bytes, each round transfers one element of 4 bytes.
 #[test]
 fn tiny_bucket_gives_one_element_per_round() {
     let replicas = |ranks| layout_of(&[ranks], &[Placement::Replicate]);
@@ -115,7 +115,8 @@ fn tiny_bucket_gives_one_element_per_round() {
     }
 }
 
-/// With point-to-point messages, all ranks together would make more copies than a round may have.
+/// 600 chunks are sent to 15 other processes each. As point-to-point messages, these would be more copies than a round
+/// may have. Asserts that all-gathers need only one round, and no process packs more copies than planned.
 #[test]
 fn all_gathered_bytes_count_as_one_copy() {
     use crate::layout::Placement::{Replicate, Shard};
