@@ -1,5 +1,5 @@
-//! Reduction of partial values on the host. [`Reducer`] reduces the partial values in the order of the ranks of SRC
-//! that saved them, so the result has the same bits on every process and with every bucket size. All sizes and offsets
+//! Reduction of partial values on the host. [`Reducer`] reduces the partial values in the order of their coordinates on
+//! the mesh of SRC, so the result has the same bits on every process and with every bucket size. All sizes and offsets
 //! are in bytes.
 
 use rayon::prelude::*;

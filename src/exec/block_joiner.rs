@@ -1,5 +1,5 @@
-//! Joins the parts of file blocks that two write blocks share, so that direct writes (`O_DIRECT`) write complete file
-//! blocks. A file block is the [`ALIGNMENT`] bytes of a file between two multiples of [`ALIGNMENT`].
+//! Joins the two parts of a file block that two write blocks share, so that direct writes (`O_DIRECT`) write complete
+//! file blocks. A file block is the [`ALIGNMENT`] bytes of a file between two multiples of [`ALIGNMENT`].
 //!
 //! A write block that begins or ends inside a file block has one part of this file block, and the neighbouring write
 //! block has the other part. If such a part were written through the page cache, the write would lock the file and wait
@@ -19,8 +19,8 @@ use smallvec::SmallVec;
 
 use crate::storage::direct::ALIGNMENT;
 
-/// The maximum number of incomplete blocks in memory. If one more block is added, the joiner evicts the oldest block,
-/// and the caller writes the parts of the evicted block.
+/// The maximum number of incomplete file blocks in memory. If one more file block is added, the joiner evicts the
+/// oldest one, and the caller writes the parts of the evicted file block.
 const MAX_PENDING: usize = 512;
 
 /// The maximum memory of a joiner in bytes. The factor 2 is for the alignment of blocks: an allocator may leave as much
@@ -76,7 +76,7 @@ pub struct BlockRemainder {
 }
 
 impl BlockRemainder {
-    /// Returns the number of the file.
+    /// Returns the number of the output file.
     #[must_use]
     pub fn file(&self) -> u32 {
         self.key.0

@@ -52,23 +52,24 @@ struct OpenChecksum {
 /// The checksum work that remains after all known checksums were put into a write block.
 #[derive(Default)]
 pub struct DeferredChecksums {
-    /// For each checksummed byte range that reaches beyond the write block, the checksum of its bytes in the write
-    /// block.
+    /// The checksums of the bytes in the write block that belong to byte ranges with a checksum. Only byte ranges that
+    /// reach beyond the write block, or whose checksum is stored outside it, have an entry.
     pub parts: Vec<ChecksumPart>,
-    /// The offsets in the file of checksums that are not known yet, in ascending order. The write block must leave
-    /// these bytes out. A process that others believe dead may still write the block after another process has sealed
-    /// the checkpoint, and that process must not overwrite the sealed checksums.
+    /// The offsets in the file at which checksums are written later, in ascending order: the checksum is not known yet,
+    /// or its four bytes are not all in the write block. The write block must leave these bytes out. Reason: a process
+    /// that others believe dead may still write the block after another process has sealed the checkpoint, and must not
+    /// overwrite the sealed checksums.
     pub sites: Vec<u64>,
 }
 
-/// The checksums of bytes in one write block, in order. Each is the checksum of a checksummed byte range of the file (a
-/// span), or of some bytes of a span.
+/// The checksums of bytes in one write block, in ascending order of offsets. Each is the checksum of a span (a byte
+/// range of the file that has a checksum), or of some bytes of a span.
 #[derive(Default)]
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
 impl BlockChecksums {
-    /// Adds the checksum of `bytes`, which are the range `place` of the file. `known` lists the known checksums of some
-    /// ranges inside `place`, in ascending order.
+    /// Adds the checksum of `bytes`, which are the byte range `place` of the file. `known` lists checksums that are
+    /// already computed for some ranges inside `place`, in ascending order.
     pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[ChecksumPart]) {
         let crc = Digest::without_sites(place, bytes, known);
         self.0.push(ChecksumPart { offset: place.start, len: place.end - place.start, crc });
@@ -115,8 +116,9 @@ impl<'a> Checksums<'a> {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
-    /// Puts all checksums that are known now into the bytes of a write block. All other bytes must be complete. `parts`
-    /// are the CRCs of those bytes of this block that belong to spans.
+    /// Puts all checksums that are known now into `bytes`, which are the byte range `range` of the file. All other
+    /// bytes must be complete. `parts` are the checksums of the bytes in `range` that belong to byte ranges with a
+    /// checksum.
     pub fn fill_sites(
         &self,
         file: u32,

@@ -105,7 +105,8 @@ impl ReplicaDifference {
     }
 }
 
-/// Returns the first replica of any chunk that differs from the replica that conversions read.
+/// Compares the replicas of each chunk with the replica that conversions read. Returns the first replica that differs,
+/// or `None` if there is none.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -134,7 +135,8 @@ pub fn replica_difference(
     Ok(None)
 }
 
-/// Returns the first chunk of a written tensor that differs from its share of the source's partial values.
+/// Returns the index of the first chunk of a written tensor whose values differ from the values that the source gives
+/// for this chunk: its share of the partial values, reduced and cast. `None` if no chunk differs.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -256,8 +258,8 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Returns true if the error shows that a tensor has partial values that cannot be reduced, so that it cannot be
-/// compared. The dtype may not support the reduction, or the result may overflow.
+/// Returns true if the error is `Unsupported` and one of the tensors has partial values. Then the tensor cannot be
+/// compared, because its partial values cannot be reduced: the dtype does not support the op, or the result overflows.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -56,11 +56,12 @@ pub struct Stats {
     pub planned_bytes: u64,
     /// The number of bytes of values that NCCL reduced.
     pub nccl_reduced_bytes: u64,
-    /// The numbers of bytes sent between processes that exchange source data.
+    /// The numbers of bytes that this process has sent and received when processes exchange source data.
     pub traffic: Traffic,
     /// The totals over all processes. The totals are computed when all processes are done.
     pub global_totals: GlobalTotals,
-    /// The number of casts and lost values, by source dtype and target dtype.
+    /// For each pair of source dtype and target dtype, the number of tensors that are cast, and of values that the
+    /// casts lose.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
 
@@ -116,7 +117,7 @@ impl Stats {
         self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 
-    /// Replaces the counts of values that casts lost.
+    /// Replaces the counts of values that casts lost by the counts in `lost`.
     pub fn set_cast_losses(&mut self, lost: &CastLosses) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
@@ -346,8 +347,8 @@ struct BlockWriter<'a> {
 }
 
 impl BlockWriter<'_> {
-    /// Fills and writes the blocks. A worker takes all blocks of the next row group at once, so files are written front
-    /// to back.
+    /// Fills and writes the blocks on several threads. A worker takes the next row group with all its blocks, or the
+    /// next block that is in no row group.
     fn write_blocks(&self, blocks: &mut [WriteBlock]) -> Result<()> {
         let row_groups = sort_into_row_groups(blocks);
         let next = AtomicUsize::new(0);
@@ -420,7 +421,7 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Returns whether two write blocks hold the same tensor data at the same positions.
+    /// Returns whether two write blocks hold the same tensor data at the same offsets within the block.
     fn have_same_data(&self, one: &WriteBlock, other: &WriteBlock) -> bool {
         let is_same = |(this, that): (&Segment, &Segment)| match (&this.content, &that.content) {
             (
@@ -461,8 +462,9 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Computes the checksums and the digest of this range of a filled block, and writes the range. `lost` has the
-    /// values that casts lost in the block, and `read` has the CRCs that were computed while reading.
+    /// Computes the checksums and the digest of `range`, a byte range of a filled block, and writes the range. `lost`
+    /// has the numbers of values that casts lost in the block, and `read` has the CRCs that were computed while
+    /// reading.
     fn write(
         &self,
         block: &WriteBlock,
@@ -496,8 +498,9 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Gathers a segment of the first block in `copies`; the data is used for all blocks in `copies`. Adds to `lost`
-    /// the values that casts lost in each block, and to `read` the CRCs computed while reading.
+    /// Gathers the segment with the index `segment` of the first block in `copies`; the data is used for all blocks in
+    /// `copies`. Adds the number of values that the cast lost to the entry in `lost` of the one block that counts them.
+    /// Adds to `read` the CRCs that were computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],

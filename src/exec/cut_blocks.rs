@@ -20,9 +20,10 @@ use crate::storage::direct::ALIGNMENT;
 /// The content of a segment of a write block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SegmentContent {
-    /// The range `bytes` of the header bytes with this index in the file.
+    /// The bytes at the offsets `bytes` of a sequence of header bytes. `index` is its index in
+    /// [`OutputFile::header_bytes`].
     HeaderBytes { index: usize, bytes: Range<u64> },
-    /// The range `bytes` of the planned tile with this index.
+    /// The bytes at the offsets `bytes` of the tile with the index `index` in the list of planned tiles.
     Tile { index: usize, bytes: Range<u64> },
 }
 
@@ -93,13 +94,15 @@ pub struct BlockCutter<'a> {
 }
 
 impl<'a> BlockCutter<'a> {
-    /// Prepares to cut the ranges of `files` that are in `todo`.
+    /// Prepares to cut the ranges of `files` that are in `todo`. A write block has at most `block_bytes` bytes, or one
+    /// element.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64) -> Self {
         Self { files, todo, next_header: vec![0; files.len()], block_bytes }
     }
 
-    /// Returns the write blocks of these output ranges, including the header bytes before each range.
+    /// Returns the write blocks of these output ranges and of the header bytes before each range. Bytes that this run
+    /// does not write are left out.
     #[must_use]
     pub fn cut(&mut self, mut output_ranges: Vec<OutputRange>) -> Vec<WriteBlock> {
         output_ranges.sort_unstable_by_key(|output_range| (output_range.file, output_range.offset));
@@ -239,8 +242,8 @@ fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     to_boundary.filter(|len| len.is_multiple_of(itemsize)).unwrap_or(fits - fits % itemsize)
 }
 
-/// Sorts write blocks into the order of work, and returns groups of blocks. One worker fills the blocks of a group one
-/// after the other.
+/// Sorts write blocks into the order of work, and returns them in groups. One worker fills the blocks of a group one
+/// after the other. A write block that is in no row group is a group of its own.
 pub fn sort_into_row_groups(blocks: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
     blocks.sort_by_key(|block| block.row_group);
     blocks.chunk_by(|one, other| one.row_group.is_some() && one.row_group == other.row_group).collect()
@@ -250,7 +253,8 @@ pub fn sort_into_row_groups(blocks: &mut [WriteBlock]) -> Vec<&[WriteBlock]> {
 mod tests {
     use super::*;
 
-    /// Returns a file with header (10 bytes), a (100), frame (5), b (16) and tail (3).
+    /// Returns a file with these byte ranges one after the other: header (10 bytes), tensor a (100), header bytes (5),
+    /// tensor b (16) and header bytes (3).
     fn file() -> OutputFile {
         let mut file = OutputFile::new("f");
         file.push_header(vec![1; 10]);

@@ -25,8 +25,8 @@ const PAGE_BYTES: u64 = 64 << 10;
 /// The divisor that defines "near": a file boundary is near a cut if its distance is at most 1/16 of an equal part.
 const NEAR_FRACTION: u128 = 16;
 
-/// The maximum length of the files of one process's ranks, as a multiple of an equal part. The factor 2 is needed
-/// because the sizes of shards are rounded up.
+/// The maximum total length of the files of the ranks of DST that one process writes, as a multiple of an equal part.
+/// The factor 2 is needed because the sizes of shards are rounded up.
 const MAX_EXCESS: u128 = 2;
 
 /// Returns the byte ranges that the process with the number `part.index` writes. All processes write about equally many

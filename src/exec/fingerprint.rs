@@ -40,7 +40,7 @@ impl fmt::Display for Fingerprint {
     }
 }
 
-/// Writes only the first hex digits.
+/// Writes only the first 12 hex digits.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Fingerprint({self:.12})")
@@ -122,7 +122,7 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// would cost more time.
 const SHORT_BYTES: usize = 128;
 
-/// The number of items in one part of a list. This number does not depend on the number of threads.
+/// The maximum number of list elements in one part of a list. This number does not depend on the number of threads.
 const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]
@@ -265,7 +265,8 @@ mod tests {
     use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
     use crate::storage::{FileId, FileRange, IoMode};
 
-    /// The input of a fingerprint, with every kind of content in it.
+    /// The input of a fingerprint. It contains every kind of content that is hashed, so that a test can change each of
+    /// them.
     struct Work {
         version: &'static str,
         root: PathBuf,

@@ -105,26 +105,26 @@ pub struct Options {
     pub sync: bool,
 }
 
-/// The default size of a write block in bytes: long enough to hide the cost of a system call, short enough to stay in
-/// cache with its source.
+/// The default for the maximum size of a write block in bytes: long enough to hide the cost of a system call, short
+/// enough to stay in cache with its source.
 pub const DEFAULT_WRITE_BLOCK_BYTES: u64 = 4 << 20;
 
-/// The size of the scratch buffer for strided reads, in bytes.
+/// The maximum size in bytes of the scratch buffer for strided reads.
 const BLOCK_BYTES: u64 = 2 << 20;
 
-/// The size in bytes of the scratch buffer for elements that are cast: long enough for a good read, short enough to
-/// stay in cache.
+/// The maximum size in bytes of the scratch buffer for elements that are cast: long enough for a good read, short
+/// enough to stay in cache.
 const CAST_BYTES: u64 = 1 << 20;
 
-/// The size in bytes of the scratch buffer for sums of partial values, whose elements are wider than the partial
-/// values.
+/// The maximum size in bytes of the scratch buffer for sums of partial values. The elements of the sums are wider than
+/// the elements of the partial values.
 const SUM_BYTES: u64 = 512 << 10;
 
 /// The memory in bytes that a worker needs in addition to its write block.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// The memory in bytes that a worker needs to read ahead for rounds of an exchange, in addition to its memory for
-/// writing.
+/// The memory in bytes that a worker needs to read source data for the next rounds of an exchange, in addition to its
+/// memory for writing.
 pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 
 /// The memory in bytes that any thread needs to reduce partial values in rounds of an exchange.

@@ -29,8 +29,8 @@ use crate::storage::AnchoredPath;
 use crate::storage::direct::{self, ALIGNMENT};
 use crate::storage::filesystem::{close, open_file_budget, start_write_back, suits_direct_writes_in, write_back};
 
-/// The number of bytes that one call writes through the page cache. The kernel allocates memory for all bytes of a
-/// call, and it finds short free ranges faster than long ones.
+/// The maximum number of bytes that one call writes through the page cache. The kernel allocates memory for all bytes
+/// of a call, and it finds short free ranges faster than long ones.
 const CALL_BYTES: usize = 256 << 10;
 
 /// The minimum number of bytes of complete file blocks that are worth a direct write.
@@ -93,9 +93,9 @@ impl Drop for Handle {
 }
 
 impl Outputs {
-    /// Creates every file under `folder` that has bytes in `todo`, with its full size allocated. A file that another
-    /// run has created is kept. `sync` is true if all data must be on disk before it is published, see
-    /// [`Outputs::sync`].
+    /// Creates every file under `folder` that has bytes in `todo`, and every empty file, with its full size allocated.
+    /// A file that another run has created is kept. `sync` is true if all data must be on disk before it is published,
+    /// see [`Outputs::sync`].
     ///
     /// # Errors
     /// `Io` naming the file; its kind is `StorageFull` if the file system has no room for the file.
@@ -195,7 +195,8 @@ impl Outputs {
         })
     }
 
-    /// Adds a part of a file block, and returns the complete file block if this part completes it.
+    /// Adds a part of a file block. Returns the complete file block if this part completes it. If the joiner evicts an
+    /// older file block, writes the parts of that file block.
     fn join(&self, file: u32, offset: u64, part: &[u8]) -> Result<Option<Box<DirectBlock>>> {
         if part.is_empty() {
             return Ok(None);
@@ -389,8 +390,8 @@ mod tests {
         assert!(outputs.joiner.take_file(0).len() <= 1);
     }
 
-    /// Bytes that were accepted cannot be written later, because the file handle is broken. So no later fsync may
-    /// report success.
+    /// A part of a file block is accepted, but writing it fails because the file handle is broken. The next fsync must
+    /// then fail, too.
     #[test]
     fn sync_fails_after_accepted_bytes_could_not_be_written() {
         let folder = tempfile::tempdir().unwrap();

@@ -77,7 +77,8 @@ impl PlanDescription {
     }
 }
 
-/// Returns the options or files that differ: the name, the old value and the new value.
+/// Returns the options or files that differ, each with its name, its old value and its new value; `None` if it did not
+/// exist or no longer exists.
 fn differing<'a, T: PartialEq>(
     was: &'a BTreeMap<String, T>,
     is: &'a BTreeMap<String, T>,

@@ -1,8 +1,8 @@
 //! Reduces partial values to one value: the arithmetic of the placement `P(op)`.
 //!
 //! Input and output are bytes; the loops count elements. Elements are little-endian and need no alignment. Partial
-//! values are added one after the other, in rank order. The first partial value initialises the sum, so that a single
-//! -0.0 stays -0.0.
+//! values are added one after the other, in the order of their coordinates on the mesh. The first partial value
+//! initialises the sum, so that a single -0.0 stays -0.0.
 //!
 //! | dtypes | computed in | ops |
 //! |---|---|---|
@@ -36,10 +36,11 @@ use crate::layout::partial::Share;
 /// The method by which partial values are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReductionMethod {
-    /// This program reduces in rank order: the result has the same bits in every run.
+    /// dtshard reduces the partial values itself, in the order of their coordinates on the mesh: the result has the
+    /// same bits in every run.
     #[default]
     InRankOrder,
-    /// NCCL reduces the values that it can reduce; all other values are reduced in rank order.
+    /// NCCL reduces the values that it can reduce. dtshard reduces all other values, as [`Self::InRankOrder`] does.
     Nccl,
 }
 
@@ -165,8 +166,8 @@ impl Reducer {
         usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * self.widening()) * itemsize
     }
 
-    /// Reduces partial values in memory. Each of the given blocks has the elements of one partial value at the same
-    /// positions.
+    /// Reduces `partial_values`, which has the bytes of each partial value for the same elements. Writes the result
+    /// into `value`; `sums` is a scratch buffer.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.

@@ -27,8 +27,8 @@ use crate::layout::partial::Share;
 use crate::layout::{Intervals, Tile};
 use crate::storage::direct::ALIGNMENT;
 
-/// The number of source bytes of one row group. With this size, the write blocks and the source block of a row group
-/// fit in the cache of a core.
+/// The maximum number of source bytes of one row group, unless a single row is longer. With this size, the write blocks
+/// and the source block of a row group fit in the cache of a core.
 const ROW_GROUP_BYTES: u64 = 1 << 20;
 
 /// The largest gap, in bytes, between two output ranges of one row group.
@@ -60,7 +60,7 @@ pub struct OutputRange {
     pub group: Option<TileGroup>,
 }
 
-/// A group of tiles that need the same source bytes.
+/// A group of tiles of one tensor that need the same source rows, or that have equal elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileGroup {
     /// The number of the group, unique in a window.

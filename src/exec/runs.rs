@@ -71,7 +71,7 @@ pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }
 
-/// Reads a piece of a source chunk into its position in a write block.
+/// Reads a piece of a source chunk (a strided copy) into its position in `buffer`.
 ///
 /// # Errors
 /// `Io`.

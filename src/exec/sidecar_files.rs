@@ -33,7 +33,7 @@ pub struct SidecarFile {
     pub len: u64,
     /// The time of the last change, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// The ranks of the processes that can read the file; empty if all processes can read it.
+    /// The numbers of the dtshard processes that can read the file; empty if all processes can read it.
     pub seen_by: Vec<u32>,
 }
 
@@ -48,8 +48,8 @@ impl SidecarFile {
         Ok(Self { read_path: from.clone(), from, to, len, modified, seen_by: Vec::new() })
     }
 
-    /// Returns the rank of the process that copies the file with this number. `parts` is the number of processes. The
-    /// files are few and small, so the processes that can read a file take turns.
+    /// Returns the number of the process that copies the file with the number `number`. `parts` is the number of
+    /// processes. The files are few and small, so the processes that can read a file take turns.
     #[must_use]
     pub fn assigned_process(&self, number: u32, parts: u32) -> u32 {
         let turn = number as usize % self.seen_by.len().max(1);
@@ -147,7 +147,7 @@ pub fn is_copied(file: &SidecarFile, folder: &AnchoredPath, compares: bool) -> R
     Ok(is_same)
 }
 
-/// Returns the length of a file in bytes, or `None` if the file does not exist.
+/// Returns the length of a file in bytes, or `None` if there is no file at `path`.
 pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
     match fresh_lookup::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),

@@ -42,7 +42,7 @@ pub(crate) fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
     indices
 }
 
-/// Writes all files of a reservation.
+/// Writes all files of a reservation into `folder`.
 pub(crate) fn copy(
     input: Input<'_>,
     reservation: &Reservation,
@@ -110,7 +110,7 @@ pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, 
     })
 }
 
-/// Stores a tensor whose elements are their own linear indices, as [`store_values`] does.
+/// Stores a tensor as [`store_values`] does. The value of each element is its own linear index.
 pub(crate) fn store(
     shape: &[u64],
     dtype: Dtype,

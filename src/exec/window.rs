@@ -27,7 +27,7 @@ use crate::error::Result;
 use crate::fault;
 use crate::plan::SourceTensor;
 
-/// The maximum size of a window, in bytes of output.
+/// A window ends with the tensor with which its output reaches this number of bytes.
 const WINDOW_BYTES: u64 = 1 << 30;
 
 /// The size in bytes of the first window, which measures the speed.
@@ -42,7 +42,7 @@ const WINDOW_TIME: Duration = Duration::from_secs(5);
 /// windows.
 const TEST_BYTES: u64 = 256 << 10;
 
-/// The maximum number of tiles in a window.
+/// A window ends with the tensor with which it reaches this number of tiles.
 const WINDOW_TILES: usize = 1 << 12;
 
 /// The number of tasks for each thread into which the tensors of a window are divided. With several tasks for each
@@ -62,13 +62,13 @@ impl WindowPace {
         Self { bytes: FIRST_BYTES, since: Instant::now() }
     }
 
-    /// Returns the maximum size of a window in bytes.
+    /// Returns the number of bytes of output at which a window ends at the latest.
     #[must_use]
     pub fn max_bytes() -> u64 {
         if fault::is_testing_faults() { TEST_BYTES } else { WINDOW_BYTES }
     }
 
-    /// Returns the size in bytes of the next window.
+    /// Returns the number of bytes of output at which the next window ends.
     #[must_use]
     pub fn next(&self) -> u64 {
         self.bytes.min(Self::max_bytes())
@@ -88,8 +88,8 @@ fn scaled_to_window_time(bytes: u64, took: Duration) -> u64 {
     u64::try_from(next).unwrap_or(u64::MAX).clamp(LEAST_BYTES, WINDOW_BYTES)
 }
 
-/// An iterator that groups the target tensors that are to be written into windows of limited output and number of
-/// tiles.
+/// An iterator that groups the target tensors with bytes to write into windows. Both the output and the number of tiles
+/// of a window are limited.
 pub struct Windows<'a> {
     input: Input<'a>,
     rest: std::slice::Iter<'a, Reserved>,
@@ -150,7 +150,8 @@ pub struct PlannedTile {
     /// The counter of the values that the tile's cast loses. `None` if there is no cast, and for all replicas except
     /// the first.
     pub cast_counter: Option<CastCounter>,
-    /// The number of the group of equal tiles that contains this tile.
+    /// The number of the group of tiles with equal elements that contains this tile; `None` if no other tile of the
+    /// window is equal.
     pub copy_group: Option<usize>,
 }
 
@@ -159,11 +160,13 @@ pub struct PlannedTile {
 pub enum CastCounter {
     /// The values are counted while write blocks are filled.
     WhileWriting(DtypePair),
-    /// The values were counted earlier. The list has the counts by element.
+    /// The values were counted earlier, in ranges of elements. For each range, the list has the index of its first
+    /// element in the tile, and the counts.
     Counted(DtypePair, Vec<(u64, LossCounts)>),
 }
 
-/// Checks, plans and locates the tensors of a window, and replaces the content of `tiles` by their tiles.
+/// Checks, plans and locates the tensors of a window. Replaces the content of `tiles` by their tiles, and returns the
+/// position of each tile in the output files.
 ///
 /// # Errors
 /// The error of the first tensor that has one.
@@ -201,8 +204,8 @@ pub fn prepare_window(
     Ok(output_ranges)
 }
 
-/// Appends the tiles of one tensor that are to be written. The numbers of its tile groups start at the number of tiles
-/// before the call.
+/// Appends the tiles of one tensor that are to be written. Tile groups get ascending numbers, from the number of tiles
+/// in the list before the call.
 fn prepare_tensor(
     input: Input<'_>,
     tensor: &Reserved,

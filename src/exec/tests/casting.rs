@@ -128,7 +128,8 @@ fn sharded(dim: usize, ranks: u64) -> Layout {
     Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(dim))] }
 }
 
-/// Returns a layout in which rows alternate between (dp, tp) ranks, and every rank has a replica.
+/// Returns a layout on a (dp, tp, replicate) mesh. The rows are in a strided shard over dp and a shard over tp, and
+/// each tile has two replicas.
 fn interleaved() -> Layout {
     let strided = Placement::StridedShard { dim: TensorDim(0), split_factor: 2 };
     let placements = vec![strided, Placement::Shard(TensorDim(0)), Placement::Replicate];

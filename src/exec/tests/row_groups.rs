@@ -40,7 +40,8 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
     reservation
 }
 
-/// Copies, compares all written bytes with index arithmetic, and returns the bytes that were read from the source.
+/// Copies the tensors and asserts that all written bytes equal bytes computed by index arithmetic. Returns the number
+/// of bytes that were read from the source.
 fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, block_bytes: u64) -> u64 {
     let catalog = Catalog { tensors: entries, ..Catalog::empty() };
     let input = Input { files, catalog: &catalog, resolve: &resolve };
@@ -107,7 +108,7 @@ fn transposed_view_is_not_read_in_row_groups() {
     assert!(read <= 2 * 1024 * 1024 * 8, "{read}");
 }
 
-/// Returns a layout with `copies` of each of `parts`, which are cut along dim 0.
+/// Returns a layout that cuts a tensor along dim 0 into `parts` shards, with `copies` replicas of each shard.
 fn replicated(copies: u64, parts: u64) -> Layout {
     Layout { mesh: vec![copies, parts], placements: vec![Placement::Replicate, Placement::Shard(TensorDim(0))] }
 }
