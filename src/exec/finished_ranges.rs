@@ -24,11 +24,11 @@ pub trait WorkLog: Sync {
     /// Returns whether this run has to write all bytes of all files.
     fn covers_everything(&self) -> bool;
 
-    /// Adds a range that has been written. [`WorkLog::advance`] records all added ranges.
+    /// Adds a range that has been written. [`WorkLog::advance`] counts all added ranges as finished.
     fn add(&self, entry: FinishedRange);
 
-    /// Records that all ranges that have been added are finished. Calls `check`, which checks the source, before it
-    /// records anything.
+    /// Counts all ranges that have been added as finished, and records them now or in a later call. Calls `check`,
+    /// which checks that the source is unchanged, before it records anything.
     ///
     /// # Errors
     /// `Io`, and the errors of `check`.
@@ -64,7 +64,7 @@ pub struct FinishedRange {
     /// The CRC-32 values of byte ranges within this range, from which checksums of the file are computed later. They
     /// are in ascending order. Checksums that are already in the file need no entry.
     pub checksum_parts: Vec<ChecksumPart>,
-    /// The numbers of values that casts lost in the range. A value counts each time its bytes are written.
+    /// The numbers of values that casts lost in the range. If a tile has several replicas, only the first one counts.
     pub cast_losses: CastLosses,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A link to a file counts as a file, even if the file is outside SRC. A link to a folder is followed if its name may
 //! be the name of a folder with a checkpoint; circular links are not followed. A dangling link is listed separately,
-//! because on the machine of another rank this link may point to a file.
+//! because this link may point to a file on the node of another process.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -25,10 +25,10 @@ pub struct FileInventory {
     pub dangling: Vec<PathBuf>,
 }
 
-/// The maximum depth of nested folders. Real checkpoints are three folders deep.
+/// The maximum depth of nested folders in SRC. Real checkpoints are three folders deep.
 const MAX_DEPTH: usize = 16;
 
-/// The maximum number of files and folders. Checkpoints of the largest clusters have some ten thousand files.
+/// The maximum number of files and folders in SRC. Checkpoints of the largest clusters have some ten thousand files.
 const MAX_ENTRIES: usize = 1_000_000;
 
 impl FileInventory {

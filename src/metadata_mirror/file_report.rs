@@ -1,8 +1,8 @@
-//! File reports: descriptions of files that ranks send to each other, and the check that files with equal paths have
-//! equal metadata.
+//! File reports: descriptions of the files of SRC that processes send to each other, and the check that files with
+//! equal paths have equal metadata.
 //!
-//! All sizes and offsets are in bytes. All ranks merge the same reports in the same order, so the result, or the error,
-//! is equal on all ranks.
+//! All sizes and offsets are in bytes. All processes merge the same reports in the same order, so the result, or the
+//! error, is equal in all processes.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,11 +19,11 @@ use crate::error::{CatalogError, Error, Result};
 use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
-/// The report of one rank about one file.
+/// The report of one process about one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// The properties of the file; `None` if the path is a dangling link on the rank.
+    /// The properties of the file; `None` if the path is a dangling link for the process that reports it.
     found: Option<FoundFile>,
 }
 
@@ -37,31 +37,32 @@ struct FoundFile {
     is_checkpoint_data: bool,
 }
 
-/// A range of metadata: its start, its end, and a hash of its bytes.
+/// A range of metadata: its start and its end in the file, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
 /// The name of a property that differs between two reports, and a text with the values in both reports.
 type Difference = (&'static str, String);
 
-/// A file, merged from the reports of all ranks.
+/// A file of SRC, merged from the reports of all processes.
 #[derive(Debug)]
 pub struct ReportedFile {
     /// The path, relative to the folder of SRC.
     pub path: PathBuf,
-    /// The length in bytes; `None` if the path is a dangling link on every rank that sees it.
+    /// The length in bytes; `None` if the path is a dangling link for every process that sees it.
     pub len: Option<u64>,
-    /// The latest modification time on any rank.
+    /// The latest modification time that a process sees, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// The modification time on this rank; `None` if this rank does not see the file.
+    /// The modification time that this process sees; `None` if this process does not see the file.
     pub own_modified: Option<(i64, i64)>,
-    /// The ranges of the file that the mirror contains.
+    /// The byte ranges of the file that the mirror contains.
     pub mirrored: Arc<Ranges>,
-    /// The ranks that see the file, ascending.
+    /// The numbers of the processes that see the file, in ascending order. Processes in `differing_ranks` are not
+    /// included.
     pub seen_by: Arc<[u32]>,
-    /// The ranks whose file at this path differs from the file of the lowest rank. The list is empty for a file that may
-    /// be part of the checkpoint, because a difference is then an error.
+    /// The numbers of the processes whose file at this path differs from the file of the lowest process. The list is
+    /// empty for a file that may be part of the checkpoint, because a difference is then an error.
     pub differing_ranks: Vec<u32>,
-    /// The rank that writes this file into the mirror.
+    /// The number of the process that writes this file into the mirror.
     pub writer: u32,
 }
 
@@ -155,11 +156,12 @@ pub fn each_block(
     Ok(())
 }
 
-/// Merges the reports of all ranks into one list of files. `rank` is the number of this rank, and `own` is this rank's
-/// folder of SRC.
+/// Merges the reports of all processes into one list of files. `rank` is the number of this process, and `own` is the
+/// folder of SRC on this process. `reports` has the reports of each process.
 ///
 /// # Errors
-/// `Conflict` if ranks have different checkpoint files under one path, `Comm` for invalid reports.
+/// `Conflict` if processes have different checkpoint files under one path, or a file and a folder; `Comm` for invalid
+/// reports.
 pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Result<BTreeMap<PathBuf, ReportedFile>> {
     let mut all: BTreeMap<PathBuf, RankReports> = BTreeMap::new();
     for (sender, files) in (0..).zip(reports) {
@@ -186,7 +188,8 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     merged.collect()
 }
 
-/// The reports about one file. Each report comes with the number of the rank that made the report.
+/// The reports about one file, each with the number of the process that made it; `None` if the path is a dangling link
+/// there.
 type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {
@@ -244,8 +247,8 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
     })
 }
 
-/// Checks a path that another process sent. The check is needed because the other process may be another version of
-/// this program, or belong to another run.
+/// Checks that a path which another process sent is below the folder of SRC. `rank` is the number of that process. It
+/// may be another version of this program, or belong to another run.
 fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
     let path = Path::new(path);
     if path.components().next().is_some() && path.components().all(|part| matches!(part, Component::Normal(_))) {

@@ -1,5 +1,5 @@
-//! Metadata mirror: a sparse copy of SRC, which gives all processes an equal catalog although no process sees all files
-//! of SRC.
+//! Metadata mirror: a sparse copy of SRC. From the mirror, all processes read an equal catalog, although no process
+//! sees all files of SRC.
 //!
 //! If each node saved its shards to its local disk, each process sees only its own files. Together the processes write
 //! a mirror of SRC to a file system that all of them see. The mirror has a sparse copy of every file of SRC, with
@@ -8,10 +8,10 @@
 //! data of the files that it sees from its own disk. Of all other files, a process can read only the mirrored bytes,
 //! and it knows which processes see these files.
 //!
-//! All sizes and offsets are in bytes. Invariants: if several ranks have a file with one path, and the file may be part
-//! of a checkpoint, these files have equal lengths and equal metadata. For any other file, the file of the lowest rank
-//! is used. The catalog does not depend on the path of the mirror, or on the process that wrote a file of the mirror. A
-//! hole is never read as data. No path points outside the mirror.
+//! All sizes and offsets are in bytes. Invariants: if several processes have a file with one path, and the file may be
+//! part of a checkpoint, these files have equal lengths and equal metadata. For any other file, the file of the lowest
+//! process is used. The catalog does not depend on the path of the mirror, or on the process that wrote a file of the
+//! mirror. A hole is never read as data. No path points outside the mirror.
 
 mod file_inventory;
 mod file_report;
@@ -41,8 +41,8 @@ pub struct MetadataMirror {
     kind: SourceKind,
     /// The files of SRC. The keys are paths relative to the folder of SRC.
     files: BTreeMap<PathBuf, ReportedFile>,
-    /// The ranks that see no files, grouped by the path of SRC that each rank was given. These ranks are listed because
-    /// the path may be mistyped.
+    /// The processes that see neither a file nor a folder at SRC, grouped by the path of SRC that each process was
+    /// given. They are listed in messages, because the path may be mistyped.
     ranks_without_files: BTreeMap<String, Vec<u32>>,
     /// The number of bytes that this process has written to the mirror.
     written: u64,
@@ -56,13 +56,14 @@ enum SourceKind {
     File(String),
 }
 
-/// Creates a mirror of the files that the ranks see, in the folder `mirror`, which all ranks see. `own` is the path of
-/// SRC on this rank. The old content of `mirror` is replaced. A rank may have no file or folder at `own`, if another
-/// rank has files. All ranks must call this function together.
+/// Creates a mirror of the files that the processes see, in the folder `mirror`, which all processes see. `own` is the
+/// path of SRC on this process. The old content of `mirror` is replaced. There may be nothing at `own`, if another
+/// process sees files of SRC. Collective.
 ///
 /// # Errors
-/// `Missing` if no rank sees any file, `Conflict` if ranks see different files under one path, and `Comm` naming the
-/// rank that cannot read its files or write to the mirror.
+/// `Missing` if no process sees a file or folder at SRC, or if a file of the mirror does not appear; `Conflict` if
+/// processes see different checkpoint files under one path, or a file and a folder; `Comm` naming the process that
+/// cannot read its files or write to the mirror.
 pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPath) -> Result<MetadataMirror> {
     let inventory = communicator.all_ok(FileInventory::scan(own))?;
     let (kind, ranks_without_files) = agree_on_kind(communicator, own, inventory.kind.as_ref())?;
@@ -81,8 +82,8 @@ pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPat
     Ok(MetadataMirror { folder, own, kind, files, ranks_without_files, written })
 }
 
-/// Returns the positions of objects in this process's data files, by folder. The positions come from the metadata files
-/// in the mirror, because a metadata file may be on the disk of another rank.
+/// Returns the positions of objects in the data files that this process sees, by folder. The positions come from the
+/// metadata files in the mirror, because the metadata file of a folder may be on the disk of another node.
 fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = inventory.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
@@ -95,7 +96,7 @@ fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf,
     found.collect()
 }
 
-/// The state while all ranks create a mirror together.
+/// The state while all processes create a mirror together.
 struct MirrorMaker<'a, C> {
     communicator: &'a C,
     inventory: &'a FileInventory,
@@ -104,8 +105,9 @@ struct MirrorMaker<'a, C> {
 }
 
 impl<C: Communicator> MirrorMaker<'_, C> {
-    /// Sends the reports about the selected files of this rank to all ranks, merges the reports of all ranks, and
-    /// writes into the mirror each file of this rank that no lower rank has.
+    /// Sends the reports about the selected files of this process to all processes, and merges the reports of all
+    /// processes. Writes into the mirror each file of this process that no lower process has. Returns all selected
+    /// files of SRC.
     fn mirror_files(
         &mut self,
         is_selected: impl Fn(&Path) -> bool,
@@ -141,7 +143,7 @@ impl MetadataMirror {
         self.path_of_src(&self.folder)
     }
 
-    /// Returns the ranks that see the file at this path in the mirror, or in SRC.
+    /// Returns the processes that see a file. `path` is the path of the file in the mirror or in SRC.
     #[must_use]
     pub fn seen_by(&self, path: &Path) -> &[u32] {
         self.seen(path).map_or(&[], |seen| &seen.seen_by)
@@ -166,7 +168,7 @@ impl MetadataMirror {
         &self.own
     }
 
-    /// Returns whether the rank `rank` sees no files at the path of SRC that it was given.
+    /// Returns whether the process `rank` sees neither a file nor a folder at the path of SRC that it was given.
     #[must_use]
     pub fn sees_no_files(&self, rank: u32) -> bool {
         self.ranks_without_files.values().flatten().any(|other| *other == rank)
@@ -185,9 +187,9 @@ impl MetadataMirror {
     }
 }
 
-/// Checks that at least one rank sees SRC, and that SRC has one kind (file or folder) on all ranks that see it. Returns
-/// the kind, and the ranks that see neither a file nor a folder at SRC, grouped by the path of SRC that each of them
-/// was given.
+/// Checks that at least one process sees SRC, and that SRC has one kind (file or folder) for all processes that see it.
+/// Returns the kind, and the processes that see neither a file nor a folder at SRC, grouped by the path of SRC that
+/// each of them was given.
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,
@@ -234,7 +236,7 @@ fn agree_on_kind(
     })
 }
 
-/// Sends `value` as JSON to all ranks, and returns the values of all ranks.
+/// Sends `value` as JSON to all processes, and returns the values of all processes. Collective.
 fn gather_json<T: Serialize, H: for<'a> Deserialize<'a>>(
     communicator: &impl Communicator,
     value: &T,

@@ -11,9 +11,9 @@ use crate::name_list::name_processes;
 use crate::storage::{IoMode, LocalContent, LocalFile, MirroredFiles, filesystem, lookup};
 
 impl MetadataMirror {
-    /// Reads the checkpoint that the files of all ranks form together. In the result, files have their paths in SRC.
-    /// This process can open only the files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by)
-    /// returns the ranks that see a file.
+    /// Reads the checkpoint that the files of all processes form together. In the result, files have their paths in
+    /// SRC. This process can open only the files that it sees, and [`Files::seen_by`](crate::storage::Files::seen_by)
+    /// returns the processes that see a file.
     ///
     /// # Errors
     /// Errors of [`Checkpoint::open`].
@@ -67,8 +67,9 @@ impl MetadataMirror {
         text.replace(&format!("{mirror}/"), &own).replace(&mirror, own.trim_end_matches('/'))
     }
 
-    /// Returns a text that is added to hints if some ranks see no files. The text says that the nodes of these ranks
-    /// may have no files of SRC, or that the path may be mistyped there.
+    /// Returns a text that is added to hints, such as `; process 3 sees nothing at PATH`. It names the processes that
+    /// see nothing at SRC, and the path of SRC that each was given, because this path may be mistyped. At most three
+    /// paths are named. Empty if all processes see SRC.
     fn ranks_without_files_text(&self) -> String {
         const SHOWN: usize = 3;
         let words = self.ranks_without_files.iter().take(SHOWN).map(|(place, ranks)| {

@@ -25,7 +25,7 @@ pub fn create_folder(mirror: &AnchoredPath) -> Result<()> {
     mirror.create_folder().map_err(Error::io("create", mirror))
 }
 
-/// Creates the parent folders of these files.
+/// Creates the parent folders of `files`, which are paths relative to the folder of the mirror.
 ///
 /// # Errors
 /// `Io`.
@@ -36,7 +36,8 @@ pub fn create_parent_folders<'a>(mirror: &AnchoredPath, files: impl Iterator<Ite
         .try_for_each(|folder| mirror.create_folders(folder).map_err(Error::io("create", &mirror.join(folder))))
 }
 
-/// Writes into the mirror each file that this process has to write. Returns the number of bytes written.
+/// Writes `files` into the mirror: from each file of SRC, the bytes that are not tensor data. `own` is the folder of
+/// SRC on this process. Returns the number of bytes written.
 ///
 /// # Errors
 /// `Io`.
@@ -82,7 +83,7 @@ fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &ReportedFile) -> Resul
     close(target).map_err(Error::io("close", to))
 }
 
-/// The maximum time to wait until the file system of this node shows a file that another node wrote.
+/// The maximum time for which a process waits until it sees a file of the mirror that another node wrote.
 const MAX_DELAY: Duration = Duration::from_mins(1);
 
 /// Waits until this process sees all files of the mirror, each with its full length.

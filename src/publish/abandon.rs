@@ -18,7 +18,8 @@ use crate::fault;
 use crate::launch::Part;
 
 impl Staging {
-    /// Leaves the run after an error. The last process to leave deletes a folder without journal records.
+    /// Leaves the run after an error. If all processes have left, deletes the partial folder, unless it has journals or
+    /// some parts have not started and must still learn why the others ended.
     pub fn abandon(self) {
         let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());

@@ -1,5 +1,5 @@
-//! Acquires a part of the work. A process checks what exists at the destination, and then joins the run there, deletes
-//! the folder of that run, waits, or fails.
+//! Acquires a part of the work. A process checks what exists at the destination. It then creates the partial folder,
+//! joins the run in the existing partial folder, deletes that folder, waits, or fails.
 //!
 //! A process retries until it holds a lease: it reads the state of the folder, acts on the state, and reads the state
 //! again. The file system decides every action (create the partial folder, acquire a lease, delete the folder). If two
@@ -38,13 +38,14 @@ pub(super) enum Admission {
     /// An earlier run ended in this folder. The process may continue the work of that run by acquiring the lease with
     /// the number `generation`, but only with `--resume`.
     Resume { generation: u32 },
-    /// The process must not work: another live process works on the same part, or has divided the work into another
-    /// number of parts.
+    /// The process must not work, because another live process works in the folder, and the two processes cannot work
+    /// together: the other process has the same part, has divided the work into another number of parts, or writes
+    /// another output, or the folder must be deleted. The value is the name of the lease of the other process.
     Conflict(LeaseName),
     /// The process must watch the leases first, because it is not known yet whether all lease holders are alive.
     Watch,
-    /// The folder may be replaced, because no process works in the folder, and because the folder has the plan of
-    /// another conversion or must be deleted.
+    /// The folder may be deleted or replaced: no process works in it, and it has the plan of another conversion or must
+    /// be deleted.
     Replace,
 }
 
@@ -208,7 +209,8 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Creates the partial folder.
+    /// Begins where no partial folder exists: creates this folder. Returns `Done` if the destination already has the
+    /// finished output and this run accepts it.
     fn start(&mut self) -> Result<NextStep> {
         finish_replacement(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);
@@ -359,7 +361,8 @@ impl Acquiring<'_> {
         self.is_free(&found)
     }
 
-    /// Deletes a partial folder in which no process works, if this process is allowed to delete it.
+    /// Deletes a partial folder in which no process works. If its output was not published, only the process of part 0
+    /// deletes the folder, and the processes of other parts wait for that.
     fn throw_away(&mut self, examined: Option<&Partial>) -> Result<NextStep> {
         let is_published = examined.is_some_and(|partial| partial.is_published);
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(examined) }
@@ -399,7 +402,7 @@ impl Acquiring<'_> {
     }
 
     /// Returns true if this process can work in the partial folder `found`. Returns false if the output of the folder
-    /// has been published.
+    /// has been published. Fails if the destination exists and may not be replaced.
     fn is_free(&self, found: &Partial) -> Result<bool> {
         let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
         match FoundPartial::at(&self.destination.partial(), self.shape)? {

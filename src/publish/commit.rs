@@ -188,7 +188,9 @@ impl Seal<'_> {
     /// output.
     ///
     /// # Errors
-    /// `Io` if a rename fails; the destination is then unchanged.
+    /// `Io`, `Usage` and the errors of the [`ReplaceCheck`]. If the rename to the destination fails, a checkpoint that
+    /// was there before remains or is restored. If an error occurs after this rename, the output is published
+    /// nevertheless.
     pub fn publish(self, sync: bool) -> Result<()> {
         let staging = self.staging;
         let found = output(&staging.work, staging.shape);

@@ -39,8 +39,8 @@ pub struct CompletedWork {
     pub carried: BTreeSet<u32>,
     /// The journal entries that make up `done`.
     pub taken: Vec<RecordedRange>,
-    /// Journal entries that overlap entries in `done`. Such entries exist if, for example, a process seemed dead, and
-    /// another process wrote the same byte ranges again.
+    /// Journal entries that are not in `taken` because they overlap entries in `done`. Such entries exist if, for
+    /// example, a process seemed dead, and another process wrote the same byte ranges again.
     spare: Vec<RecordedRange>,
 }
 
@@ -66,8 +66,8 @@ impl RecordedRange {
 }
 
 impl CompletedWork {
-    /// Reads all journals of `folder`, for these output files and `carried` sidecar files. With `sync`, the completed
-    /// work must be on disk, so records that are valid on one boot only are ignored.
+    /// Reads all journals of `folder`, for the output files `files` and for `carried` sidecar files (a number). With
+    /// `sync`, the completed work must be on disk, so records that are valid on one boot only are ignored.
     ///
     /// # Errors
     /// `Io` if the folder or a journal cannot be read.
@@ -134,8 +134,8 @@ impl CompletedWork {
         lengths
     }
 
-    /// Returns the entries that must be invalidated, so that the ranges `ranges` no longer count as finished. More
-    /// than one journal may record the same bytes.
+    /// Returns the journal entries that must be invalidated, so that the bytes of `ranges` no longer count as finished.
+    /// The entries include entries of other journals that record some of these bytes.
     #[must_use]
     pub fn invalidated_entries(&self, ranges: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
@@ -145,7 +145,7 @@ impl CompletedWork {
     }
 }
 
-/// Returns true if no journal in a folder contains a record.
+/// Returns true if a folder contains no journal. A process creates its journal together with its first record.
 ///
 /// # Errors
 /// `Io` if the folder cannot be read.

@@ -60,8 +60,8 @@ impl JournalRecord {
         self.invalidated.extend(later.invalidated);
     }
 
-    /// Returns the CRC-32 values of byte ranges that are not combined into complete checksums yet, each with the index
-    /// of its file.
+    /// The CRC-32 values in this record of byte ranges that are not combined into complete checksums yet, each with the
+    /// index of its file.
     pub fn sums(&self) -> impl Iterator<Item = (u32, ChecksumPart)> + '_ {
         self.entries.iter().flat_map(|entry| entry.checksum_parts.iter().map(|part| (entry.file, *part)))
     }

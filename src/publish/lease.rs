@@ -169,7 +169,7 @@ impl LeaseRecord {
 pub(super) struct SeenLease {
     pub name: LeaseName,
     pub bytes: Vec<u8>,
-    /// The parsed record; `None` while the lease file is incomplete.
+    /// The parsed record; `None` if the lease file has no valid record, for example because it is incomplete.
     pub record: Option<LeaseRecord>,
 }
 

@@ -22,7 +22,7 @@
 //! absent - create -> partial -- all parts finished --> sealed -- rename --> published -- clean up --> absent
 //!    ^                  |  ^                             |
 //!    |                  |  +--- another process takes over, with the next generation of the lease
-//!    +--- delete (--restart, or nothing recorded) -------+
+//!    +--- delete (--restart, or no work is kept) --------+
 //! ```
 //!
 //! Invariant: all decisions are made by hard links, creation with `O_EXCL`, and renames, because only these operations
@@ -86,7 +86,8 @@ pub struct Claim {
     /// True if the unfinished output of an earlier run is continued (`--resume`).
     pub resume: bool,
     pub part: Part,
-    /// The name of the launch. A launcher gives the same name to all processes that it starts together.
+    /// The name of the launch, which a launcher gives to all processes that it starts together; `None` if there is no
+    /// launcher.
     pub run: Option<String>,
     /// True if the output is synced to disk, so that it survives a crash of the node.
     pub sync: bool,
@@ -104,7 +105,8 @@ impl Claim {
         self.resume || !self.parts_wait && !self.part.is_alone()
     }
 
-    /// Returns true if this process, or the first process of its launch, may delete existing output (`--restart`).
+    /// Returns true if this process, or the first process of its launch, may delete the unfinished output of an earlier
+    /// run (`--restart`).
     fn can_restart(&self) -> bool {
         self.part.is_alone() || self.run.is_some() && self.parts_wait
     }
@@ -174,7 +176,7 @@ const PACE: Pace = Pace {
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// Time limits for tests. In these tests, a process is killed before it has written its lease, or a process never
+/// Time limits for tests in which a process is killed before it has written its lease, or in which a process never
 /// starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
@@ -188,8 +190,9 @@ fn pace() -> Pace {
     if fault::is_testing_faults() { HURRIED_PACE } else { PACE }
 }
 
-/// A delay between two checks that becomes twice as long after each check. The delay is short at first, because a small
-/// job ends soon. The delay becomes long, because many waiting processes must not overload a metadata server.
+/// A delay between two checks that becomes twice as long after each check, up to a maximum. The delay is short at
+/// first, because a small job ends soon. The delay becomes long, because many waiting processes must not overload a
+/// metadata server.
 struct Backoff {
     next: Duration,
     longest: Duration,
@@ -210,7 +213,7 @@ impl Backoff {
 }
 
 /// A destination that is being written. If this value is dropped before the output is published, the output is kept for
-/// a later run with `--resume`, or is deleted if nothing was recorded.
+/// a later run with `--resume` if [`Staging::is_kept`] returns true; otherwise it is deleted.
 #[derive(Debug)]
 pub struct Staging {
     destination: Destination,
@@ -261,10 +264,11 @@ impl Staging {
         acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
-    /// Returns how [`Staging::begin`] would begin, as far as a single check can find out. Changes nothing.
+    /// Returns how [`Staging::begin`] would begin, as far as a single check can find out. Returns `Unsure` if other
+    /// processes would have to be watched first. Changes nothing.
     ///
     /// # Errors
-    /// The errors of [`Staging::begin`]; `Usage` if other processes would have to be watched.
+    /// The errors of [`Staging::begin`].
     pub fn preflight(path: &Path, shape: DestinationKind, claim: &Claim, plan: &WorkPlan<'_>) -> Result<Preflight> {
         acquire::preflight(path, shape, claim, plan, PACE)
     }
@@ -281,8 +285,8 @@ impl Staging {
         &self.work
     }
 
-    /// Returns the partial folder beside the destination. After an interrupted run, the partial folder is kept for a
-    /// run with `--resume`.
+    /// Returns the path of the partial folder beside the destination. After an interrupted run, this folder is kept for
+    /// a run with `--resume` if [`Staging::is_kept`] returns true.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
@@ -294,7 +298,8 @@ impl Staging {
         &self.journal
     }
 
-    /// Returns true if finished work is kept for `--resume` after an error or a signal.
+    /// Returns true if finished work is kept for `--resume` after an error or a signal. This is so if the run was
+    /// started with `--resume`, or has several parts.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.claim.resume || !self.claim.part.is_alone()

@@ -26,7 +26,7 @@ use crate::storage::AnchoredPath;
 const BEAT: Duration = Duration::from_secs(1);
 const HURRIED_BEAT: Duration = Duration::from_millis(100);
 
-/// The limit in tests after which a process that exists but does not update its lease counts as dead.
+/// The time in tests after which a process that exists but does not update its lease counts as dead.
 const HURRIED_STUCK: Duration = Duration::from_secs(15);
 
 fn beat() -> Duration {

@@ -276,8 +276,8 @@ impl Staging {
         self.destination.confirm(stop, &what, look)
     }
 
-    /// Returns true if the partial folder and the output have been missing for longer than the file system caches
-    /// names. Another program must then have removed them.
+    /// Waits until names in the cache of the file system are no longer old. Returns true if the partial folder and the
+    /// output are still missing; another program must then have removed them.
     fn is_gone_for_good(&self, stop: &Stop, has_landed: impl Fn() -> bool) -> Result<bool> {
         if self.is_gone.load(Ordering::Relaxed) || self.destination.cached_for().is_zero() {
             return Ok(true);
@@ -291,7 +291,8 @@ impl Staging {
         Ok(!is_there)
     }
 
-    /// Returns true if the output of this plan is at the destination.
+    /// Returns true if the output of this plan is at the destination. If this process does not know the identity of the
+    /// output, any file or folder at the destination counts.
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = FileIdentity::of(&self.destination.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);

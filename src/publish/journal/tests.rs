@@ -40,7 +40,7 @@ fn parts(range: &Range<usize>) -> Vec<ChecksumPart> {
     clipped.into_iter().filter(|range| !range.is_empty()).map(part).collect()
 }
 
-/// Returns an entry with the digest of the first file's content.
+/// Returns a finished range of a file, with the digest that the first file's content has in this range.
 fn entry(file: u32, range: Range<u64>, sums: Vec<ChecksumPart>) -> FinishedRange {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
@@ -237,7 +237,7 @@ fn unsynced_record_is_valid_only_on_its_boot() {
     );
 }
 
-/// Generates adjacent ranges that together are 0..1000, in any order.
+/// Generates ranges that divide 0..1000 without gaps, in any order.
 fn pieces() -> impl Strategy<Value = Vec<Range<usize>>> {
     let cuts = proptest::collection::btree_set(1_usize..1000, 0..20);
     let pieces = cuts.prop_map(|cuts| {

@@ -12,8 +12,8 @@ fn two_seals(env: &TestEnv) -> (Staging, Staging) {
     (first, second)
 }
 
-/// Takes the seal lease for a process. Generation 0 is the first lease; with generation 1, a second process takes over from
-/// the first process.
+/// Takes the seal lease for the process of `staging`. With generation 0, it is the first lease; with generation 1, it
+/// takes over from the holder of generation 0.
 fn take_seal(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: LeaseRole::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
@@ -48,8 +48,9 @@ fn dropped_seal_is_taken_by_another_process() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
-/// The sealing process is on another node, so it may be alive or dead. If this process left early, the output could
-/// stay unpublished.
+/// The lease of the sealing process shows another node, so it is unknown whether this process is alive. `try_seal`
+/// watches the lease: it returns `None` when the lease changes, and takes over when the lease has not changed for
+/// `dead_after`.
 #[test]
 fn seal_lease_of_another_node_is_watched() {
     let env = TestEnv::new(DestinationKind::Folder);
@@ -100,7 +101,7 @@ fn concurrent_publishers_both_succeed() {
     }
 }
 
-/// A file that another user put into the output folder is never published as the output.
+/// If another user put a second file into the output folder, publishing fails and nothing appears at the destination.
 #[test]
 fn file_beside_the_one_output_is_not_published() {
     let env = TestEnv::new(DestinationKind::File);
@@ -111,8 +112,8 @@ fn file_beside_the_one_output_is_not_published() {
     assert!(!env.out().exists());
 }
 
-/// If a process dies after its commit, the next process removes the folder of the dead process, and does not mistake
-/// this folder for unfinished work.
+/// A process dies after its commit. The waiting process, or the next run, removes the leftover partial folder, and does
+/// not mistake this folder for unfinished work.
 #[test]
 fn leftover_of_a_published_run_is_removed() {
     for shape in [DestinationKind::Folder, DestinationKind::File] {

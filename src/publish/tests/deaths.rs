@@ -60,7 +60,8 @@ fn killed_process_on_this_node_is_dead_immediately() {
     child.wait().unwrap();
 }
 
-/// A process was killed before it noticed that another process had created the folder first.
+/// A temporary folder beside the partial folder, from a process that was killed while it created a partial folder, is
+/// deleted when another process ends.
 #[test]
 fn late_temporary_folder_is_swept_on_exit() {
     for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {

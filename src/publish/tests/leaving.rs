@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// An empty partial folder would block later runs without `--resume`.
+/// A run that fails before it records work deletes its partial folder, because an empty folder would block later runs
+/// without `--resume`. With a journal, the folder is kept.
 #[test]
 fn failed_run_without_records_leaves_nothing() {
     for shape in [DestinationKind::File, DestinationKind::Folder] {
@@ -43,7 +44,8 @@ fn last_part_to_leave_removes_the_partial_folder() {
     }
 }
 
-/// Leases of an earlier run do not prove that the processes of these parts have started in this run.
+/// Part 1 of a resumed run fails and leaves. The partial folder is kept until part 0 has read the reason, although part
+/// 0 has a lease from an earlier run.
 #[test]
 fn resumed_parts_get_the_reason_of_a_failed_part() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -60,7 +62,8 @@ fn resumed_parts_get_the_reason_of_a_failed_part() {
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// A process on another node has not recorded that it left the run.
+/// The lease of a process on another node shows that this process has not left. The partial folder is then kept, and is
+/// deleted only if the lease records that the process stopped.
 #[test]
 fn folder_of_a_possibly_live_process_is_kept() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -78,7 +81,8 @@ fn folder_of_a_possibly_live_process_is_kept() {
     assert_eq!(env.names(), [""; 0]);
 }
 
-/// A process that joins never loses its folder, and the last process to leave deletes the folder.
+/// Four processes join and leave again and again. No process loses its folder while it works, and the last process to
+/// leave deletes the folder.
 #[test]
 fn concurrent_joins_and_exits_leave_nothing() {
     const OF: u32 = 4;

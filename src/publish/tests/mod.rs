@@ -109,7 +109,8 @@ impl TestEnv {
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
     }
 
-    /// Leaves a partial folder as a process that can be resumed leaves it: the process has released its part.
+    /// Creates a partial folder with half of the output, and the released lease of `part`, as a process leaves it that
+    /// can be resumed.
     fn leave_behind(&self, part: Part) {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());

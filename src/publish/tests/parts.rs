@@ -21,7 +21,8 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a process from beginning to end. On a busy machine, the other processes may start late.
+/// Runs a process from beginning to end. It waits up to 30 seconds for other parts, because these may start late on a
+/// busy machine.
 fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
     let plan = WorkPlan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
@@ -246,8 +247,7 @@ fn restart_without_a_launch_or_part_0_is_an_error() {
     assert_eq!(names(&env.data()), ["a"]);
 }
 
-/// If several processes delete the same folder, only one works at a time, and the folder of a live process is never
-/// deleted.
+/// Four processes start with `--restart` at the same time. At most one of them works, and its folder is not deleted.
 #[test]
 fn concurrent_restarts_never_delete_live_work() {
     for _ in 0..20 {
@@ -265,7 +265,8 @@ fn concurrent_restarts_never_delete_live_work() {
     }
 }
 
-/// If a process is suspended while its folder is deleted and created again, it has no path into the new folder.
+/// The folder of a process is moved away, and another process creates a new partial folder. The paths of the first
+/// process then no longer exist, so it cannot write into the new folder.
 #[test]
 fn resumed_sleeper_cannot_write_into_the_new_folder() {
     let mut env = TestEnv::new(DestinationKind::Folder);

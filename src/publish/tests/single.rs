@@ -47,7 +47,8 @@ fn existing_destination_without_overwrite_is_an_error() {
     assert_eq!(env.names(), ["out"]);
 }
 
-/// Any user may put a file into the destination during a run.
+/// Another user puts a file into the destination during a run with `--overwrite`. The replace check rejects the file,
+/// so publishing fails and the destination is unchanged.
 #[test]
 fn destination_that_fails_the_replace_check_is_kept() {
     let mut env = TestEnv::new(DestinationKind::Folder);

@@ -29,7 +29,8 @@ fn missing_or_stopped_parts_are_named_in_the_error() {
     assert!(env.data().exists());
 }
 
-/// If a part failed before the others started, it will not start again, unless it belongs to an earlier run.
+/// Part 1 fails with a reason before part 0 starts. Part 0 reports this reason if the launch has a name, or if the run
+/// is not resumed; otherwise it reports that part 1 has not started.
 #[test]
 fn failed_part_reports_its_reason_to_others() {
     for (run, resume, is_final) in
@@ -57,7 +58,8 @@ fn failed_part_reports_its_reason_to_others() {
     }
 }
 
-/// A requeued job runs the same command again.
+/// A requeued job runs the same command again, with another launch name. A failure that the earlier launch recorded
+/// does not count: the part counts as not started.
 #[test]
 fn failure_of_an_earlier_launch_is_ignored() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -72,7 +74,8 @@ fn failure_of_an_earlier_launch_is_ignored() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
 }
 
-/// The reason and the name of the launch are both long.
+/// The reason of a failure and the name of the launch are both long. The reason is cut so that the lease still has its
+/// fixed length.
 #[test]
 fn long_failure_reason_is_cut() {
     for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
@@ -90,8 +93,8 @@ fn long_failure_reason_is_cut() {
     }
 }
 
-/// If tasks are restarted one after the other, the first restarted task finds leases that other tasks created before
-/// the restart.
+/// Tasks are restarted one after the other, so the first restarted task finds leases from before the restart. These
+/// parts count as not started until their new processes start.
 #[test]
 fn leases_of_an_earlier_run_count_as_not_started() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -142,7 +145,8 @@ fn changing_lease_of_another_node_belongs_to_this_run() {
     drop(third);
 }
 
-/// `TERM` may reach one process before another, and a stopped process may be restarted.
+/// A process that was stopped may be restarted, so the other process waits for it for the time `stopped_after` before
+/// it gives up.
 #[test]
 fn stopped_part_is_given_time_to_restart() {
     let mut env = TestEnv::new(DestinationKind::Folder);
@@ -166,8 +170,8 @@ fn stopped_part_is_given_time_to_restart() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
 
-/// This node caches file names, so it seems that the partial folder is missing for longer than a process watches the
-/// other processes.
+/// This node caches file names, so the partial folder seems to be missing for a while. The waiting process reports the
+/// wait and continues when the folder appears, and fails only if it is missing for longer than names are cached.
 #[test]
 fn cached_missing_partial_folder_is_waited_for() {
     let (mut env, said) = (TestEnv::new(DestinationKind::Folder), Arc::new(Mutex::new(0)));
@@ -218,8 +222,8 @@ fn suspended_process_is_named_and_taken_over() {
     assert!(first.try_seal(&Stop::default()).unwrap().is_some());
 }
 
-/// A process that is resumed, and ends before its next heartbeat, does not know that another process has taken over its
-/// part.
+/// Another process has taken over the part of a suspended process, or has started with another number of parts. The
+/// suspended process ends before its next heartbeat, and must not delete the folder.
 #[test]
 fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     let env = TestEnv::new(DestinationKind::Folder);
@@ -235,8 +239,8 @@ fn drop_after_a_takeover_keeps_the_lease_of_the_new_holder() {
     }
 }
 
-/// The elements of a job array start when resources are free, so the last element may start after the others have
-/// finished all work.
+/// The last element of a job array starts after the other element has published the output. It succeeds without any
+/// work if its parts do not wait for each other and the output is from the same plan.
 #[test]
 fn late_part_after_publication_is_done() {
     let mut env = TestEnv::new(DestinationKind::Folder);
