@@ -67,16 +67,16 @@ pub struct NeededTile {
     pub fqn: Fqn,
     /// The position of the tile in the tensor.
     pub tile: Tile,
-    /// The partial values from which the tile is computed; `None` if the source has no partial values.
+    /// The partial values from which the tile is computed, and the divisor; `None` if the source values are copied.
     pub share: Option<Arc<Share>>,
     /// The indices of the target chunks that have this tile.
     pub chunks: Chunks,
     /// The ranges of elements that processes need, in ascending order and without overlaps.
     pub needs: Needs,
-    /// For each partial value in `share`, the source chunks that contain it. If the source has no partial values, the
-    /// list has one entry: the source chunks that contain the values.
+    /// For each partial value in `share`, the source chunks that contain it. If `share` is `None`, the list has one
+    /// entry: the source chunks that contain the values.
     pub sources: Vec<SourceElements>,
-    /// The reduction of the partial values; `None` if the values are copied.
+    /// The reduction of the partial values; `None` if nothing is reduced or divided.
     pub reducer: Option<Reducer>,
 }
 
@@ -102,7 +102,7 @@ pub type Ranks = SmallVec<[u32; 4]>;
 pub struct SourceElements {
     /// The overlaps of the tile with source chunks.
     pub plan: TilePlan,
-    /// For each overlap in the plan, the strides of its source chunk as a contiguous tensor.
+    /// For each overlap in `plan`, the strides of its source chunk as a contiguous tensor.
     pub strides: Vec<Dims>,
 }
 

@@ -1,5 +1,5 @@
-//! Load: the memory that a round, or a part of a round, needs on each process. All sizes are in bytes. Invariant: all
-//! processes know the loads of all processes, so that all make the same decisions.
+//! Load: the memory that a round, or one transfer plan of a round, needs on each process. All sizes are in bytes.
+//! Invariant: all processes know the loads of all processes, so that all make the same decisions.
 
 /// The bytes that one process sends and receives in one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -62,16 +62,16 @@ pub enum ByteOrigin {
     Incoming,
 }
 
-/// A part of a target tile that this process writes to its output files.
+/// A target tile, or some of its elements, that this process writes to its output files.
 #[derive(Clone, Debug)]
 pub struct ArrivingTile {
     /// The index of the target tensor in the reservation.
     pub tensor: usize,
-    /// The complete tile, of which this is a part.
+    /// The complete target tile. In this round, the process may get only some of its elements.
     pub needed: Arc<NeededTile>,
-    /// The range of the part's elements in the tile's local tensor.
+    /// The elements of the tile that the process gets in this round, as a range of indices in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The byte range of the output buffer that contains the values of this part.
+    /// The byte range of the output buffer that contains the values of `elements`.
     pub value_range: Range<usize>,
     /// The way in which this process obtains the values.
     pub value_source: ValueSource,
@@ -80,7 +80,7 @@ pub struct ArrivingTile {
     pub second_phase_copies: Vec<StridedCopy>,
 }
 
-/// The way in which a process obtains the values of a part of a tile.
+/// The way in which a process obtains values of a target tile.
 #[derive(Clone, Debug)]
 pub enum ValueSource {
     /// The values are copied from the stage buffer (bytes that this process has read), and from the incoming buffer of
@@ -238,8 +238,9 @@ impl Moves {
         self.unpacked_len > self.output_len
     }
 
-    /// Returns the parts of tiles that this process gets by a plan. The key is the index of the part in the targets of
-    /// the plan. Copies from the first phase are not yet included. Also schedules the messages of the second phase.
+    /// Returns the tiles, or parts of tiles, that this process gets by a transfer plan. The key is the index in
+    /// `plan.targets`. Copies from the first phase are not yet included. Also schedules the messages of the second
+    /// phase.
     fn plan_arriving_tiles(
         &mut self,
         plan: &TransferPlan<'_>,
@@ -332,7 +333,7 @@ fn plan_transfers(
     }
 }
 
-/// Returns the NCCL reductions of a plan, with the copies that pack this process's partial values.
+/// Returns the NCCL reductions of a transfer plan, with the copies that pack this process's partial values.
 fn plan_nccl_reductions(
     plan: &TransferPlan<'_>,
     rank: u32,

@@ -150,8 +150,8 @@ fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// If a unit is a whole tensor, splits its only element range into ranges of about equal length, one for each process.
-/// Returns any other unit unchanged.
+/// If a unit (a list of element ranges of one tensor) is a whole tensor, splits its only element range into ranges of
+/// about equal length, one for each process. Returns any other unit unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
@@ -165,8 +165,8 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each element range of a unit into two halves: one unit gets the first halves, the other unit gets the second
-/// halves. Returns `None` if no range can be split.
+/// Splits each element range of a unit (a list of element ranges of one tensor) into two halves: one new unit gets the
+/// first halves, the other new unit gets the second halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {

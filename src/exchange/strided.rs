@@ -39,20 +39,22 @@ impl StridedCopy {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
-    /// Returns the copy for a piece (the elements that a tile and a source chunk share) that is strided in both
+    /// Returns the copy for a piece (the elements that a tile and a source chunk share). The copy is strided in both
     /// buffers.
     pub(super) fn from_piece(piece: &Piece, source: u64, target: u64) -> Self {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }
 
-    /// Returns the copy that packs a piece of a tile into a message. Its target is contiguous.
+    /// Returns the copy that packs a piece (elements that a tile and a source chunk share) into a message. The bytes
+    /// are contiguous in the message.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
         let levels =
             dense_levels(&piece.levels, |level, step| LoopLevel { target_step: step, ..level }, piece.run_bytes);
         Self { source, target, run_bytes: piece.run_bytes, levels }
     }
 
-    /// Returns the copy that unpacks a piece of a tile from a message. Its source is contiguous.
+    /// Returns the copy that unpacks a piece (elements that a tile and a source chunk share) from a message. The bytes
+    /// are contiguous in the message.
     pub(super) fn unpacked(piece: &Piece, source: u64, target: u64) -> Self {
         let levels =
             dense_levels(&piece.levels, |level, step| LoopLevel { source_step: step, ..level }, piece.run_bytes);

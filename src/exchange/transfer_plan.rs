@@ -95,8 +95,8 @@ impl<'a> TransferPlan<'a> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the parts of target tiles that contain elements of the unit, and the transfers from source chunks to these
-    /// parts. Returns false if there are more than `max_copies` transfers.
+    /// Adds the parts of target tiles that contain elements of the plan's unit (the elements that it transfers), and
+    /// the transfers from source chunks to these parts. Returns false if there are more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();

@@ -23,24 +23,24 @@ pub struct Unit<'a> {
     pub ranges: Vec<Range<u64>>,
 }
 
-/// A part of a target tile that some processes need.
+/// Elements of a target tile that the same processes need.
 #[derive(Clone, Debug)]
 pub struct TransferTarget {
     /// The index of the target tensor in the reservation.
     pub tensor: usize,
-    /// The complete tile, of which this target is a part.
+    /// The complete target tile.
     pub needed: Arc<NeededTile>,
-    /// The range of the part's elements in the tile's local tensor.
+    /// The elements of the tile that the processes need, as a range of indices in the tile's local tensor.
     pub elements: Range<u64>,
-    /// The length in bytes of the part's values. Each partial value of the part has this length.
+    /// The length of the values of `elements` in bytes. Each partial value of these elements has this length, too.
     pub part_bytes: u64,
-    /// The processes that need this part of the tile.
+    /// The processes that need these elements.
     pub ranks: Ranks,
     /// The process that reduces the partial values and sends the result to the other processes that need it. `None` if
     /// each process receives the source bytes, and reduces or copies them itself.
     pub reducing_rank: Option<u32>,
-    /// The NCCL reduction that computes the part. `None` if NCCL does not reduce the part; then the partial values of
-    /// the part are sent as messages.
+    /// The NCCL reduction that computes the values. `None` if NCCL does not reduce them; then the partial values are
+    /// sent as messages.
     pub nccl_reduction: Option<ReductionKind>,
 }
 
@@ -103,7 +103,7 @@ pub struct Transfer {
     pub from: SourceRange,
     /// The processes that receive the bytes: some or all of the processes that receive source bytes of the target.
     pub receivers: Ranks,
-    /// The index of the target in the list of the plan.
+    /// The index of the target in `TransferPlan::targets`.
     pub target: usize,
     /// The index of the partial value to which the bytes belong; 0 if there are no partial values.
     pub partial_index: usize,

@@ -179,7 +179,7 @@ impl<'a> Checksums<'a> {
         let _ = self.values.set(values);
     }
 
-    /// Writes the checksums that were not known when the write block with their site was written.
+    /// Writes the checksums that were not known when the write block that contains their position was written.
     ///
     /// # Errors
     /// `Io`.

@@ -94,11 +94,11 @@ pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {
-    /// The offset of the part in the file.
+    /// The offset in the file of the first byte that `crc` covers.
     pub offset: u64,
-    /// The length of the part in bytes.
+    /// The number of bytes that `crc` covers.
     pub len: u64,
-    /// The CRC-32 of the bytes of the part.
+    /// The CRC-32 of these bytes of the file.
     pub crc: u32,
 }
 

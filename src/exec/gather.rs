@@ -103,7 +103,7 @@ impl fmt::Debug for TileElements {
     }
 }
 
-/// The plan of a tile, with the location of each source chunk that the plan reads.
+/// The plan of a tile: from which source chunks it is read, with the location of each of these chunks.
 #[derive(Debug)]
 struct LocatedPlan {
     plan: TilePlan,

@@ -63,9 +63,9 @@ pub struct OutputRange {
 /// A group of tiles of one tensor that need the same source rows, or that have equal elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileGroup {
-    /// The number of the group, unique in a window.
+    /// The number of the tile group. It is unique among the tensors that are planned together (a window).
     pub number: usize,
-    /// The property that the tiles of the group share.
+    /// The property that all tiles of the tile group share.
     pub kind: TileGroupKind,
 }
 
@@ -74,7 +74,7 @@ pub struct TileGroup {
 pub enum TileGroupKind {
     /// The tiles read short runs of the same source rows.
     Rows {
-        /// The number of source bytes that all tiles of the group read together.
+        /// The number of source bytes that all tiles of the tile group read together.
         source_bytes: u64,
         /// The number of rows. A row is the elements at one index of the leading dims, along which all tiles of the
         /// group have equal ranges.

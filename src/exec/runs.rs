@@ -25,8 +25,8 @@ use crate::storage::{FileRange, IoMode, OpenFile};
 /// mapping or block.
 pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
-/// Records the CRCs of the runs of a piece, if each run was read by its own call. Short strided runs are not recorded,
-/// because they hardly ever cover a complete zip record.
+/// Records the CRCs of the runs of a piece (a strided copy from a source chunk), if each run was read by its own call.
+/// Short strided runs are not recorded, because they hardly ever cover a complete zip record.
 pub fn record_runs(
     recorder: &mut CrcRecorder<'_>,
     fqn: &Fqn,
@@ -51,21 +51,21 @@ pub fn record_runs(
     });
 }
 
-/// Returns whether a piece has short runs with gaps between them.
+/// Returns whether a piece (a strided copy from a source chunk) has short runs with gaps between them.
 #[must_use]
 pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
-/// Returns whether a piece goes through its file row by row, front to back. Returns false for a piece of a transposed
-/// view.
+/// Returns whether a piece (a strided copy from a source chunk) goes through its file row by row, front to back.
+/// Returns false for a piece of a transposed view.
 #[must_use]
 pub fn is_row_by_row(piece: &Piece) -> bool {
     let steps = || piece.levels.iter().map(|level| level.source_step);
     steps().max() == steps().next()
 }
 
-/// Returns the range of the source file from the first byte to the last byte of a piece.
+/// Returns the range of the source file from the first byte to the last byte of a piece (a strided copy).
 #[must_use]
 pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }

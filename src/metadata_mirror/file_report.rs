@@ -66,7 +66,7 @@ pub struct ReportedFile {
     pub writer: u32,
 }
 
-/// The number of bytes of a file that are read and hashed in one step.
+/// The maximum number of bytes of a file that are read and hashed in one step.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
 /// Reports those files of the inventory that `is_selected` selects.

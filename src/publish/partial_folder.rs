@@ -28,7 +28,7 @@ const MAX_ABOUT_BYTES: u64 = 64 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PlanFile {
     pub version: String,
-    /// The fingerprint of the plan, in hexadecimal digits.
+    /// The fingerprint of the conversion plan, in hexadecimal digits.
     pub fingerprint: String,
     /// The name of the launch that created the folder; `None` if the launcher sets no name.
     pub run: Option<String>,
@@ -60,7 +60,8 @@ impl PlanFile {
         self.version == plan.version && self.fingerprint == plan.fingerprint.to_string()
     }
 
-    /// Describes how this plan differs from `plan`. `folder` is the partial folder that contains this plan.
+    /// Describes how this plan file differs from the plan of this process, `plan`. `folder` is the partial folder with
+    /// this plan file.
     pub fn difference(&self, plan: &WorkPlan<'_>, folder: &AnchoredPath) -> String {
         if self.version != plan.version {
             return format!("dtshard {} wrote it, but this is {}", self.version, plan.version);
@@ -71,7 +72,7 @@ impl PlanFile {
         difference.unwrap_or_else(|| "it has another source or other options".to_owned())
     }
 
-    /// Reads the plan. Returns `None` if there is no valid plan.
+    /// Reads `plan.json` in the partial folder `folder`. Returns `None` if there is no valid plan.
     fn read(folder: &AnchoredPath) -> io::Result<Option<Self>> {
         let is_id = |id: &str| id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
         match read_at_most(&folder.join(PLAN), MAX_PLAN_BYTES) {

@@ -1,4 +1,5 @@
-//! Tests of checksums whose spans and sites are at the borders of write blocks in every possible way.
+//! Tests of checksums: the checksummed byte ranges (spans), and the positions at which checksums are stored (sites),
+//! are at the borders of write blocks in every possible way.
 
 use std::fs;
 
@@ -19,9 +20,10 @@ fn noise(len: usize) -> Vec<u8> {
     (0..len).map(|index| u8::try_from(index * 7 % 251).unwrap()).collect()
 }
 
-/// Reserves tensors that are about as long as a write block. Each has one site of its checksum directly after it, and
-/// another site in a directory at the end of the file. The first sites are from 5 bytes before a multiple of
-/// [`BLOCK_BYTES`] to directly after it. A span contains header bytes between two tensors.
+/// Reserves pairs of tensors; each pair is about as long as a write block. One checksum covers a pair and the header
+/// bytes between its two tensors. The checksum is stored directly after the pair, and again in a directory at the end
+/// of the file. Its first position is at most 5 bytes before a multiple of [`BLOCK_BYTES`], so that block borders cut
+/// checksums at every byte.
 fn reservation(catalog: &mut Catalog, source: FileId, shift: u64) -> Reservation {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new("summed");
