@@ -94,7 +94,8 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// Returns true if the conversion reduces, divides or casts the values of at least one tensor.
+    /// Returns true if some values may change: a tensor has partial values in the source or in the target, or is cast.
+    /// Returns false if all values are copied unchanged.
     #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {

@@ -56,8 +56,8 @@ pub enum ReplicaChoice {
 }
 
 impl ReplicaChoice {
-    /// Returns the chunks of which one may be read. `holders` are chunks with equal elements (replicas), in ascending
-    /// order of the ranks that saved them.
+    /// Returns the chunks in `holders` that may be read. `holders` are chunks with equal elements (replicas), in
+    /// ascending order of the ranks that saved them.
     #[must_use]
     pub fn allowed_holders(self, holders: &[u32]) -> &[u32] {
         if self == Self::LowestRank { &holders[..1] } else { holders }

@@ -29,8 +29,8 @@ pub fn digests(
     entries.par_iter().map(|(id, entry, dtype)| Ok((*id, digest(entry, *dtype)?))).collect()
 }
 
-/// Returns the BLAKE3 hash of a tensor's values. Values of another dtype are cast to `dtype` first. The hash does not
-/// depend on the tensor's layout or format.
+/// Returns the BLAKE3 hash of a tensor's values as text: `blake3:` and 64 hex digits. Values of another dtype are cast
+/// to `dtype` first. The hash does not depend on the tensor's layout or format.
 ///
 /// The hash covers the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major,
 /// little-endian.

@@ -9,7 +9,7 @@ use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
-/// The number of bytes that are read at a time.
+/// The maximum number of bytes that are read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// Returns the offset of the first header byte that differs from the planned layout, or `None` if none differs.

@@ -17,7 +17,7 @@ use super::finished_ranges::ChecksumPart;
 use crate::catalog::{CRC_BYTES, OutputFile};
 use crate::error::{Error, Result};
 
-/// The number of bytes that are read at a time.
+/// The maximum number of bytes that are read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// The length in bytes of the shortest range whose known CRC is worth combining. Computing the CRC of a shorter range

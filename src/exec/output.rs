@@ -94,8 +94,8 @@ impl Drop for Handle {
 
 impl Outputs {
     /// Creates every file under `folder` that has bytes in `todo`, and every empty file, with its full size allocated.
-    /// A file that another run has created is kept. `sync` is true if all data must be on disk before it is published,
-    /// see [`Outputs::sync`].
+    /// A file that another run has created is kept, but gets the full size. `sync` is true if all data must be on disk
+    /// before it is published, see [`Outputs::sync`].
     ///
     /// # Errors
     /// `Io` naming the file; its kind is `StorageFull` if the file system has no room for the file.

@@ -220,7 +220,8 @@ impl Reducer {
         }
     }
 
-    /// Rounds the elements of `sums` to the dtype of the partial values, and stores them in `value`.
+    /// Divides the elements of `sums` by the divisor, rounds them to the dtype of the partial values, and stores them
+    /// in `value`.
     ///
     /// # Errors
     /// `Overflow` and `Remainder`.

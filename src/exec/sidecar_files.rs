@@ -119,8 +119,8 @@ fn state(metadata: &Metadata) -> String {
     format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Returns whether the copy in `folder` is complete. If `compares` is true, its bytes must also equal the bytes of the
-/// source file.
+/// Returns whether `folder` has a copy with the length of the source file. If `compares` is true, the bytes of the copy
+/// must also equal the bytes of the source file.
 ///
 /// # Errors
 /// `Io`

@@ -86,8 +86,8 @@ pub struct Claim {
     /// True if the unfinished output of an earlier run is continued (`--resume`).
     pub resume: bool,
     pub part: Part,
-    /// The name of the launch, which a launcher gives to all processes that it starts together; `None` if there is no
-    /// launcher.
+    /// The name of the launch, which a launcher gives to all processes that it starts together; `None` if no launcher
+    /// gives a name.
     pub run: Option<String>,
     /// True if the output is synced to disk, so that it survives a crash of the node.
     pub sync: bool,
