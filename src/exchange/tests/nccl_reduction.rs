@@ -220,8 +220,8 @@ pub(crate) fn check_not_reduced_by_nccl(means: &impl Means) {
     assert!(found == case.convert_alone() && loads.iter().all(|load| load.own_partial_values == 0));
 }
 
-/// Removes bytes from completed output. Asserts that [`partial_replicas`] returns the missing bytes and the same
-/// elements in the other replicas, and nothing else.
+/// Removes bytes from completed output. For tensors that are reduced and have replicas, asserts that
+/// [`partial_replicas`] returns the missing bytes and the same elements in the other replica. Nothing else is returned.
 #[test]
 fn missing_replica_invalidates_the_others() {
     use crate::layout::Placement::{Replicate, Shard};
