@@ -16,22 +16,22 @@ use super::traffic::Traffic;
 use crate::error::{Error, Result};
 
 pub trait Communicator: Sync {
-    /// The kind of memory whose bytes this communicator moves, for example host memory.
+    /// The type of the buffers whose bytes this communicator moves: host memory or device memory.
     type Memory;
 
-    /// Returns the rank of this process, counted from 0.
+    /// Returns the number of this process, counted from 0.
     fn rank(&self) -> u32;
 
-    /// Returns the number of ranks.
+    /// Returns the number of processes.
     fn size(&self) -> u32;
 
-    /// Sends a range of `outgoing` to each rank, and receives a range of `incoming` from each rank: an all-to-all with
-    /// different lengths. Both lists have one entry for each rank. The range sent to a rank must be as long as the
-    /// range that the other rank receives. An empty range is not sent. A rank sends nothing to itself, so its own
-    /// entries are empty.
+    /// Sends a range of `outgoing` to each other process, and receives a range of `incoming` from each other process:
+    /// an all-to-all with different lengths. `to` and `from` have one entry for each process, in the order of the
+    /// numbers. The entry for this process itself is empty, and an empty range is not sent. The range that is sent must
+    /// be as long as the range in which the receiver expects it.
     ///
     /// # Errors
-    /// `Comm` naming the rank that has ended, or that has sent a different length.
+    /// `Comm` naming the process that has ended, or that has sent another length than expected.
     fn exchange(
         &self,
         outgoing: &Self::Memory,
@@ -40,26 +40,27 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Copies, for each rank, the range of `memory` that the rank owns to all other ranks. The operation is an
-    /// all-gather with different lengths, in place. All ranks pass the same list, which has one range for each rank.
-    /// The ranges may be in any order and do not overlap. An empty range is skipped.
+    /// Copies the bytes of each process to all other processes: an all-gather with different lengths, in place. Process
+    /// `n` owns range `n` of `memory`. All processes pass the same list, with one range for each process. The ranges
+    /// may be in any order and do not overlap. An empty range is skipped.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
     fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// Returns the number of bytes that [`Communicator::exchange`] and [`Communicator::all_gather`] have moved. An
-    /// all-gather counts as a ring, in which each rank forwards the bytes to the next rank.
+    /// Returns the number of bytes that this process has sent and received by [`Communicator::exchange`] and
+    /// [`Communicator::all_gather`]. An all-gather is counted as a ring, in which each process forwards bytes to the
+    /// next process.
     fn traffic(&self) -> Traffic;
 
-    /// Collects one message from every rank, including this rank, in rank order. Meant for messages of kilobytes, not
-    /// for tensors.
+    /// Collects one message from every process, including this process, in the order of the process numbers. Meant for
+    /// messages of kilobytes, not for tensors.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
     fn gather(&self, message: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Waits until every rank has called this method.
+    /// Waits until every process has called this method.
     ///
     /// # Errors
     /// The errors of [`Communicator::exchange`].
@@ -67,11 +68,12 @@ pub trait Communicator: Sync {
         self.gather(&[]).map(drop)
     }
 
-    /// Informs all ranks whether every rank has succeeded. Each rank reports success, or the reason of its failure, and
-    /// all ranks get the same result. Collective.
+    /// Tells all processes whether every process has succeeded. `mine` is the success of this process, or the reason of
+    /// its failure. All processes get the same result. Collective.
     ///
     /// # Errors
-    /// `Comm` naming the first rank that failed, with its reason; and the errors of [`Communicator::exchange`].
+    /// `Comm` naming the failed process with the lowest number, with its reason; and the errors of
+    /// [`Communicator::exchange`].
     fn vote(&self, mine: Result<(), &str>) -> Result<()> {
         const OP: &str = "vote";
         // The reason may be empty, so a prefix marks the failure.
@@ -84,8 +86,8 @@ pub trait Communicator: Sync {
         Ok(())
     }
 
-    /// Returns the value in `mine` if all ranks succeeded. Otherwise a failed rank returns its own error, and the other
-    /// ranks return an error that names the failed rank.
+    /// Returns the value in `mine` if all processes succeeded. Otherwise a process that failed returns its own error,
+    /// and each other process returns an error that names a failed process. Collective.
     ///
     /// # Errors
     /// The error in `mine`, and the errors of [`Communicator::vote`].
@@ -104,35 +106,36 @@ pub trait Communicator: Sync {
         agreed.map(|()| mine)
     }
 
-    /// Checks that all ranks are still present, without waiting. Call it during long local work.
+    /// Checks that all processes are still present, without waiting. Call it during long local work.
     ///
     /// # Errors
-    /// `Comm` naming the rank that has ended.
+    /// `Comm` naming the process that has ended; `Stopped` if a signal stopped it.
     fn check(&self) -> Result<()>;
 
-    /// Notifies all other ranks that this rank ends because of an error. From then on, their operations return an error
-    /// that names this rank, with the message of `error` or the signal that stopped this rank.
+    /// Notifies all other processes that this process ends because of `error`. From then on, the operations of the
+    /// other processes return an error that names this process, with the message of `error` or the signal that stopped
+    /// this process.
     fn fail(&self, error: &Error);
 
     /// Leaves the run in an orderly way. Dropping a communicator without calling this counts as failure.
     ///
     /// # Errors
-    /// The errors of [`Communicator::exchange`], if the implementation waits for the other ranks to leave.
+    /// The errors of [`Communicator::exchange`], if the implementation waits for the other processes to leave.
     fn leave(self) -> Result<()>
     where
         Self: Sized;
 }
 
-/// Access to the failures of all processes of a run: a process records why it ends, and other processes find out about
-/// it.
+/// The failures of all processes of a run: each process records here why it ends, and reads here whether another
+/// process has ended.
 pub trait FailureNotes: Send + Sync {
     /// Checks that all processes are still present, without waiting.
     ///
     /// # Errors
-    /// `Comm` naming the process that has ended.
+    /// `Comm` naming the process that has ended; `Stopped` if a signal stopped it.
     fn check(&self) -> Result<()>;
 
-    /// Notifies all other processes that this process ends because of an error.
+    /// Notifies all other processes that this process ends because of `error`.
     fn fail(&self, error: &Error);
 
     /// Leaves the run in an orderly way, after this process has completed its work.

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// An error whose cause is another process of the run: the other process has ended, or has called another operation
-/// than this process.
+/// An error whose cause is another process of the run. For example, that process has ended, or it has called an
+/// operation that does not match the operation of this process.
 #[derive(Debug, thiserror::Error)]
 #[error("{rank}: {op}: {detail}")]
 #[non_exhaustive]
@@ -18,8 +18,7 @@ pub struct CommError {
     pub hint: Option<String>,
 }
 
-/// A process of the run, with all that is known about it. `Display` prints, for example, `process 2 of 4 (n1, pid
-/// 4711)`.
+/// A process of the run, for error messages. `Display` prints, for example, `process 2 of 4 (n1, pid 4711)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The number of the process, counted from 0.

@@ -1,7 +1,7 @@
 //! The first failure of a run: which process failed, and why. Every later operation returns this failure.
 //!
-//! Invariant: the first failure is kept. Later failures are consequences of the first failure (ranks end because
-//! another rank ended) and would hide it.
+//! Invariant: the first failure is kept. Later failures are consequences of the first failure (processes end because
+//! another process ended) and would hide it.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result, STOPPING, Stopped};
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-/// A process that has ended, and the reason why it ended. Leases and messages contain such a value.
+/// A process that has ended, and the reason why it ended. It is stored in leases and sent in messages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,
@@ -47,7 +47,7 @@ fn read_signal<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::E
 }
 
 impl FailureReason {
-    /// Returns this reason. A message that is longer than `max` bytes is cut.
+    /// Returns this reason, with its text cut to at most `max` bytes.
     #[must_use]
     pub fn cut(mut self, max: usize) -> Self {
         if let Self::Failed(words) | Self::Seen(words) = &mut self {
@@ -80,8 +80,8 @@ impl From<String> for FailureReason {
 }
 
 impl PeerFailure {
-    /// Returns the failure of process `rank`, which ends with `error`. If `error` states that another process was
-    /// stopped by a signal, the result is the failure of that other process.
+    /// Returns the failure of process `rank`, which ends with `error`. If `error` says that a signal stopped another
+    /// process, returns the failure of that other process.
     pub fn because_of(error: &Error, rank: u32) -> Self {
         if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
             && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
@@ -100,7 +100,7 @@ impl PeerFailure {
 }
 
 impl FirstFailure {
-    /// Records a failure if no failure has been recorded before. Returns true if it was recorded.
+    /// Records `gone` as the first failure, unless a failure is already recorded. Returns true if it was recorded now.
     pub fn seal(&self, gone: PeerFailure) -> bool {
         self.0.set(gone).is_ok()
     }
@@ -109,10 +109,10 @@ impl FirstFailure {
         self.0.get()
     }
 
-    /// Returns an error if a failure is recorded.
+    /// Returns an error if a failure is recorded. `op` is the operation that the error names.
     ///
     /// # Errors
-    /// `Comm` naming the process that has ended, `Stopped` if a signal stopped this process.
+    /// `Comm` naming the process that failed, or `Stopped` naming the process that a signal stopped.
     pub fn check(&self, op: &'static str) -> Result<()> {
         self.0.get().map_or(Ok(()), |gone| Err(gone.error(op)))
     }
@@ -120,12 +120,11 @@ impl FirstFailure {
 
 /// Reason text for a process that no longer exists.
 pub(crate) const ENDED: &str = "its process ended";
-/// Reason text for a process whose communicator was dropped after an error or a panic, without notifying the other
-/// processes.
+/// Reason text for a process that has dropped its communicator without leaving the run and without reporting an error.
 pub(crate) const DROPPED: &str = "ended by an error; its own output has the details";
 pub(crate) const LEFT: &str = "has left before the others finished";
 
-/// Returns the error for a message whose sender and receiver expect different lengths.
+/// Returns the error for a message from process `rank` with `sent` bytes, where this process expected `expected` bytes.
 pub(super) fn other_length(rank: u32, op: &'static str, expected: u64, sent: u64) -> Error {
     Error::comm(rank, op, format!("expected {expected} bytes, received {sent}"))
 }

@@ -1,16 +1,17 @@
 //! A communicator over the MPI library with which this program was built. It connects processes on several hosts.
 //!
-//! Every operation begins with a header from each rank to each other rank. The header contains the operation, its
-//! number, and the number of bytes that follow. A rank sends the bytes only after it has received matching headers from
-//! all other ranks; all ranks then send their bytes, because they all have the same headers. A rank that ends sends a
-//! final message instead of a header. The other ranks receive the final message before they send any bytes of that
-//! operation. Therefore no transfer stays unfinished, and MPI can be finalised after an error as well.
+//! Every operation begins with a header from each process to each other process. The header contains the operation, its
+//! number, and the number of bytes that follow. A process sends the bytes only after it has received matching headers
+//! from all other processes. Then all processes send their bytes, because all of them have the same headers. A process
+//! that ends sends a final message instead of a header. The other processes receive the final message before they send
+//! any bytes of that operation. Therefore no transfer stays unfinished, and MPI can be finalised after an error as
+//! well.
 //!
-//! A rank that is killed sends no final message. Its launcher, mpirun or srun, then ends the other processes of the
+//! A process that is killed sends no final message. Its launcher, mpirun or srun, then ends the other processes of the
 //! job.
 //!
 //! Only one thread calls MPI at a time (`MPI_THREAD_SERIALIZED`), and no call blocks: a waiting thread polls, and
-//! releases the lock between two polls. All sizes and offsets are in bytes. Invariant: once a rank has recorded a
+//! releases the lock between two polls. All sizes and offsets are in bytes. Invariant: once a process has recorded a
 //! failure, it has sent its final message.
 
 use std::collections::VecDeque;
@@ -39,17 +40,17 @@ const LONGEST: usize = 16 << 20;
 /// The maximum length in bytes of the reason text in a final message. JSON escapes may make the text six times as long.
 const LONGEST_REASON: usize = 1 << 10;
 
-/// The length in bytes of the send buffer for headers and final messages, per other rank.
+/// The bytes of MPI's send buffer per process of the run. The buffer holds headers and final messages that are being
+/// sent.
 const BUFFER_A_RANK: usize = 8 << 10;
 
-/// The time for which a process, after an error, waits for the final messages of the other processes before it aborts
-/// the job.
+/// The maximum time that a process waits for the final messages of the other processes before it aborts the MPI job.
 const ENDS_WITHIN: Duration = Duration::from_mins(1);
 
 /// The state of the MPI library; `None` before MPI is initialised. A thread holds the lock while it calls MPI.
 static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 
-/// The inboxes of communicators that were dropped before the final messages of all other ranks arrived.
+/// The inboxes of communicators that were dropped before the final messages of all other processes arrived.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
 
 /// A function that every wait calls repeatedly. If it returns an error, the wait ends.
@@ -66,7 +67,7 @@ pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
     }
 }
 
-/// The communicator of one rank of `MPI_COMM_WORLD`. It moves bytes of host memory.
+/// The communicator of one process of `MPI_COMM_WORLD`. It moves bytes of host memory.
 pub struct Mpi {
     rank: u32,
     size: u32,
@@ -85,13 +86,13 @@ struct State {
     has_left: bool,
 }
 
-/// Headers and final messages of the other ranks that have arrived but are not processed yet.
+/// Headers and final messages of the other processes that have arrived but are not processed yet.
 #[derive(Default)]
 struct Inbox {
     tag: i32,
     rank: u32,
     words: Vec<VecDeque<Word>>,
-    /// For each rank, true if its final message has arrived. The entry of this rank itself is always true.
+    /// For each process, true if its final message has arrived. The entry of this process itself is always true.
     is_last: Vec<bool>,
 }
 
@@ -103,7 +104,8 @@ enum Word {
         len: u64,
     },
     Left,
-    /// A rank has failed. The field names the rank that failed first, and its reason.
+    /// A process has failed. The value names the process that failed first, and its reason. The sender may be another
+    /// process.
     Failed(PeerFailure),
 }
 
@@ -124,19 +126,19 @@ impl Operation {
     }
 }
 
-/// An operation that may send its bytes, because the headers of all ranks have arrived.
+/// An operation that may send its bytes, because the headers of all processes have arrived.
 struct Begun {
-    /// For each rank, the number of bytes that it sends to this rank.
+    /// For each process, the number of bytes that it sends to this process.
     lens: Vec<usize>,
-    /// The error with which the check of the caller stopped this process while it waited. The other ranks complete the
-    /// operation, so this rank completes the operation before it returns this error.
+    /// `Ok`, or the error with which [`KeepGoing`] stopped this process while it waited for headers. The other
+    /// processes complete the operation, so this process also completes it, and then returns the error.
     stopped: Result<()>,
 }
 
 impl Mpi {
-    /// Initialises MPI and connects all processes that the launcher started. `part` is the part of this process. Every
-    /// wait calls `going`, and this rank ends if `going` returns an error. Call this function once, and keep a
-    /// [`Finalize`] in `main`.
+    /// Initialises MPI and connects all processes that the launcher started. `part` has the number of this process and
+    /// the number of processes, as the launcher gives them. Every wait calls `going`, and this process ends if `going`
+    /// returns an error. Call this function once, and keep a [`Finalize`] in `main`.
     ///
     /// # Errors
     /// `Usage` if MPI assigns another number to this process, was initialised before, or does not support threads.
@@ -154,8 +156,8 @@ impl Mpi {
         Ok(Self::with_tag(rank, size, 0, going))
     }
 
-    /// Returns the communicator of `rank` among the first `size` ranks of the world. `tag` is the MPI tag of headers;
-    /// the next tag is for tensor bytes.
+    /// Returns the communicator of process `rank`, which connects the first `size` processes of `MPI_COMM_WORLD`. `tag`
+    /// is the MPI tag of headers; `tag + 1` is the tag of the bytes that follow.
     pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
@@ -205,8 +207,8 @@ impl Mpi {
         }
     }
 
-    /// Records that this rank ends because of `gone`, and informs the other ranks. Does nothing if this rank has
-    /// already ended.
+    /// Records that this process ends because of `gone`, and informs the other processes. Does nothing if this process
+    /// has already failed or left.
     fn end(&self, state: &State, gone: PeerFailure) {
         if state.has_left || !self.first_failure.seal(gone) {
             return;
@@ -216,12 +218,14 @@ impl Mpi {
         self.send_to_all(state, |_| Word::Failed(gone.clone()));
     }
 
-    /// Calls the caller's check, and ends this rank if the check returns an error.
+    /// Calls the caller's [`KeepGoing`] function. If it returns an error, this process ends: it informs the other
+    /// processes and returns the error.
     fn ask(&self) -> Result<()> {
         (self.going)().inspect_err(|error| Communicator::fail(self, error))
     }
 
-    /// Begins an operation: sends a header to each other rank, and waits for the headers of all other ranks.
+    /// Begins an operation: sends a header to each other process, and waits for the headers of all other processes.
+    /// `len` is the number of bytes that this process will send to a process.
     fn begin(&self, operation: Operation, len: impl Fn(u32) -> usize) -> Result<Begun> {
         let op = operation.name();
         self.ask()?;
@@ -258,7 +262,8 @@ impl Mpi {
         }
     }
 
-    /// Sends and receives the bytes of an operation that [`Self::begin`] has begun.
+    /// Sends and receives the bytes of an operation that [`Self::begin`] has begun. Each entry of `to` and `from` has
+    /// the number of the other process.
     fn transfer<'a>(&self, to: impl Iterator<Item = (u32, &'a [u8])>, from: Vec<(u32, &'a mut [u8])>) {
         let tag = self.state().inbox.tag + 1;
         mpi::request::scope(|scope| {
@@ -291,7 +296,8 @@ impl Mpi {
         });
     }
 
-    /// Runs an operation: sends tensor bytes to each rank, and receives bytes from each rank into that rank's range.
+    /// Runs an operation from its header to its last byte. Sends `to(n)` to each other process `n`, and receives bytes
+    /// from each process in `from` into the slice beside its number.
     fn go<'a>(
         &self,
         operation: Operation,
@@ -328,7 +334,7 @@ impl Mpi {
         stopped
     }
 
-    /// Checks that there is one range for each rank, and that each range is inside the memory.
+    /// Checks that there is one range for each process, and that each range is inside the memory.
     fn check_ranges(&self, operation: Operation, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
         let wrong = |detail: String| Err(Error::comm(self.rank, operation.name(), detail));
         if ranges.len() != self.size as usize {
@@ -340,7 +346,7 @@ impl Mpi {
         }
     }
 
-    /// Splits a memory into the disjoint `ranges`, and returns the slices in the order of the ranks.
+    /// Splits `memory` into the disjoint `ranges`, one for each process. Returns each process number with its slice.
     fn parts<'m>(
         &self,
         operation: Operation,
@@ -470,21 +476,21 @@ impl Inbox {
         }
     }
 
-    /// Returns whether the final messages of all ranks have arrived.
+    /// Returns true if the final messages of all other processes have arrived.
     fn is_complete(&self) -> bool {
         self.is_last.iter().all(|is_last| *is_last)
     }
 
-    /// Returns the rank that failed first, if another rank has reported a failure in its final message.
+    /// Returns the failure in a final message that has arrived, if there is one.
     fn gone(&self) -> Option<PeerFailure> {
         self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
     }
 
-    /// Removes the headers of all other ranks from the inbox, once all of them have arrived. Returns, for each rank,
-    /// the number of bytes that its header announces. Returns `None` if a header is still missing.
+    /// Removes one header of each other process from the inbox, once a header of every process has arrived. Returns,
+    /// for each process, the number of bytes that its header announces. Returns `None` if a header is still missing.
     ///
     /// # Errors
-    /// The reason why a rank does not take part in the operation.
+    /// The process that does not take part in the operation, with the reason.
     fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, PeerFailure> {
         let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
         // If several ranks report failures, the original failure is returned, and not one of its consequences.
@@ -547,7 +553,8 @@ impl Drop for Finalize {
     }
 }
 
-/// The delay between two polls. The delay is short at first, because most replies arrive soon.
+/// Waits between two polls. The number counts the waits so far: the delay is short at first, because most replies
+/// arrive soon, and grows to 1 ms.
 #[derive(Default)]
 struct Pause(u32);
 
@@ -571,7 +578,7 @@ fn turn() -> MutexGuard<'static, Option<Universe>> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Initialises MPI. Returns the rank of this process and the number of ranks.
+/// Initialises MPI. Returns the number of this process and the number of processes.
 fn initialise() -> Result<(u32, u32)> {
     let mut library = turn();
     let Some((mut universe, level)) = mpi::initialize_with_threading(mpi::Threading::Serialized) else {
@@ -595,8 +602,8 @@ fn mpi_rank(rank: u32) -> i32 {
     i32::try_from(rank).expect("MPI counts ranks with 32 bits")
 }
 
-/// Access to failures over MPI. [`Communicator::leave`] leaves the run, so [`leave`](super::FailureNotes::leave) of
-/// this trait does nothing.
+/// Failures of processes are read and reported over MPI. [`leave`](super::FailureNotes::leave) of this trait does
+/// nothing, because [`Communicator::leave`] leaves the run.
 impl super::FailureNotes for Mpi {
     fn check(&self) -> Result<()> {
         Communicator::check(self)

@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 
 use super::node::{this_boot, this_host};
 
-/// The identity of a process. Other processes on the same node can check whether this process is alive.
+/// The identity of a process. With it, another process on the same node can check whether the process is alive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub host: String,
-    /// The id of the current boot of the node. Each field of type `String` is empty if the system does not provide the
-    /// value.
+    /// The id of the current boot of the node. This field, `host` and `pid_namespace` are empty if the system does not
+    /// provide them.
     pub boot: String,
     pub pid_namespace: String,
     pub pid: u32,
@@ -46,8 +46,8 @@ impl Process {
         }
     }
 
-    /// Returns whether the process is alive, as far as the process `here` can see. Returns `None` if `here` cannot see
-    /// the process.
+    /// Returns whether this process is alive. `here` is the calling process. Returns `None` if the answer is unknown,
+    /// for example because the process is on another node.
     #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
@@ -63,8 +63,8 @@ impl Process {
     }
 }
 
-/// Returns the start time of a process, in clock ticks since the boot. Returns `None` if the process has ended but is
-/// still listed as a zombie.
+/// Returns the start time of a process, in clock ticks since the node started. Returns `None` if the process has ended
+/// but is still listed (a zombie), and an error if it is not listed.
 fn start_of(pid: u32) -> io::Result<Option<u64>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // proc(5) describes the fields. The name in parentheses may contain any characters. The state follows after the
@@ -75,7 +75,8 @@ fn start_of(pid: u32) -> io::Result<Option<u64>> {
     if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
-/// Returns true if `/proc` may hide this process, because it belongs to another user: proc(5), `hidepid`.
+/// Returns true if a process with this id exists although `/proc` may not show it, because it belongs to another user:
+/// proc(5), `hidepid`.
 fn is_hidden(pid: u32) -> bool {
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))

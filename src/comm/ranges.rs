@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-/// Splits a memory into one view for each of the given ranges. The ranges may be in any order; an empty range gets an
-/// empty view.
+/// Splits `whole` into one view for each range, in the order of `ranges`. The ranges may be in any order; an empty
+/// range gets `None`.
 ///
 /// # Errors
-/// The first range that is not inside the memory, or that overlaps another range.
+/// The first range that is not inside `whole`, or that overlaps another range.
 pub(crate) fn carved<V>(
     whole: V,
     split_at: fn(V, usize) -> Option<(V, V)>,

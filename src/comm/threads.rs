@@ -14,7 +14,7 @@ use super::traffic::{Counter, Traffic};
 use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
-/// The communicator of one rank, which is a thread of this process. It moves bytes of host memory.
+/// The communicator of one rank, where each rank is a thread of this process. It moves bytes of host memory.
 #[derive(Debug)]
 pub struct Local {
     rank: u32,
@@ -32,7 +32,7 @@ struct Mailboxes {
 
 #[derive(Debug)]
 struct MessageQueue {
-    /// Messages that are sent but not received yet. The outer index is the receiver, the inner index is the sender.
+    /// Messages that are sent but not received yet: `waiting[receiver][sender]`.
     waiting: Vec<Vec<VecDeque<Message>>>,
     /// For each rank, the reason why it will send no more messages; `None` if it is still running.
     silent: Vec<Option<&'static str>>,
@@ -45,7 +45,7 @@ struct Message {
 }
 
 impl Local {
-    /// Returns the communicators of `size` threads, in rank order.
+    /// Returns `size` connected communicators, one for each thread, in rank order.
     #[must_use]
     pub fn fleet(size: u32) -> Vec<Self> {
         let letters = MessageQueue {

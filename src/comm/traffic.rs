@@ -1,13 +1,14 @@
-//! Traffic: the number of tensor bytes moved between ranks. The bytes are counted during the transfers, so that tests
-//! can compare the counts with the plan.
+//! Traffic: the number of tensor bytes moved between processes. The bytes are counted during the transfers, so that
+//! tests can compare the counts with the plan.
 //!
-//! All counters are in bytes and do not include headers and small messages. Invariant: when all ranks have completed
-//! the same operation, the bytes sent by all ranks together equal the bytes received by all ranks together.
+//! All counters are in bytes and do not include headers and small messages. Invariant: when all processes have
+//! completed the same operation, the bytes sent by all processes together equal the bytes received by all processes
+//! together.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The number of bytes that a rank has sent to other ranks, and received from other ranks.
+/// The number of tensor bytes that a process has sent to other processes, and received from other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub sent: u64,
@@ -22,7 +23,7 @@ impl Traffic {
     }
 }
 
-/// Counts the bytes that a rank sends and receives.
+/// Counts the tensor bytes that a process sends and receives.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     sent: AtomicU64,
@@ -38,8 +39,9 @@ impl Counter {
         self.received.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Counts, at this rank, the bytes of an all-gather of these ranges. In the ring, this rank receives the range of
-    /// each other rank, and forwards it unless the next rank owns it.
+    /// Counts the bytes that process `rank` moves in an all-gather of `ranges`, of which each process owns one. An
+    /// all-gather counts as a ring: this process receives every range that it does not own, and sends to the next
+    /// process every range that the next process does not own.
     pub fn round(&self, ranges: &[Range<usize>], rank: u32) {
         let len = |rank: usize| ranges[rank].len() as u64;
         let (rank, all) = (rank as usize, (0..ranges.len()).map(len).sum::<u64>());
@@ -47,8 +49,9 @@ impl Counter {
         self.sent(all - len((rank + 1) % ranges.len()));
     }
 
-    /// Counts, at one of `size` ranks, the bytes of a reduction of `len` bytes to rank `root`. Each rank adds its
-    /// values to the sum and sends the sum to the next rank. The root is the last rank.
+    /// Counts the bytes that process `rank` of `size` moves in a reduction of `len` bytes. The reduction counts as a
+    /// chain of all processes, which ends at process `root`: each process adds its values to the sum and sends the sum
+    /// to the next.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy)]
 pub struct WaitNotices<'a> {
     pub limit: Duration,
-    /// The delay before the first report. Later reports follow at intervals of the length `again`.
+    /// The delay before the first report. Later reports follow after each interval of `again`.
     pub first: Duration,
     pub again: Duration,
     pub print: &'a (dyn Fn(&str) + Sync),
@@ -25,13 +25,13 @@ impl WaitNotices<'_> {
     }
 }
 
-/// A reporter that tells the user which process or event this process waits for, at the times that [`WaitNotices`]
-/// describes.
+/// A reporter that tells the user which process or event this process waits for. The fields are those of
+/// [`WaitNotices`].
 #[derive(Clone)]
 pub struct WaitReporter {
     /// The delay before the first report; see [`WaitNotices::first`].
     pub first: Duration,
-    /// The interval between later reports.
+    /// The interval between two later reports.
     pub again: Duration,
     pub print: Arc<dyn Fn(&str) + Send + Sync>,
 }
@@ -81,7 +81,7 @@ impl<'a> Wait<'a> {
         format!("{} s", self.notices.limit.as_secs())
     }
 
-    /// Returns whether the next report is due.
+    /// Returns true if a report is due now, and then schedules the next report.
     pub fn is_due(&self) -> bool {
         let elapsed = self.begun.elapsed();
         let is_due = elapsed >= self.next.get() && elapsed < self.notices.limit;

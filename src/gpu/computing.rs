@@ -1,6 +1,6 @@
 //! The arithmetic of a round: the device reduces partial values and casts the output. Reduction jobs and cast jobs are
 //! in the job table of the round. The results of the jobs (errors, and counts of lost values) are copied back to the
-//! host. Sizes and offsets are in bytes, or in elements where the comment of a field says so.
+//! host. Sizes and offsets are in bytes.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ pub struct ComputeJobs {
 }
 
 impl ComputeJobs {
-    /// Builds the jobs that reduce partial values inside the unpacked buffer, and the jobs that cast values from the
-    /// unpacked buffer to the output. Appends the jobs to the table.
+    /// Builds two lists of jobs, and appends them to `table`, the job table of the round: jobs that reduce partial
+    /// values inside the unpacked buffer, and jobs that cast values from the unpacked buffer to the output.
     pub fn new(
         arithmetic: &Arithmetic,
         moves: &Moves,
@@ -64,7 +64,7 @@ impl ComputeJobs {
         fetch(self.casts.losses_range())
     }
 
-    /// Returns the number of values that casts lost, for each portion of each tile. The results of the jobs must
+    /// Returns the counts of values that casts lost, with one entry for each cast job. The results of the jobs must
     /// already be in `host`, the host's copy of the job table.
     ///
     /// # Errors
@@ -89,7 +89,8 @@ fn reduction_job(tile: &ArrivingTile) -> Option<ReductionJob> {
     })
 }
 
-/// Returns one cast job for each portion of each tile.
+/// Returns the cast jobs of a round. A tile that is cast has one job for each of its portions; lost values are counted
+/// in at most one range of a portion.
 fn cast_jobs(moves: &Moves) -> impl Iterator<Item = CastJob> {
     let cast_tile = moves.casts.iter().flat_map(|casts| moves.arriving_tiles.iter().zip(&casts.tiles));
     cast_tile.flat_map(|(tile, cast_tile)| {

@@ -12,13 +12,14 @@ use crate::exchange::StridedCopy;
 const MAX_LOOPS: usize = 4;
 /// The number of units that one thread block copies. A unit is one memory access.
 const BLOCK_UNITS: u32 = 4096;
-/// The maximum number of units of one copy job, because the kernel counts units with 32 bits.
+/// The maximum number of units of one copy job, so that the kernel can count units with 32 bits.
 const MAX_UNITS: u64 = 1 << 31;
-/// The width in bytes of the widest memory access of a device.
+/// The width in bytes of the widest memory access of one thread.
 const MAX_ACCESS_BYTES: u64 = 16;
 
 /// A copy between device addresses. It consists of nested loops over contiguous runs of bytes. Every loop has more than
-/// one iteration. Loops that can be merged with the run or with the surrounding loop are merged.
+/// one iteration. Adjacent loops that together copy the bytes of one loop are merged, and so are loops that only make
+/// the run longer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopNest {
     /// The device address of the first run in the source.
@@ -44,8 +45,8 @@ pub struct Loop {
 }
 
 impl LoopNest {
-    /// Returns the loop nest of a copy from buffer `from` to buffer `into`. The target offsets of the copy count from
-    /// `base`. Returns `None` if the copy is empty.
+    /// Returns the loop nest for `copy` from buffer `from` to buffer `into`. The target offset of `copy` counts from
+    /// byte `base` of `into`. Returns `None` if the copy is empty.
     ///
     /// # Panics
     /// Panics if the copy reads or writes outside the buffers, like [`StridedCopy::copy`].
@@ -72,7 +73,8 @@ impl LoopNest {
         Some(Self::merged(from.address() + copy.source, into.address() + target, copy.run_bytes, loops(copy)))
     }
 
-    /// Returns a loop nest for the copy with these `loops`, but with as few loops as possible.
+    /// Returns the loop nest for a copy with runs of `run` bytes and these `loops`. Merges loops, so that as few as
+    /// possible remain.
     fn merged(source: u64, target: u64, run: u64, loops: impl DoubleEndedIterator<Item = Loop>) -> Self {
         let mut nest = Self { source, target, run_bytes: run, loops: SmallVec::new() };
         for level in loops.rev().filter(|level| level.count > 1) {
@@ -93,15 +95,15 @@ impl LoopNest {
         self.loops.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }
 
-    /// Returns the width in bytes of the widest memory access that is aligned for all runs. The width is a power of
-    /// two.
+    /// Returns the width in bytes of the widest memory access with which all runs can be copied: a power of two that
+    /// divides all addresses, steps and lengths.
     pub fn access_bytes(&self) -> u64 {
         let steps = self.loops.iter().fold(0, |bits, level| bits | level.source_step | level.target_step);
         let bits = self.source | self.target | self.run_bytes | steps | MAX_ACCESS_BYTES;
         1 << bits.trailing_zeros()
     }
 
-    /// Returns the job as the numbers of the kernel's `struct Copy`.
+    /// Returns the entry of this copy in the job table: the fields of the kernel's `struct Copy`.
     fn job(&self) -> Job<{ 2 + 3 * MAX_LOOPS }, 5> {
         let word = |value: u64| u32::try_from(value).expect("a copy was cut to what the kernel counts");
         let mut longs = [0; 2 + 3 * MAX_LOOPS];
@@ -115,8 +117,8 @@ impl LoopNest {
         Job { longs, words, units }
     }
 
-    /// Splits the loop nest into smaller loop nests, each with at most `most_loops` loops and `most_units` units. Calls
-    /// `cut` with each smaller loop nest.
+    /// Splits the loop nest into loop nests with at most `most_loops` loops and `most_units` memory accesses each.
+    /// Calls `cut` with each of them.
     pub fn split(self, most_loops: usize, most_units: u64, cut: &mut impl FnMut(Self)) {
         let is_long = self.len_bytes() / self.access_bytes() > most_units;
         if self.loops.len() <= most_loops && !is_long {
@@ -141,7 +143,8 @@ impl LoopNest {
 }
 
 impl Loop {
-    /// Returns true if each iteration of the outer loop begins where this loop ends. The two loops can then be merged.
+    /// Returns true if each iteration of `outer` begins where all iterations of this loop have ended. The two loops can
+    /// then be merged.
     fn continues_into(&self, outer: &Self) -> bool {
         let ends = |step: u64| step.checked_mul(self.count);
         ends(self.source_step) == Some(outer.source_step) && ends(self.target_step) == Some(outer.target_step)
@@ -156,7 +159,7 @@ fn loops(copy: &StridedCopy) -> impl DoubleEndedIterator<Item = Loop> {
     })
 }
 
-/// Builds the copy jobs of loop nests, and appends them to a job table.
+/// Builds the copy jobs of loop nests, and appends them to `table`. Splits a loop nest that is too large for one job.
 pub fn append_jobs(nests: impl IntoIterator<Item = LoopNest>, table: &mut Vec<u8>) -> Jobs {
     let mut jobs = Jobs::at_end_of(table, BLOCK_UNITS);
     for nest in nests {

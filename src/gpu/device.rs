@@ -1,6 +1,6 @@
 //! The device of this process: how it is chosen, and its CUDA context. If a launcher makes only one device visible to
-//! each task, this device is used. If a launcher makes all devices of the node visible to all tasks, devices are
-//! assigned by local rank, as with `LOCAL_RANK` of torchrun.
+//! each task, this device is used. If a launcher makes all devices of the node visible to all tasks, each process uses
+//! the device with its local rank (its number on the node), as with `LOCAL_RANK` of torchrun.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -20,7 +20,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the device that a local rank uses.
+    /// Opens the device of the process with this local rank (its number on the node).
     ///
     /// # Errors
     /// Returns `Usage` if there is no driver or no device, and `Device` if the device cannot be used.
@@ -115,7 +115,8 @@ fn no_device(why: String) -> Error {
     Error::usage(why, format!("check CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU_HINT}"))
 }
 
-/// Returns the index of the device that a local rank uses: local rank `r` of `n` visible devices uses device `r mod n`.
+/// Returns the index of the device of a process: the process with local rank `r` uses device `r mod visible`. A process
+/// without a local rank uses device 0. Returns `None` if no device is visible.
 fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
     local_rank.unwrap_or(0).checked_rem(visible)
 }

@@ -7,7 +7,7 @@
 pub struct DeviceError {
     /// The name of the operation that failed.
     pub op: &'static str,
-    /// The reason of the failure: the text of the driver or library, if the driver or library provides a text.
+    /// The reason of the failure, in the words of the driver or library if they give a text.
     pub detail: String,
     /// An instruction for the user, if there is one.
     pub hint: Option<String>,

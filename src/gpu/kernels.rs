@@ -11,8 +11,8 @@ use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
 use super::device::{Device, failed};
 use super::settings::Kernels;
 
-/// Compute capabilities that are tried if NVRTC does not support the compute capability of the device. The list is in
-/// descending order. A device accepts PTX for each compute capability that is not newer than its own.
+/// Compute capabilities that are tried if NVRTC does not support the compute capability of the device, newest first.
+/// PTX for one of them also runs on all newer devices.
 const FALLBACK_ARCHS: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
 
 /// CUDA source text that is compiled as one program.

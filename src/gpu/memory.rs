@@ -14,8 +14,8 @@ use crate::error::{DeviceError, Error, Result};
 use crate::exchange::{BufferPool, HostMemory};
 use crate::quantity::human_bytes;
 
-/// The length of a long allocation is rounded up to a multiple of this number of bytes. The lengths of shorter
-/// allocations are powers of two.
+/// Allocations of at least this many bytes are rounded up to a multiple of this number. Shorter allocations are rounded
+/// up to a power of two.
 const LARGE_ALLOCATION: usize = 4 << 20;
 
 /// Pinned host memory. A device can read and write it while the CPU does other work.
@@ -108,8 +108,8 @@ impl DeviceBytes {
         Ok(Self { device: Arc::clone(device), address, len })
     }
 
-    /// Makes sure that the memory has at least `len` bytes. If it is shorter, it is replaced by a longer allocation,
-    /// and its content is lost.
+    /// Makes sure that the memory has at least `len` bytes. If it is shorter, a longer allocation replaces it, and its
+    /// content is lost. `what` is the purpose of the memory, for the error message.
     ///
     /// # Errors
     /// Returns the errors of [`DeviceBytes::new`]. The memory is then unchanged.
@@ -160,7 +160,7 @@ fn allocation_len(len: usize) -> usize {
     if len < LARGE_ALLOCATION { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE_ALLOCATION) }
 }
 
-/// Returns a text about the free memory of the current device, for error messages.
+/// Returns a text such as `; the device has 2 GiB free` about the current device, for error messages.
 fn free_memory_note() -> String {
     let note = |(free, _)| format!("; the device has {} free", human_bytes(free as u64));
     result::mem_get_info().map_or(String::new(), note)

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The GPU also computes in the unpacked buffer (`computing.rs`): it reduces partial values and casts values. Reduced
-//! values that other ranks need are sent in a second phase. If there are no kernels, partial values are copied to the
-//! host, and the host reduces and casts.
+//! values that other processes need are sent in a second phase. If there are no kernels, partial values are copied to
+//! the host, and the host reduces and casts.
 //!
 //! No CUDA library is linked, because [`open`] loads the driver, NVRTC and NCCL at run time. On a machine without these
 //! libraries there is no overhead, and the error names the missing library. Without NVRTC there are no kernels: the
@@ -98,7 +98,8 @@ impl Gpu {
     }
 }
 
-/// Opens the driver, a device, NCCL and the kernels. `local_rank` is the index of this process on its node.
+/// Opens the driver, a device and NCCL, and loads the copy kernel. `local_rank` is the number of this process on its
+/// node.
 ///
 /// # Errors
 /// Returns `Usage` if there is no driver, no device or no NCCL, with the names that were tried. Returns `Device` for
@@ -124,7 +125,7 @@ fn require_nccl(settings: &Settings) -> Result<nccl::Library> {
     })
 }
 
-/// Opens the driver, a device and the kernels for a run of a single process, which does not need NCCL.
+/// Opens the driver, a device and the copy kernel for a run of a single process, which does not need NCCL.
 ///
 /// # Errors
 /// Returns the errors of [`open`], but not for missing NCCL.
@@ -137,8 +138,8 @@ fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
     unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| error.to_string())
 }
 
-/// The device memory in bytes that must be free for an NCCL communicator. NCCL needs some hundreds of MB, depending on
-/// the number of channels and peers.
+/// The estimate, in bytes, of the device memory that NCCL needs. NCCL needs some hundreds of MB, depending on the
+/// number of channels and peers.
 const NCCL_BYTES: u64 = 256 << 20;
 
 const CPU_HINT: &str = "use options::backend cpu";

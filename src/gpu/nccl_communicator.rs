@@ -1,9 +1,9 @@
-//! A communicator that moves tensors and small messages between the devices of the ranks, by NCCL.
+//! A communicator that moves tensors and small messages between the GPUs of the processes, by NCCL.
 //!
-//! If a peer has ended, NCCL waits forever, or reports that a peer has ended but not why. Therefore, while a rank waits
-//! for NCCL, it checks the [failure notes](FailureNotes) of the run. If the notes report that a rank has ended, this
-//! rank aborts NCCL and returns an error with the reason in the notes. [`NcclWatch`] checks the failure notes and
-//! aborts NCCL while no thread waits for NCCL.
+//! If another process has ended, NCCL waits forever, or reports that a process has ended but not why. Therefore, while
+//! a process waits for NCCL, it checks the [failure notes](FailureNotes) of the run. If the notes report that a process
+//! has ended, this process aborts NCCL and returns an error with the reason in the notes. While no thread waits for
+//! NCCL, [`NcclWatch`] checks the failure notes and aborts NCCL.
 //!
 //! Small messages are gathered through a small device buffer. All sizes and offsets are in bytes. Invariant: after an
 //! error NCCL is aborted, so that no stream waits for it.
@@ -24,19 +24,18 @@ use super::watch::{AbortReason, NcclState, NcclWatch, reason};
 use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{DeviceError, Error, Result};
 
-/// The maximum time that this process waits for the end of a stream after it has aborted NCCL.
+/// The maximum time that this process waits for a stream to finish, after this process has aborted NCCL.
 const GRACE: Duration = Duration::from_secs(5);
-/// The shortest delay between two polls of an event. Each delay is twice as long as the previous one, up to the longest
-/// delay.
+/// The first delay between two polls of a CUDA event. Each delay is twice as long as the one before, up to `LONGEST`.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// The maximum length in bytes of a message that is gathered in one operation, including the prefix with the length of
-/// the message. A longer message needs a second operation.
+/// The bytes that each process contributes to the first all-gather of a gather: 8 bytes with the length of its message,
+/// and the beginning of the message. If a message is longer, a second all-gather follows.
 const SHORT_WORD: usize = 256;
 const LEN_BYTES: usize = 8;
 
-/// A communicator over NCCL. The tensors of its rank are in device memory.
+/// A communicator over NCCL. The tensors are in device memory.
 pub struct Nccl {
     // This field is dropped first, because the thread of the watch uses the two fields below.
     watch: Option<NcclWatch>,
@@ -46,12 +45,12 @@ pub struct Nccl {
     counter: Counter,
     place: nccl::RankPosition,
     words: Mutex<DeviceBytes>,
-    /// The CUDA event that is reached when the operation that was queued last is done.
+    /// The CUDA event that marks the end of the operation that was queued last.
     last: Mutex<Option<CudaEvent>>,
 }
 
 impl Nccl {
-    /// Creates the communicator of a rank. Its NCCL communicator `peers` is already connected.
+    /// Creates the communicator of this process. `peers` is its NCCL communicator, which is already connected.
     ///
     /// # Errors
     /// `Usage` if no thread can be started; `Device` if there is not enough memory.
@@ -146,8 +145,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Gathers one message of at most `each` bytes from every rank. In the result, each rank has a slot of `each`
-    /// bytes.
+    /// Gathers one message of at most `each` bytes from every process. In the result, each process has `each` bytes, in
+    /// the order of the process numbers; a shorter message is padded with zeros.
     fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
         const OP: &str = "gather";
         let nccl::RankPosition { rank, ranks } = self.place;
@@ -171,7 +170,7 @@ impl Nccl {
         Ok(all)
     }
 
-    /// Returns the counter of the bytes that this rank moves.
+    /// Returns the counter of the bytes that this process moves.
     pub(super) fn counter(&self) -> &Counter {
         &self.counter
     }
@@ -192,8 +191,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits until a stream has reached an event, and all operations before the event are complete. Fails if a rank has
-    /// ended.
+    /// Waits until a stream has reached the event `point`, and all operations before the event are complete. Fails if
+    /// another process has ended or NCCL was aborted.
     pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
         let mut pause = SHORTEST;
         loop {
@@ -214,8 +213,8 @@ impl Nccl {
         }
     }
 
-    /// Waits until a stream has reached an event. Aborts NCCL if another rank has ended. Returns false if the stream
-    /// does not reach the event even after NCCL was aborted.
+    /// Waits until a stream has reached the event `point`. Aborts NCCL if another process has ended or NCCL fails.
+    /// Returns false if the stream does not reach the event within [`GRACE`] after NCCL was aborted.
     pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
         // The device must be selected, because a query without a device fails. Any other failed query is an error of the
         // device, which then does no more work.
@@ -234,7 +233,7 @@ impl Nccl {
         true
     }
 
-    /// Aborts NCCL, and returns the error. If a rank has ended, the error names that rank.
+    /// Aborts NCCL, and returns the error. If another process has ended, the error names it.
     fn abandon(&self, op: &'static str, why: AbortReason) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
@@ -304,7 +303,8 @@ impl Communicator for Nccl {
         self.notes.fail(error);
     }
 
-    /// Leaves the run together with all other ranks, because another rank may still be reading from this rank's device.
+    /// Leaves the run together with all other processes, because another process may still be reading from the device
+    /// of this process.
     fn leave(mut self) -> Result<()> {
         // A rank shuts down its NCCL only after the barrier. A rank that is killed earlier never reaches the barrier.
         self.watch.iter().for_each(NcclWatch::expect_leaving);
@@ -326,8 +326,8 @@ fn bytes_of(ranges: &[Range<usize>]) -> u64 {
     ranges.iter().map(|range| range.len() as u64).sum()
 }
 
-/// Returns views of the ranges of a buffer that messages read or write. Fails if a range is outside the buffer or
-/// overlaps with another range.
+/// Returns views of disjoint ranges of a buffer, which messages of the operation `op` read or write. A view is `None`
+/// if its range is empty. Fails if a range is outside the buffer or overlaps with another range.
 pub(super) fn lent<V>(
     op: &'static str,
     whole: V,
@@ -343,8 +343,8 @@ pub(super) fn lent<V>(
     })
 }
 
-/// Returns one range that contains all ranges. Returns `None` unless the ranges have equal lengths and follow each
-/// other without gaps.
+/// Returns the range from the first to the last byte of all ranges. Returns `None` unless the ranges have equal lengths
+/// and follow each other without gaps.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

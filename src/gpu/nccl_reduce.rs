@@ -1,6 +1,7 @@
-//! NCCL reductions of a round: one NCCL group of `ncclReduce` calls, each with its own root. All ranks queue the same
-//! group, as PyTorch's `ProcessGroupNCCL.cpp` does for a `reduce_scatter` with different lengths. NCCL defines the
-//! average, the order of additions and their precision. All sizes and offsets are in bytes.
+//! NCCL reductions of a round: one NCCL group of `ncclReduce` calls, each with its own root, the process that gets the
+//! result. All processes queue the same group, as PyTorch's `ProcessGroupNCCL.cpp` does for a `reduce_scatter` with
+//! different lengths. NCCL defines the average, the order of additions and their precision. All sizes and offsets are
+//! in bytes.
 
 use std::ops::Range;
 
@@ -19,7 +20,8 @@ use crate::layout::ReduceOp;
 const OP: &str = "reduce";
 
 impl Nccl {
-    /// Queues the NCCL reductions of a round on a stream.
+    /// Queues the NCCL reductions of a round on a stream. Partial values are read from the outgoing buffer, and results
+    /// are written to the unpacked buffer.
     pub(super) fn queue_reductions(
         &self,
         stream: &Stream,
@@ -54,7 +56,7 @@ impl Nccl {
     }
 }
 
-/// Returns the NCCL types of a reduction's dtype and operation.
+/// Returns NCCL's codes for a dtype and an operation. Fails if NCCL cannot reduce them.
 fn nccl_types(ReductionKind { dtype, op }: ReductionKind) -> Result<(DataType, RedOp)> {
     let element = match dtype {
         Dtype::F16 => Some(DataType::Float16),

@@ -44,7 +44,8 @@ impl Packer {
         }
     }
 
-    /// Prepares `N` lists of copies. Returns the prepared lists, and the bytes of the job table to which they refer.
+    /// Prepares `N` lists of copies. Returns the prepared lists, and the bytes of the job table that the kernel reads;
+    /// the table is empty if the driver makes the copies.
     pub(super) fn prepare<const N: usize>(&self, lists: [Vec<LoopNest>; N]) -> ([PreparedCopies; N], Vec<u8>) {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
@@ -57,7 +58,7 @@ impl Packer {
     }
 }
 
-/// A list of copies that is prepared for running on a stream.
+/// A list of copies that can be queued on a stream.
 pub(super) enum PreparedCopies {
     Launch(KernelLaunch),
     DriverCalls(Vec<LoopNest>),
@@ -82,10 +83,10 @@ impl PreparedCopies {
     }
 }
 
-/// Queues the copy of a loop nest, with as few driver calls as possible.
+/// Queues the copy of a loop nest by calls of the driver, as few as possible.
 ///
 /// # Safety
-/// The conditions of [`PreparedCopies::run`] hold, and a context is current.
+/// The conditions of [`PreparedCopies::run`] hold, and a CUDA context is current.
 unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
     let handle = stream.cuda().cu_stream();
     if let Some(copy) = as_3d_copy(nest) {
@@ -108,8 +109,8 @@ unsafe fn copy_nest(stream: &Stream, nest: &LoopNest) -> Result<()> {
 }
 
 const COPY: &str = "copy within the device";
-/// The maximum distance in bytes between two rows of a copy. All devices have this value of
-/// `CU_DEVICE_ATTRIBUTE_MAX_PITCH`.
+/// The maximum distance in bytes between the beginnings of two rows in one copy by the driver. All devices report this
+/// value for `CU_DEVICE_ATTRIBUTE_MAX_PITCH`.
 const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// Converts a loop nest with one or two loops to a 3-D copy of the driver. Returns `None` if the driver cannot make the

@@ -30,12 +30,12 @@ pub enum Kernels {
     Off,
 }
 
-/// The permission for two ranks to use the same device.
+/// Whether two processes may use the same device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     #[default]
     Refused,
-    /// Ranks may share a device, for tests on a machine with one GPU.
+    /// Processes may share a device, for tests on a machine with one GPU.
     Allowed,
 }
 

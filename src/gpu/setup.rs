@@ -1,9 +1,10 @@
-//! Setup connects the devices of all ranks by NCCL. Either all ranks are connected or no rank is connected.
+//! Setup connects the devices of all processes by NCCL. Either all processes are connected or none.
 //!
-//! If NCCL fails on one rank, the other ranks would wait for that rank. Therefore, during setup, a thread of each rank
-//! repeatedly gathers the state of all ranks over the control communicator. Each such gather is a turn. All ranks
-//! receive the same states in the same turn, and make the same decision. Invariant: unless a rank has ended, the
-//! control communicator stays usable, and the ranks can continue without NCCL.
+//! If NCCL fails in one process, the other processes would wait for it. Therefore, during setup, a thread of each
+//! process repeatedly gathers the state of all processes over the control communicator, which works without NCCL. Each
+//! such gather is a turn. All processes receive the same states in the same turn, and make the same decision.
+//! Invariant: unless a process has ended, the control communicator stays usable, and the processes can continue without
+//! NCCL.
 
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -24,31 +25,32 @@ use crate::comm::{Communicator, FailureNotes};
 use crate::error::{CommError, Error, Result};
 use crate::threads;
 
-/// The maximum duration of the setup if all ranks are present.
+/// The maximum time that a process waits for NCCL to connect all processes.
 const LIMIT: Duration = Duration::from_mins(2);
-/// The shortest delay between two turns. Each delay is twice as long as the previous one, up to the longest delay.
+/// The first delay between two gathers of the states of all processes. Each delay is twice as long as the one before,
+/// up to `LONGEST`.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
-/// The maximum number of thread blocks of an NCCL kernel if ranks share a device. The number is small, because the
-/// blocks of all ranks must run at the same time.
+/// The maximum number of thread blocks of an NCCL kernel if processes share a device. The number is small, because the
+/// blocks of all processes must run at the same time.
 const SHARED_BLOCKS: u16 = 2;
 
 const OP: &str = "meet by NCCL";
 
-/// The outcome of the setup. All ranks have the same outcome.
+/// The outcome of the setup. All processes have the same outcome.
 pub enum NcclSetup {
     Met(Nccl),
-    /// The GPUs are not connected: ranks share a device although they must not (`Usage`), or NCCL failed on a rank. The
-    /// control communicator is still usable.
+    /// The GPUs are not connected: processes share a device although they must not (`Usage`), or NCCL failed in a
+    /// process. The control communicator is still usable.
     Missed(Error),
 }
 
 impl NcclSetup {
-    /// Connects the GPUs of all ranks of `control` by NCCL, and reports a failure as [`NcclSetup::Missed`]. Collective.
+    /// Connects the GPUs of all processes of `control` by NCCL. Returns [`NcclSetup::Missed`] if they cannot be
+    /// connected. Collective.
     ///
     /// # Errors
-    /// `Comm` if a rank disappears; otherwise the error that stops this rank. The other ranks are notified of that
-    /// error.
+    /// `Comm` if a process disappears; otherwise an error of this process, of which the other processes are notified.
     pub fn new<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -64,11 +66,11 @@ impl NcclSetup {
 }
 
 impl Nccl {
-    /// Connects the GPUs of all ranks of `control` by NCCL, and returns a failure as an error. Collective.
+    /// Connects the GPUs of all processes of `control` by NCCL. Collective.
     ///
     /// # Errors
-    /// `Usage` if ranks share a device although they must not; `Comm` if a rank disappears or cannot connect; `Device`
-    /// from NCCL. In all these cases, all ranks fail.
+    /// `Usage` if processes share a device although they must not; `Comm` if a process disappears or cannot connect;
+    /// `Device` from NCCL. In all these cases, all processes fail.
     pub fn meet<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
     where
         C: Communicator + FailureNotes + 'static,
@@ -80,7 +82,8 @@ impl Nccl {
     }
 }
 
-/// Returns the NCCL communicator of this rank, or the reason why a rank cannot connect.
+/// Returns the NCCL communicator of this process and its stream. The inner error is the reason why a process cannot
+/// connect; after it, `control` is still usable. The outer error is an error of `control`.
 fn meet<C: Communicator + FailureNotes + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -122,7 +125,8 @@ fn meet<C: Communicator + FailureNotes + 'static>(
     })
 }
 
-/// Returns the NCCL id that rank 0 has created and sent to all ranks, or the reason why rank 0 could not create it.
+/// Returns the NCCL id that process 0 has created and sent to all processes, or the reason why process 0 could not
+/// create it. Collective.
 fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId>> {
     let mine = match control.rank() {
         0 => Some(
@@ -145,10 +149,11 @@ fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId
     }
 }
 
-/// The connected NCCL communicator of one rank, and its stream.
+/// The connected NCCL communicator of one process, and its stream.
 type Made = (nccl::Communicator, Stream);
 
-/// Connects this rank by NCCL. Gives up if another rank cancels the setup.
+/// Connects this process by NCCL. Gives up if another process ends, if `is_off` is set because a process cannot
+/// connect, or after the time limit.
 fn make<C: Communicator + Send + 'static>(
     gpu: &Gpu,
     sharing: Sharing,
@@ -186,8 +191,8 @@ fn make<C: Communicator + Send + 'static>(
     Ok((peers, stream))
 }
 
-/// Gathers the states of all ranks again and again, until all ranks are connected or a rank reports a failure. Returns
-/// the rank that failed and its message, or `None` if all ranks are connected.
+/// Gathers the states of all processes again and again. `ended` receives the outcome of connecting this process.
+/// Returns `None` when all processes are connected, or the number and the message of a process that failed.
 fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) -> Result<Option<(u32, String)>> {
     let mut mine = None;
     let mut pause = SHORTEST;
@@ -222,7 +227,7 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), AbortReason>>) 
     }
 }
 
-/// Returns an error if two ranks use the same device.
+/// Returns an error if two processes use the same device.
 fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
     for (second, uuid) in uuids.iter().enumerate() {
         if let Some(first) = uuids[..second].iter().position(|other| other == uuid) {

@@ -1,12 +1,12 @@
-//! The GPU implementation of the shuffle, as a pipeline of rounds. All sizes and offsets are in bytes. Invariants:
-//! memory that a stream may still use belongs to a slot (the buffers of one round in progress), and a slot is emptied
-//! only when its round is done. On all ranks, the second phase of a round is queued before the first phase of the next
-//! round.
+//! The GPU implementation of the shuffle, which sends the bytes of each round to the processes that write them. It is a
+//! pipeline of rounds. All sizes and offsets are in bytes. Invariants: memory that a stream may still use belongs to a
+//! slot (the buffers of one round in progress), and a slot is emptied only when its round is done. On all processes,
+//! the second phase of a round is queued before the first phase of the next round.
 //!
 //! Each round has three steps, and each step has its own CUDA stream. `upload` copies the stage to the device and packs
 //! messages. `wire` exchanges the messages by NCCL. `download` unpacks, reduces, casts, and copies the output to the
-//! host. Therefore one round is uploaded while another round is exchanged and a third round is downloaded. If reduced
-//! values are sent to other ranks, `wire` and `download` run a second time for the round:
+//! host. Therefore one round is uploaded or exchanged while the previous round is downloaded. If reduced values are
+//! sent to other processes, `wire` and `download` run a second time for the round:
 //!
 //! ```text
 //!     upload    N      N+1                   N+2
@@ -16,9 +16,9 @@
 //!
 //! With [kernels](super::arithmetic), all steps of a round are queued together. Without kernels, the host reduces, so a
 //! round is queued in two parts. The first part ends with the download of the partial values. The second part is queued
-//! when the next round begins, or when the caller waits for this round. If only some ranks have kernels, all ranks
-//! queue the second phase at that later time, because NCCL may block a rank that queues an operation until its peers
-//! also queue the operation.
+//! when the next round begins, or when the caller waits for this round. If only some processes have kernels, all
+//! processes queue the second phase at that later time, because NCCL may block a process that queues an operation until
+//! its peers also queue the operation.
 
 use std::mem;
 use std::sync::Arc;
@@ -40,12 +40,13 @@ use crate::exchange::{BufferPool, Casting, Moves, PooledBuffer, Shuffle, Shuffle
 /// The number of rounds that are in progress at the same time: one round is uploaded and exchanged while the previous
 /// round is downloaded.
 const SLOTS: usize = 2;
-/// The device memory in bytes for the job table of a round. A round has about 8,000 copies with one loop nest each.
+/// The budget in bytes of device memory for the job table of a round. A round normally packs at most 8,192 copies and
+/// unpacks at most as many, and most copies are one job of 136 bytes.
 const TABLE_BYTES: u64 = 4 << 20;
 const OP: &str = "exchange";
 
-/// Returns the maximum device memory in bytes of all rounds in progress. Each round in progress uses a slot. A slot has
-/// a job table, and buffers for the bytes that are read, sent, received and unpacked.
+/// Returns the budget in bytes of device memory for all rounds in progress. For each of them, it counts four buffers of
+/// the bucket size (bytes that are read, sent, received and unpacked) and a job table.
 pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
     bucket_bytes.saturating_mul(4).saturating_add(TABLE_BYTES).saturating_mul(SLOTS as u64)
 }
@@ -56,8 +57,8 @@ pub struct DeviceShuffle<'a> {
     packer: Packer,
     arithmetic: Option<Arithmetic>,
     pinned_pool: Arc<BufferPool<Pinned>>,
-    /// The pool from which the job tables take pinned memory. Job tables have their own pool, because they are much
-    /// shorter than the buffers of a round.
+    /// The pool of pinned memory for job tables. Job tables have their own pool, because they are much shorter than the
+    /// buffers of a round.
     table_pool: Arc<BufferPool<Pinned>>,
     upload: Stream,
     wire: Stream,
@@ -67,7 +68,7 @@ pub struct DeviceShuffle<'a> {
     rounds_begun: usize,
 }
 
-/// The time at which the second phase of a round is queued. All ranks use the same time.
+/// When the second phase of a round (sending reduced values) is queued. All processes use the same value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SecondPhaseTiming {
     AfterFirstPhase,
@@ -75,8 +76,8 @@ enum SecondPhaseTiming {
 }
 
 impl<'a> DeviceShuffle<'a> {
-    /// Returns a shuffle that reduces and casts on the device if `arithmetic` is given, and on the host otherwise.
-    /// Collective.
+    /// Returns a shuffle that reduces and casts with the kernels `arithmetic`. If `arithmetic` is `None`, the host
+    /// reduces and casts. Collective.
     ///
     /// # Errors
     /// Returns `Device` if a stream or memory cannot be created, and the errors of [`Communicator::gather`].
@@ -101,9 +102,9 @@ impl<'a> DeviceShuffle<'a> {
         })
     }
 
-    /// Queues three things: the upload of a round, then the second part of the previous round, and then the first phase
-    /// of this round. The first phase ends when the values are in the unpacked buffer; if the host reduces, the first
-    /// phase ends with the download of the partial values.
+    /// Queues the upload of the round in slot `number`, then the second part of the previous round, and then the first
+    /// phase of this round. The first phase ends when the values are in the unpacked buffer. If the host reduces, it
+    /// ends with the download of the partial values.
     fn queue_first_part(&mut self, number: usize, [packs, unpacks]: &[PreparedCopies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -136,7 +137,8 @@ impl<'a> DeviceShuffle<'a> {
         Ok(())
     }
 
-    /// Queues the second part of a round (the second phase and the download of the output), if it is not queued yet.
+    /// Queues the second part of the round in slot `number` (the second phase and the download of the output), if it is
+    /// not queued yet.
     fn queue_second_part_if_due(&mut self, number: usize) -> Result<()> {
         let lent = self.slots[number].lent.as_mut();
         let Some(second_part) = lent.and_then(|lent| lent.second_part.take()) else { return Ok(()) };
@@ -144,8 +146,8 @@ impl<'a> DeviceShuffle<'a> {
         self.record_done(number, queued)
     }
 
-    /// Queues the second phase of a round, and the download of its output. Before that, reduces partial values on the
-    /// host, if the device cannot reduce.
+    /// Queues the second phase of the round in slot `number`, and the download of its output. If the host reduces,
+    /// first waits for the partial values and reduces them.
     fn queue_second_part(&mut self, number: usize, second_part: &SecondPhaseCopies) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &mut slot.lent else { return Ok(()) };
@@ -187,8 +189,8 @@ impl<'a> DeviceShuffle<'a> {
         }
     }
 
-    /// Records an event that marks the end of all queued work of a round. Records the event even if queueing failed,
-    /// because streams may already use the memory of the round.
+    /// Records a CUDA event after all queued work of the round in slot `number`. Does so even if `queued` is an error,
+    /// because streams may already use the memory of the round. Returns `queued`, or the error of recording.
     fn record_done(&mut self, number: usize, queued: Result<()>) -> Result<()> {
         let done = if queued.is_ok() { self.download.record() } else { self.record_all_streams() };
         let (done, recorded) = done.map_or_else(|error| (None, Err(error)), |done| (Some(done), Ok(())));
@@ -198,7 +200,8 @@ impl<'a> DeviceShuffle<'a> {
         queued.and(recorded)
     }
 
-    /// Enlarges the buffers of a slot, so that each buffer is as long as a round needs.
+    /// Enlarges the buffers of slot `number`. `buffers` returns each buffer with the length in bytes that the round
+    /// needs, and with its purpose for error messages. If a buffer is too short, first waits until no stream uses it.
     fn grow_buffers<const N: usize>(
         &mut self,
         number: usize,
@@ -213,7 +216,7 @@ impl<'a> DeviceShuffle<'a> {
         buffers(&mut self.slots[number]).into_iter().try_for_each(|(memory, len, what)| memory.grow_to(len, what))
     }
 
-    /// Records an event that marks the end of all queued work of all streams.
+    /// Records a CUDA event that is reached when all queued work of all three streams is done.
     fn record_all_streams(&self) -> Result<CudaEvent> {
         self.download.wait(&self.upload.record()?)?;
         self.download.wait(&self.wire.record()?)?;
@@ -223,7 +226,7 @@ impl<'a> DeviceShuffle<'a> {
 
 impl Shuffle for DeviceShuffle<'_> {
     type Memory = Pinned;
-    /// The index of the slot that the pending round uses.
+    /// The index of the slot (the buffers of one round) that the pending round uses.
     type PendingRound = usize;
 
     const ROUNDS_IN_FLIGHT: usize = SLOTS;
@@ -294,7 +297,7 @@ impl Shuffle for DeviceShuffle<'_> {
 }
 
 impl Drop for DeviceShuffle<'_> {
-    /// Leaks memory that a stream may still use, instead of freeing it.
+    /// Frees the device memory. If a stream may still use a part of it, leaks all of it instead.
     fn drop(&mut self) {
         let is_done = |lent: &LentBuffers| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
@@ -303,7 +306,7 @@ impl Drop for DeviceShuffle<'_> {
     }
 }
 
-/// Queues the messages and the all-gather of a phase on a stream.
+/// Queues the messages of a phase and its all-gather, if it has one, on the stream `wire`.
 fn queue_phase(
     peers: &Nccl,
     wire: &Stream,

@@ -1,6 +1,7 @@
 //! A slot has the device memory and the host memory of one round in progress. This module also lists the copies between
-//! these buffers. Unit: bytes. Invariant: the lists contain addresses of the current buffers of the slot. Therefore the
-//! lists are built only after the buffers have been enlarged to the lengths that the round needs.
+//! these buffers. Lengths and offsets are in bytes. Invariant: the lists contain addresses of the current buffers of
+//! the slot. Therefore the lists are built only after the buffers have been enlarged to the lengths that the round
+//! needs.
 
 use std::sync::Arc;
 
@@ -16,14 +17,15 @@ use crate::exchange::{ByteOrigin, Moves, PooledBuffer, StridedCopy, TransferPhas
 
 /// The device memory of one round in progress, and the host memory that the round uses.
 pub(super) struct RoundSlot {
-    /// The stage buffer, with the source bytes that were read. If values are cast, this buffer later contains the
+    /// The stage buffer, with the source bytes that were read. If the round has casts, this buffer later contains the
     /// output.
     pub stage: DeviceBytes,
     /// The outgoing buffer, with packed messages and with the partial values of NCCL reductions.
     pub outgoing: DeviceBytes,
     /// The incoming buffer, with the received messages.
     pub incoming: DeviceBytes,
-    /// The unpacked buffer, with the output and the partial values to reduce.
+    /// The unpacked buffer, with the values before casts, and with the partial values to reduce. If the round has no
+    /// casts, the values are the output.
     pub unpacked: DeviceBytes,
     /// The job table of the round, in device memory.
     pub table: DeviceBytes,
@@ -31,7 +33,7 @@ pub(super) struct RoundSlot {
     pub lent: Option<LentBuffers>,
 }
 
-/// The host memory that streams use until the round is done.
+/// The host memory of one round, which streams use until the round is done, and the work that is left to queue.
 pub(super) struct LentBuffers {
     /// The list of all reads and copies of the round.
     pub moves: Arc<Moves>,
@@ -39,13 +41,14 @@ pub(super) struct LentBuffers {
     pub stage: PooledBuffer<Pinned>,
     /// The job table of the round, in host memory.
     pub table: PooledBuffer<Pinned>,
-    /// The output buffer in host memory.
+    /// The output buffer in host memory. If the host reduces, it first contains the partial values.
     pub output: PooledBuffer<Pinned>,
     /// The jobs that reduce and cast on the device; `None` if the host reduces and casts.
     pub compute_jobs: Option<ComputeJobs>,
-    /// The copies of the second part of the round; `None` if the second part is already queued.
+    /// The copies of the second part of the round (second phase and output); `None` if they are already queued.
     pub second_part: Option<SecondPhaseCopies>,
-    /// The event that marks the end of all queued work of the round; `None` if the device could not record it.
+    /// The event that marks the end of all queued work of the round; `None` if the device has not recorded it, or could
+    /// not record it.
     pub done: Option<CudaEvent>,
 }
 
@@ -74,8 +77,8 @@ impl RoundSlot {
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Returns the copies that pack the messages of a phase, and the bytes that this rank sends by all-gather. The
-    /// copies read from buffer `from`.
+    /// Returns the copies of a phase that pack the messages of process `rank`, and those that pack its range of the
+    /// all-gather. The copies read from buffer `from`.
     pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
             copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()
@@ -91,8 +94,8 @@ impl RoundSlot {
             .collect()
     }
 
-    /// Returns the copies that pack this rank's partial values for NCCL reductions. The copies read from the stage
-    /// buffer.
+    /// Returns the copies that pack the partial values of this process for NCCL reductions, from the stage buffer to
+    /// the outgoing buffer.
     pub fn nccl_reduce_pack_nests(&self, moves: &Moves) -> impl Iterator<Item = LoopNest> {
         let packs = moves
             .nccl_reductions

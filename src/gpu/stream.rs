@@ -34,12 +34,12 @@ impl Stream {
         &self.device
     }
 
-    /// Returns the stream object of `cudarc`.
+    /// Returns the stream as an object of the crate `cudarc`.
     pub fn cuda(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// Records an event that marks the end of all work that has been queued so far.
+    /// Records a CUDA event that marks the end of all work that has been queued so far.
     pub fn record(&self) -> Result<CudaEvent> {
         self.stream.record_event(None).map_err(failed("record an event"))
     }
@@ -90,7 +90,7 @@ impl Stream {
             .map_err(failed("copy from the device"))
     }
 
-    /// Queues writing zeros to a range of device memory.
+    /// Queues a write of zeros to a byte range of device memory.
     pub fn zero(&self, memory: &mut DeviceBytes, range: Range<usize>) -> Result<()> {
         assert!(range.end <= memory.len(), "memory of a round is as long as what is zeroed");
         if range.is_empty() {

@@ -1,7 +1,7 @@
-//! Job tables: lists of jobs in device memory, which kernels read. A launch runs some jobs of a table. Each job has
-//! consecutive thread blocks, all with the same number of threads. Sizes are in bytes; where the name contains `units`,
-//! they count the units of work of the kernel (one step of one thread). Invariant: jobs are in the order of their
-//! blocks, so a block finds its job by binary search (`take` in `kernels/blocks.cuh`).
+//! Job tables: lists of jobs in device memory, which kernels read. A launch of a kernel runs consecutive jobs of a
+//! table. Each job has consecutive thread blocks, all with the same number of threads. Sizes are in bytes; where the
+//! name contains `units`, they count the units of work of the kernel (one step of one thread). Invariant: jobs are in
+//! the order of their blocks, so a block finds its job by binary search (`take` in `kernels/blocks.cuh`).
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use nccl::DeviceBuffer;
@@ -14,14 +14,14 @@ use crate::error::Result;
 /// The number of threads in each thread block.
 const THREADS: u32 = 256;
 
-/// A job of a kernel. In the job table, its 64-bit numbers come first, then the index of its first thread block, then
-/// its other 32-bit numbers.
+/// A job of a kernel. An entry of the job table has the 64-bit numbers `longs`, then the index of the first thread
+/// block of the job, then the 32-bit numbers `words`.
 pub(super) struct Job<const LONGS: usize, const WORDS: usize> {
     /// The 64-bit numbers of the job.
     pub longs: [u64; LONGS],
     /// The 32-bit numbers of the job that come after the index of its first thread block.
     pub words: [u32; WORDS],
-    /// The amount of work of the job, in units of the kernel.
+    /// The amount of work of the job, in units: one unit is the work of one thread in one step.
     pub units: u64,
 }
 
@@ -44,7 +44,7 @@ impl Jobs {
         Self { offset: table.len() as u64, count: 0, blocks: 0, block_units }
     }
 
-    /// Appends a job to the table.
+    /// Appends a job to `table` and to this list.
     pub fn push<const LONGS: usize, const WORDS: usize>(&mut self, job: &Job<LONGS, WORDS>, table: &mut Vec<u8>) {
         table.extend(job.longs.map(u64::to_le_bytes).as_flattened());
         table.extend(self.blocks.to_le_bytes());

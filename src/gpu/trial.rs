@@ -52,8 +52,8 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Makes all copies, `times` times in total. Each pair has a copy, and a number that is added to the target offsets
-    /// of this copy.
+    /// Makes all copies, and repeats this `times` times in total. The number beside a copy is added to its target
+    /// offset.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -73,7 +73,8 @@ impl TransferTrial {
         self.wait_for(queued)
     }
 
-    /// Runs all reductions, `times` times in total. The inner error contains the index of the first job that failed.
+    /// Runs all reductions, and repeats this `times` times in total. The inner error contains the index of the first
+    /// job that failed.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.
@@ -93,8 +94,8 @@ impl TransferTrial {
         Ok(reductions.check_outcomes(&records[reductions.outcomes_range()]))
     }
 
-    /// Runs all casts, `times` times in total. Returns, for each job, the counts of lost values summed over all
-    /// repetitions.
+    /// Runs all casts, and repeats this `times` times in total. Returns, for each job, the counts of lost values in all
+    /// repetitions together.
     ///
     /// # Errors
     /// Returns `Device` for errors of the driver.

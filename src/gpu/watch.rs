@@ -1,10 +1,10 @@
-//! The NCCL state of a rank, and a thread that aborts NCCL when a peer has ended.
+//! The NCCL state of a process, and a thread that aborts NCCL when a peer has ended.
 //!
 //! A thread that waits for NCCL polls NCCL and the failure notes. But some calls cannot poll: freeing device memory
 //! waits for the device, the device waits for NCCL, and NCCL may wait for a peer that has ended. A thread that waits
-//! for a message from another rank cannot poll either, and that rank may never send the message. Therefore a separate
-//! thread polls. Invariant: an aborted NCCL stays aborted, the first reason is kept, and an operation that the abort has
-//! ended never counts as complete.
+//! for a message from another process cannot poll either, and that process may never send the message. Therefore a
+//! separate thread polls. Invariant: an aborted NCCL stays aborted, the first reason is kept, and an operation that the
+//! abort has ended never counts as complete.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,9 +23,9 @@ const EVERY: Duration = Duration::from_millis(100);
 /// The reason why NCCL is aborted.
 #[derive(Clone, Debug)]
 pub(super) enum AbortReason {
-    /// The cause is another rank, which has ended or has shut down its NCCL. The text is the message.
+    /// The cause is another process, which has ended or has shut down its NCCL. The text is the error message.
     Elsewhere(String),
-    /// The cause may be only at this rank. The text is the message.
+    /// The cause may be in this process. The text is the error message.
     Here(String),
 }
 
@@ -35,8 +35,9 @@ impl AbortReason {
         words
     }
 
-    /// Returns the time for which this rank waits after NCCL has reported a failure, until the failure notes state which rank
-    /// has ended, and why. If the cause is another rank, the time is longer, because that rank must first record its reason.
+    /// Returns the maximum time that this process waits, after a failure of NCCL, for the failure notes to say which
+    /// process has ended, and why. The time is longer if the cause is another process, because that process must first
+    /// record its reason.
     pub fn grace_period(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -56,8 +57,8 @@ impl From<nccl::Error> for AbortReason {
     }
 }
 
-/// Returns the error for a failure of NCCL at rank `own`. The error contains the failure from the notes of the run, or
-/// the message of NCCL if the notes contain no failure.
+/// Returns the error for a failure of NCCL in this process, which has the number `own`. The error contains the failure
+/// from the notes of the run, or the message of NCCL if the notes contain no failure within the grace period.
 pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &AbortReason) -> Error {
     let until = Instant::now() + why.grace_period();
     loop {
@@ -85,7 +86,7 @@ pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     DeviceError { op, detail: words.to_owned(), hint: Some(hint) }.into()
 }
 
-/// The NCCL communicator of this rank, or the reason why it was aborted.
+/// The NCCL communicator of this process, or the reason why it was aborted.
 pub(super) struct NcclState {
     peers: Mutex<Option<nccl::Communicator>>,
     given_up: OnceLock<AbortReason>,
@@ -140,7 +141,8 @@ impl NcclState {
     }
 }
 
-/// A thread that checks NCCL, and checks whether the failure notes report an ended rank, as long as this value exists.
+/// A thread that regularly checks the status of NCCL and the failure notes. On a failure, it aborts NCCL and notifies
+/// the other processes. The thread runs as long as this value exists.
 pub(super) struct NcclWatch {
     /// A sender that sends nothing. The thread stops when the sender is dropped, which sets this field to `None`.
     going: Option<Sender<()>>,
@@ -149,7 +151,7 @@ pub(super) struct NcclWatch {
 }
 
 impl NcclWatch {
-    /// Starts the thread. `own` is the number of this rank.
+    /// Starts the thread. `own` is the number of this process.
     ///
     /// # Errors
     /// `Usage` if no thread can be started.
@@ -174,7 +176,8 @@ impl NcclWatch {
         Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
     }
 
-    /// Restricts all later checks to the failure notes. NCCL would report an error as soon as another rank shuts down.
+    /// From now on, the thread checks only the failure notes, and not NCCL: NCCL reports an error as soon as another
+    /// process shuts down its NCCL.
     pub fn expect_leaving(&self) {
         *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -1,4 +1,5 @@
-//! Tests that every communicator must pass, whatever its memory and its network are.
+//! Tests that every communicator must pass, whatever its memory and its network are. A rank is here one member of the
+//! communicator: a process or a thread.
 //!
 //! A [`Fleet`] creates the ranks. Each case runs one thread for each rank of this process. No case takes longer than
 //! [`WAIT_LIMIT`].
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 use crate::comm::{Communicator, Traffic};
 use crate::error::{CommError, Error, Result, Stopped};
 
-/// A factory for the ranks of one kind of communicator. It also gives tests access to the ranks' memory.
+/// A factory for the ranks of one kind of communicator. A rank is one member of the communicator: a process or a
+/// thread. The factory also gives tests access to the ranks' memory.
 pub(crate) trait Fleet: Send + Sync + 'static {
     type Rank: Communicator + Send + 'static;
 
@@ -23,18 +25,18 @@ pub(crate) trait Fleet: Send + Sync + 'static {
 
     fn bytes(&self, rank: &Self::Rank, memory: &<Self::Rank as Communicator>::Memory) -> Vec<u8>;
 
-    /// Returns the ranks that run in this process, in a case with `size` ranks. It is called at the beginning of each
+    /// Returns the ranks that run in this process, in a test case with `size` ranks. Called at the beginning of each
     /// case.
     fn ranks(&self, size: u32) -> Vec<u32> {
         (0..size).collect()
     }
 
-    /// Combines the outcomes of the ranks in this process with the outcomes of the ranks in other processes.
+    /// Adds the outcomes of the ranks in other processes to the outcomes of the ranks in this process.
     fn share(&self, outcomes: Vec<Option<String>>) -> Vec<Option<String>> {
         outcomes
     }
 
-    /// Returns true if the communicator detects that sender and receiver expect different lengths.
+    /// Returns true if the communicator detects that the receiver expects another length than the sender sends.
     fn checks_lengths(&self) -> bool {
         true
     }
@@ -48,7 +50,7 @@ pub(crate) fn conforms<F: Fleet>(fleet: F) {
     conform_all(&Arc::new(fleet));
 }
 
-/// Runs all tests of [`conforms`], and keeps the fleet for later use.
+/// Runs all tests of a communicator, like [`conforms`], but leaves the fleet with the caller.
 pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     for size in [1, 2, 5] {
         exchanges_in_order(fleet, size);
@@ -91,7 +93,8 @@ pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
     }
 }
 
-/// Runs a closure in a thread for each rank of this process, and returns the results in rank order.
+/// Runs `story` in a thread for each rank of this process, and returns the results in rank order. The result is `None`
+/// for a rank that panicked or runs in another process.
 pub(crate) fn run<F: Fleet, T: Send + 'static>(
     fleet: &Arc<F>,
     size: u32,
@@ -118,7 +121,7 @@ pub(crate) fn run<F: Fleet, T: Send + 'static>(
     results
 }
 
-/// Runs a closure as [`run`] does, and returns the results of all ranks, including ranks in other processes.
+/// Runs `story` like [`run`], and returns the results of all ranks, including ranks in other processes.
 fn outcomes<F: Fleet>(
     fleet: &Arc<F>,
     size: u32,
@@ -127,7 +130,7 @@ fn outcomes<F: Fleet>(
     fleet.share(run(fleet, size, story))
 }
 
-/// Runs a closure as [`run`] does, and asserts that every rank ends normally.
+/// Runs `story` like [`run`], then lets every rank leave the run. Asserts that no rank panicked.
 fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + Send + Sync + 'static) {
     let outcomes = outcomes(fleet, size, move |fleet, rank| {
         story(fleet, &rank);
@@ -147,8 +150,7 @@ fn bytes_of(from: u32, to: u32, round: usize, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns ranges of these lengths with gaps between them, as in a buffer with alignment. Also returns the length of
-/// the buffer.
+/// Returns ranges of these lengths in one buffer, with gaps between them, and the length of the buffer.
 fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
     let mut end = 3;
     let ranges = lengths.iter().map(|length| {
@@ -228,8 +230,8 @@ fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     });
 }
 
-/// Runs one all-gather, in which each rank contributes this number of bytes. If `turned` is true, later ranks own
-/// earlier ranges. Checks all bytes, and that no other bytes have changed.
+/// Runs one all-gather, in which rank `n` contributes `lengths[n]` bytes. If `turned` is true, the ranges are in
+/// reverse rank order. Checks all bytes, and that no other bytes have changed.
 fn all_gather_once<F: Fleet>(fleet: &F, rank: &F::Rank, turned: bool, lengths: &[usize]) -> Result<()> {
     let mut lengths = lengths.to_vec();
     if turned {
@@ -273,7 +275,7 @@ fn all_gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
     });
 }
 
-/// Gathers ranges of equal lengths without gaps between them, as for the shards of one tensor.
+/// Tests an all-gather of ranges of equal lengths without gaps between them, like the shards of one tensor.
 fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
     const LENGTH: usize = 70_000;
     run_well(fleet, size, |fleet, rank| {
@@ -368,13 +370,13 @@ impl Operation {
 enum End {
     Dropped,
     Failed,
-    /// The rank ends because a signal stops it.
+    /// The rank reports that a signal stopped it.
     Stopped,
     Panicked,
 }
 
-/// Checks that the other ranks get an error that names a rank that has ended. One of three ranks ends after some
-/// rounds, while the others are in the next round.
+/// Runs one operation again and again on three ranks, of which rank `gone` ends after three rounds. Checks that the
+/// other two ranks get an error that names rank `gone`.
 fn names_the_ended_process<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
     let case = format!("{operation:?}, rank {gone} {end:?}");
     let names_it = {
@@ -448,7 +450,7 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     }
 }
 
-/// Checks that an all-gather fails if rank 1 has more or fewer bytes than the other ranks expect.
+/// Checks that an all-gather fails on all ranks if rank 1 contributes more or fewer bytes than the other ranks expect.
 fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
     for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
         let results = outcomes(fleet, 3, move |fleet, rank| {

@@ -3,7 +3,7 @@ use std::sync::Mutex;
 use super::conformance::{Fleet, conforms};
 use crate::comm::Local;
 
-/// A fleet whose ranks are threads of this process. It hands each thread its rank.
+/// A fleet of [`Local`] communicators, whose ranks are threads of this process. It gives each thread its communicator.
 #[derive(Default)]
 pub(crate) struct Threads(Mutex<Vec<Option<Local>>>);
 

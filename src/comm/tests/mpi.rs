@@ -17,8 +17,8 @@ use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
 use crate::error::{Error, Stopped};
 use crate::launch::{launch, process_environment};
 
-/// The environment variable that selects an operation, and the rank that is killed while the other ranks are in this
-/// operation.
+/// The environment variable with the name of an operation and a rank. This rank is killed while the other ranks are in
+/// the operation.
 const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
 
 /// All processes of the MPI world. Each test case uses its own MPI tags.
@@ -37,8 +37,8 @@ impl Processes {
         })
     }
 
-    /// Returns the communicator of this process for a case of `size` ranks. Returns `None` if the case has fewer ranks
-    /// and does not need this process.
+    /// Returns the communicator of this process for a test case with `size` ranks. Returns `None` if the case runs
+    /// without this process.
     fn of_case(&self, size: u32) -> Option<Mpi> {
         self.ranks(size).pop().map(|rank| self.rank(rank, size))
     }
@@ -132,8 +132,8 @@ fn names_a_rank_that_leaves_early(processes: &Processes) {
     }
 }
 
-/// Checks a rank that a signal stops while it waits for another rank. Both ranks complete the operation, and then all
-/// ranks stop.
+/// Checks that a signal stops all ranks. One rank gets the signal while it waits in a gather for a rank that is late.
+/// All ranks then get the error `Stopped`, which names the rank that got the signal.
 fn stops_where_one_is_stopped(processes: &Processes) {
     for stopped in 0..3 {
         let Some(rank) = processes.of_case(3) else { continue };
@@ -169,7 +169,8 @@ fn refuses_ranges_beyond_the_memory(processes: &Processes) {
     rank.leave().unwrap();
 }
 
-/// Runs operations until one rank kills itself. The launcher must then end the other ranks.
+/// Runs operations until one rank kills itself. Fails on each other rank that gets an error: the launcher must end
+/// these ranks before that.
 #[test]
 fn killed() {
     let Ok(setting) = std::env::var(KILLED) else { return };

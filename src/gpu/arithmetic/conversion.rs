@@ -18,7 +18,7 @@ pub struct CastJob {
     pub cast: Cast,
     /// The number of elements to cast.
     pub numel: u64,
-    /// The range of elements for which values lost by the cast are counted.
+    /// The elements for which lost values are counted. Index 0 is the first element of this job.
     pub counted: Range<u64>,
     /// The offset in bytes of the first element in the source buffer.
     pub source: usize,
@@ -57,12 +57,13 @@ impl Arithmetic {
     }
 }
 
-/// The sizes in bytes of the kernel's structs `Conversion` and `Lost`.
+/// The size in bytes of the kernel's struct `Conversion`. The next constant is the size of its struct `Lost`.
 const RECORD: usize = 72;
 const LOST: usize = 16;
 
 impl CastJob {
-    /// Returns the job as the numbers of the kernel's `struct Conversion`.
+    /// Returns the entry of this job in the job table: the fields of the kernel's `struct Conversion`. `lost` is the
+    /// offset at which the device writes the counts of lost values.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
         let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
@@ -94,7 +95,7 @@ impl CastJobs {
         self.lost.clone()
     }
 
-    /// Parses the counts of lost values that the device wrote: one entry for each job.
+    /// Parses the counts of lost values that the device wrote into the job table: one entry for each job.
     pub fn read_losses(bytes: &[u8]) -> impl Iterator<Item = LossCounts> + '_ {
         read_records(bytes).map(|[overflows, nans]| LossCounts { overflows, nans })
     }

@@ -2,9 +2,9 @@
 //! [`exec::reduce`](crate::exec::reduce) and [`exec::cast`](crate::exec::cast), for every dtype that these two modules
 //! support. Sizes and offsets count elements, or bytes where the name contains `bytes`.
 //!
-//! A launch runs the jobs of a job table, as for copies. The device writes the outcome of each job into the table,
-//! after the jobs. The outcome of a reduction states whether the dtype cannot represent a sum; the outcome of a cast is
-//! the number of lost values. The host then copies the outcomes back.
+//! A launch of a kernel runs the jobs of a job table. The device writes the outcome of each job into the table, after
+//! the jobs. The outcome of a reduction states whether the dtype cannot represent a sum; the outcome of a cast is the
+//! number of lost values. The host then copies the outcomes back.
 //!
 //! The bits are the same for these reasons:
 //!
@@ -33,7 +33,7 @@ use super::device::Device;
 use super::kernels::ARITHMETIC;
 use super::settings::Kernels;
 
-/// The number of units that one thread block processes. A unit is the work of one thread in one step.
+/// The number of units that one thread block processes. A unit is the elements that one thread processes in one step.
 const BLOCK_UNITS: u32 = 1024;
 
 /// The compiled kernels that reduce and cast.
@@ -69,7 +69,8 @@ fn address(memory: &impl DeviceBuffer, offset: usize, numel: u64, itemsize: u64)
     memory.address() + offset as u64
 }
 
-/// Returns the width in bytes of the widest memory access, at most `widest`, that divides all of `numbers`.
+/// Returns the largest power of two that divides `widest` and all `numbers`: the width in bytes of a memory access that
+/// is aligned for all these addresses and strides.
 fn access_bytes(numbers: &[u64], widest: u64) -> u32 {
     1 << numbers.iter().fold(widest, |bits, number| bits | number).trailing_zeros()
 }

@@ -15,8 +15,8 @@ use crate::gpu::stream::Stream;
 use crate::gpu::table::{Job, Jobs, KernelLaunch};
 use crate::layout::ReduceOp;
 
-/// A reduction of partial values in one buffer. The result is written to another buffer, or to other bytes of the same
-/// buffer.
+/// A reduction of partial values that follow each other in one buffer. The result is written to another buffer, or into
+/// the same buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReductionJob {
     /// The dtype, the operation and the divisor of the reduction.
@@ -69,14 +69,15 @@ impl Arithmetic {
     }
 }
 
-/// The sizes in bytes of the kernel's structs `Reduction` and `Outcome`.
+/// The size in bytes of the kernel's struct `Reduction`. The next constant is the size of its struct `Outcome`.
 const RECORD: usize = 64;
 const OUTCOME: usize = 24;
-/// The value of the element index in an outcome, if no element failed.
+/// The value in an outcome, in place of the index of the failed element, if no element failed.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
-    /// Returns the job as the numbers of the kernel's `struct Reduction`.
+    /// Returns the entry of this job in the job table: the fields of the kernel's `struct Reduction`. `outcome` is the
+    /// offset at which the device writes the outcome.
     fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
         let Self { reducer, partial_count: parts, numel, .. } = *self;
         assert!(parts > 0, "a reduction has partial values");
@@ -97,7 +98,7 @@ impl ReductionJob {
     }
 }
 
-/// Returns the number of real elements and their dtype. A complex element counts as two real elements.
+/// Returns the number of real elements in `numel` elements, and their dtype. A complex element has two real elements.
 fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     let part = match dtype {
         Dtype::C32 => Dtype::F16,
@@ -108,7 +109,7 @@ fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     (numel.checked_mul(2).expect("elements in memory"), part)
 }
 
-/// Returns the number of bytes that a thread reduces in one step.
+/// Returns the bytes of one partial value that a thread reduces in one step.
 fn unit_bytes(dtype: Dtype) -> u64 {
     match dtype {
         float if float.is_float() => {
@@ -122,7 +123,7 @@ fn unit_bytes(dtype: Dtype) -> u64 {
     }
 }
 
-/// Returns the bits of the divisor, as a number of the type in which the sums are computed.
+/// Returns the divisor of an average in the type in which the sums are computed, as bits.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded as on the host")]
 fn divisor(dtype: Dtype, divisor: u64) -> u64 {
     match dtype {

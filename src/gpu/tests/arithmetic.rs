@@ -1,5 +1,5 @@
-//! Tests of arithmetic on a device. The stand-in runs the kernels on the CPU, and the bits must equal the bits that the
-//! host computes.
+//! Tests of arithmetic on a device: the results must have the same bits as the results of the host. The kernels run on
+//! the CPU, in the `gpu-stand-in` library that replaces the CUDA driver.
 
 use std::ops::Range;
 
@@ -136,7 +136,8 @@ fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceEr
     job.reducer.finish(&mut sums, &mut value).map(|()| value)
 }
 
-/// Returns a device, and on the device a source buffer with the bytes `from` and a target buffer of `into` bytes.
+/// Returns a GPU and two buffers on it: a source buffer with the bytes `from`, and a target buffer of `into` zero
+/// bytes.
 fn trial(from: &[u8], into: usize) -> (Gpu, TransferTrial) {
     let gpu = open(kernels(), 0).unwrap();
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
@@ -150,8 +151,8 @@ fn fetch(trial: &TransferTrial, len: usize) -> Vec<u8> {
     got
 }
 
-/// A randomly generated reduction: the reducer; the number, length and seed of its partial values; and the offsets of
-/// the partial values and of the result, modulo the alignment.
+/// A randomly generated reduction: the reducer; the number of partial values, their number of elements and their seed;
+/// and the distances in bytes of the partial values and of the result from an aligned offset.
 type Job = (Reducer, u32, usize, u64, [usize; 2]);
 
 fn job() -> impl Strategy<Value = Job> {
@@ -283,7 +284,8 @@ fn casts_of_edge_values_equal_the_host() {
     }
 }
 
-/// A randomly generated cast: its two dtypes, length, seed, offsets and counted range.
+/// A randomly generated cast: source and target dtype, number of elements, seed, distances in bytes of source and
+/// target from an aligned offset, and the range of elements in which lost values are counted.
 type Casting = (Dtype, Dtype, usize, u64, [usize; 2], Range<u64>);
 
 fn casting() -> impl Strategy<Value = Casting> {

@@ -1,4 +1,5 @@
-//! Conformance tests of the NCCL communicator. Threads provide the failure notes.
+//! Conformance tests of the NCCL communicator, with one thread for each rank. The failure notes are those of the
+//! communicator of threads.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
-/// A fleet in which each rank has its own thread and its own stand-in device.
+/// A fleet in which each rank is a thread with its own device of the `gpu-stand-in` library.
 #[derive(Default)]
 struct Devices(Threads);
 
@@ -49,7 +50,8 @@ fn nccl_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[]);
 }
 
-/// The stand-in for NCCL reports no errors of peers here, so only the failure notes report that a peer has died.
+/// The `gpu-stand-in` library is set to report no errors of peers. So only the failure notes report that a peer has
+/// ended.
 #[test]
 fn nccl_without_peer_errors_passes_the_conformance_tests_stand_in() {
     run_test("conforming::conformance_tests_pass", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);

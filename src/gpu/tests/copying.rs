@@ -19,12 +19,12 @@ fn driver_copies_equal_host_copies_stand_in() {
     run_test("copying::random_copies_equal_the_host", 1, &[("GPU_STAND_IN_DELAY_US", "0"), ("KERNELS", "off")]);
 }
 
-/// The loops of a random copy. For each loop: its number of iterations, and the gap after each iteration in the source
-/// and in the target. The second part is the order of the loops in the source.
+/// The loops of a random copy. The first part has, for each loop, its number of iterations, and the gaps after each
+/// iteration in the source and in the target. The second part is the order of the loops in the source.
 type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
 
-/// Generates a copy whose runs have whole elements and do not overlap in the target. Also returns the lengths of both
-/// buffers.
+/// Generates a copy of runs of whole elements, which do not overlap in the target. Also returns the lengths in bytes of
+/// the source buffer and of the target buffer.
 pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
     let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
     let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];
@@ -56,7 +56,8 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
     (copy, source + source_span, target + target_span)
 }
 
-/// Makes all copies on the device in order, and returns the content of the target buffer.
+/// Makes all copies on the device in order, and returns the content of the target buffer. Each number is added to the
+/// target offsets of its copy.
 fn copy_on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
     let mut got = vec![0; target_len];

@@ -27,8 +27,9 @@ fn killed(settings: &[(&str, &str)]) {
     one_is_killed("dying::rank", settings);
 }
 
-/// Freeing device memory blocks until the device has finished, and the device waits for a rank that has died. A thread
-/// inside this call cannot check the failure notes. The exchange that is aborted meanwhile must not count as complete.
+/// Checks that device memory can be freed while the device waits for a process that has died. The thread inside this
+/// call cannot check the failure notes, so another thread aborts the exchange. The aborted exchange must not count as
+/// complete.
 #[test]
 fn memory_is_freed_where_a_peer_is_gone_stand_in() {
     for lost_peers in ["", "silent"] {
@@ -43,7 +44,7 @@ fn process_that_leaves_does_not_wait_for_a_killed_peer_stand_in() {
     }
 }
 
-/// Runs a test in two processes. One of the processes ends immediately.
+/// Runs a test in two processes, of which process 1 aborts in the middle. Asserts that process 0 passes the test.
 fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {

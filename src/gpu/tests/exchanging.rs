@@ -1,4 +1,4 @@
-//! Tests of exchanges by GPUs: the ranks together must write the same bytes as one process.
+//! Tests of exchanges by GPUs: several ranks (threads) together must write the same bytes as one.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::exchange::Shuffle;
 use crate::exchange::tests::{Case, Means, check_each_cut, check_faults, has_valid_length, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
-/// A communication method for tests in which each rank has its own stand-in device.
+/// The NCCL exchange for tests. Each rank is a thread with its own device of the `gpu-stand-in` library.
 pub(super) struct Devices;
 
 impl Means for Devices {

@@ -1,4 +1,5 @@
-//! Tests without a GPU. If a test needs a CUDA driver, it runs in its own process, which loads a stand-in library.
+//! Tests without a GPU. If a test needs a CUDA driver, it runs in its own process, which loads the `gpu-stand-in`
+//! library in place of the driver and NCCL.
 
 mod arithmetic;
 mod conforming;
@@ -18,14 +19,16 @@ use super::{Gpu, Kernels, Settings};
 use crate::comm::tests::conformance::WAIT_LIMIT;
 use crate::error::Result;
 
-/// PTX that declares the kernels without their code. The stand-in contains the kernels, compiled for the CPU.
+/// PTX that declares the kernels without their code. The `gpu-stand-in` library contains the kernels, compiled for the
+/// CPU.
 const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n.visible .entry reduce(\n)\n{ ret; }\n\
     .visible .entry report_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
 
-/// The delay of each operation on a stream of the stand-in, in microseconds.
+/// The time in microseconds that each operation on a stream takes in the `gpu-stand-in` library.
 const DELAY_US: &str = "30";
 
-/// Returns a folder that contains the stand-in under the file names of the real libraries, so that the loader finds it.
+/// Returns a folder that contains the `gpu-stand-in` library under the file names of the CUDA driver and NCCL, so that
+/// the loader finds it.
 fn libraries() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let stand_in = std::env::current_exe().unwrap().with_file_name("libgpu_stand_in.so");
@@ -35,7 +38,8 @@ fn libraries() -> tempfile::TempDir {
     folder
 }
 
-/// Returns a process that runs one ignored test of this binary, on a machine with `devices` stand-in devices.
+/// Returns a command that runs one ignored test of this binary with the `gpu-stand-in` library, which has `devices`
+/// devices.
 fn test_process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["--ignored", "--exact", "--nocapture"]).arg(format!("gpu::tests::{test}"));
@@ -55,7 +59,7 @@ fn run_test(test: &str, devices: u32, settings: &[(&str, &str)]) {
     assert_passed(test, &output);
 }
 
-/// Runs a test as [`run_test`] does, but skips it if the stand-in was built without kernels.
+/// Runs a test like [`run_test`], but skips it if the `gpu-stand-in` library was built without kernels.
 #[expect(clippy::print_stdout, reason = "the output says why the test was skipped")]
 fn run_test_with_kernels(test: &str, devices: u32, settings: &[(&str, &str)]) {
     if gpu_stand_in::HAS_KERNELS {

@@ -1,4 +1,4 @@
-//! Tests of NCCL reductions with the stand-in. Like NCCL, the stand-in adds in another order and rounds differently
+//! Tests of NCCL reductions with the `gpu-stand-in` library. Like NCCL, it adds in another order and rounds differently
 //! than the host.
 
 use proptest::prelude::*;
