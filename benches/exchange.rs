@@ -2,11 +2,12 @@
 //! between processes.
 //!
 //! The benchmark converts layers of Llama 3.1 405B with AdamW from one mesh to another, with a process for each rank of
-//! the larger mesh. It also converts 100,000 tensors of 1 KiB (`small`) between a few ranks. It runs on one thread and
-//! moves no data. The figures are processor seconds, and the bytes of the busiest process divided by the bytes of the
-//! average process.
+//! the source mesh. It also converts 100,000 tensors of 1 KiB (`small`) between a few ranks. It runs on one thread and
+//! moves no data. It prints CPU seconds, and the bytes of the busiest process divided by the average bytes of a
+//! process.
 //!
-//! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER is a part of `| from | to |` as it is printed.
+//! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER selects the output rows that contain this text in
+//! the columns `from` and `to`.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its figures")]
 
@@ -23,7 +24,7 @@ use support::tables::tables;
 
 const BUCKET_BYTES: u64 = 64 << 20;
 
-/// Returns the value of the process with the largest value, divided by the average over all processes.
+/// Returns the largest `value` of a process, divided by the average over all processes.
 fn busiest(loads: &[Load], value: impl Fn(&Load) -> u64) -> f64 {
     let (most, sum) = loads.iter().map(value).fold((0, 0), |(most, sum), bytes| (bytes.max(most), sum + bytes));
     #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]

@@ -2,7 +2,7 @@
 //!
 //! The checkpoint has tensors of the 405B model, sharded over all ranks of `fsdp=16384` with one chunk for each rank.
 //! It has as many tensors as are needed for the number of chunks. The data files have their lengths but no disk blocks.
-//! The figures are processor seconds; the peak is the maximum memory of the process until then, in MB.
+//! It prints CPU seconds, and the peak memory of the process so far, in MB.
 //!
 //! `cargo bench --bench metadata [-- --chunks N] [--ranks N] [--keep DIR]`
 
@@ -19,7 +19,8 @@ use dtshard::format::{Checkpoint, ReadOptions, dcp};
 use support::cost::{nanos_each, peak_mb, timed};
 use support::model::{Job, Tensor, tensors};
 
-/// Returns as many tensors as are needed for this number of chunks. Every rank holds at least one row of each tensor.
+/// Returns enough tensors to have `chunks` chunks in total, with one chunk for each rank. Every rank holds at least one
+/// row of each tensor.
 fn choose_tensors(ranks: u64, chunks: u64) -> Vec<Tensor> {
     let even = tensors(126).filter(|tensor| tensor.shape.len() == 2 && tensor.shape[0] >= ranks);
     even.take(usize::try_from(chunks.div_ceil(ranks)).expect("a few tensors")).collect()
@@ -37,7 +38,7 @@ fn catalog(tensors: &[Tensor]) -> Catalog {
     catalog
 }
 
-/// Creates the data files as sparse files, and writes `.metadata`. Returns the length of `.metadata`.
+/// Creates the data files as sparse files, and writes `.metadata`. Returns the length of `.metadata` in bytes.
 fn write(reservation: &Reservation, folder: &Path) -> u64 {
     let mut len = 0;
     for file in &reservation.files {

@@ -1,11 +1,11 @@
 //! Benchmarks conversion plans for large clusters: every tensor of Llama 3.1 405B with AdamW from one mesh to another.
 //!
 //! The benchmark runs on one thread, tensor by tensor, and keeps no results. It measures the chunk tables of source and
-//! target, the proof of coverage, the intersection, and the lowering to strided byte copies. An *item* is a strided
-//! copy. The figures are processor seconds.
+//! target, the proof of coverage, the intersection, and the conversion of the plan to strided byte copies. An *item* is
+//! a strided copy. The output has CPU seconds.
 //!
-//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers, and FILTER is a part of `| from | to
-//! |` as it is printed.
+//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers. FILTER selects the output rows that
+//! contain this text in the columns `from` and `to`.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its figures")]
 

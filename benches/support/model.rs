@@ -82,7 +82,7 @@ pub fn small_tensors(count: u64) -> impl Iterator<Item = Tensor> {
     (0..count).map(move |index| Tensor { fqn: name(index), shape: Dims::from_slice(&[16, 32]), role: Role::Column })
 }
 
-/// A training job: its mesh, and the placements that it gives to tensors.
+/// A training job: its mesh, and the placements of its tensors.
 pub struct Job {
     /// The name of the mesh, for printing.
     pub name: String,
@@ -112,7 +112,7 @@ impl Job {
         Self::new(&format!("fsdp={},tp={tp}", ranks / tp), &strided, "S(0),S(1)", "S(0),R")
     }
 
-    /// Returns a job that shards the columns of every matrix over all ranks.
+    /// Returns a job on a mesh of one dim that shards the columns of every matrix.
     pub fn columns(ranks: u64) -> Self {
         Self::new(&format!("tp={ranks}"), "S(1)", "S(1)", "R")
     }
@@ -129,12 +129,12 @@ impl Job {
         specs.iter().map(resolve).collect::<Vec<_>>().into()
     }
 
-    /// Returns the distinct tiles of a tensor.
+    /// Returns the distinct tiles of a tensor: ranks that hold the same tile give one entry.
     pub fn shards(&self, tensor: &Tensor) -> Vec<HeldTile> {
         self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit")
     }
 
-    /// Returns the tensor with a chunk for every distinct tile, as DCP stores it.
+    /// Returns the catalog entry of a tensor as DCP stores it: with one chunk for every distinct tile.
     pub fn entry(&self, tensor: &Tensor) -> TensorEntry {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
         for (tile, ranks) in self.shards(tensor) {

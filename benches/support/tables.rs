@@ -5,7 +5,8 @@ use dtshard::storage::FileId;
 
 use super::model::{Job, Tensor};
 
-/// Returns the catalog of the source, and the reservation of the target. Every rank of the target has a file.
+/// Returns the catalog of the source, and the reservation of the target (the layout of its files). Every rank of the
+/// target has a file.
 pub fn tables(from: &Job, to: &Job, tensors: impl Iterator<Item = Tensor>) -> (Catalog, Reservation) {
     let (mut catalog, mut reservation) = (Catalog::empty(), Reservation::default());
     for tensor in tensors {

@@ -24,7 +24,7 @@ pub fn code<Code: Default>(body: impl FnOnce() -> Result<(), Code>) -> Code {
 /// The error if the address for a result is null or not aligned.
 pub struct NoPlace;
 
-/// Writes a result to the address that the caller has passed.
+/// Writes a result of a call to the address `place`, which the caller has passed.
 pub fn put<T>(place: *mut T, value: T) -> Result<(), NoPlace> {
     if place.is_null() || !place.is_aligned() {
         return Err(NoPlace);

@@ -10,15 +10,15 @@ use crate::machine::Machine;
 pub enum Fault {
     /// The process is killed when it initialises the driver.
     DiesLoading,
-    /// The process is killed while the other ranks wait for it to connect: it has sent its description, but nothing
-    /// else. With `FailsMeeting`, NCCL fails at this point instead, and the process goes on.
+    /// The process is killed while NCCL connects the ranks: it has sent its rank and port, but nothing else. With
+    /// `FailsMeeting`, NCCL fails at this point instead, and the process goes on.
     DiesMeeting,
     FailsMeeting,
-    /// The process is killed in a group of operations, after it has sent its messages and before it takes any message.
+    /// The process is killed in a group of operations, after it has sent its messages and before it reads any message.
     /// With `FailsInGroup`, NCCL fails at this point instead, and the process goes on.
     DiesInGroup,
     FailsInGroup,
-    /// An allocation of device memory fails. With `RefusesPinned`, an allocation of pinned memory fails.
+    /// An allocation of device memory fails. With `RefusesPinned`, an allocation of pinned memory fails instead.
     RefusesMemory,
     RefusesPinned,
 }
@@ -33,7 +33,7 @@ const NAMES: [(&str, Fault); 7] = [
     ("refuses-pinned", Fault::RefusesPinned),
 ];
 
-/// A fault, and a number n: the fault happens when its point is reached for the nth time.
+/// A fault and a number n, counted from 1: the fault happens when the program reaches its point for the nth time.
 pub type PlannedFault = (Fault, usize);
 
 /// Parses the value of `GPU_STAND_IN_FAULT`.
@@ -44,7 +44,7 @@ pub fn planned(text: &str) -> Option<PlannedFault> {
 }
 
 impl Fault {
-    /// Counts that the program has reached the point of the fault. Returns true if the fault happens now.
+    /// Call this when the program reaches the point of this fault. Returns true if the fault happens now.
     pub fn happens(self) -> bool {
         static COME_BY: AtomicUsize = AtomicUsize::new(0);
         match Machine::start().settings.fault {
@@ -53,7 +53,7 @@ impl Fault {
         }
     }
 
-    /// Kills the process if the fault happens now.
+    /// Call this when the program reaches the point of this fault. Kills the process if the fault happens now.
     pub fn strikes(self) {
         if self.happens() {
             // SAFETY: the call only sends a signal to this process.

@@ -25,7 +25,7 @@ pub struct Launch<'a> {
     pub heap: &'a Heap,
 }
 
-/// The range of an illegal access: `struct Illegal` in `kernels.cpp`.
+/// The address and the length of an illegal access: `struct Illegal` in `kernels.cpp`.
 #[repr(C)]
 struct Access {
     address: u64,
@@ -52,7 +52,7 @@ unsafe extern "C" {
     ) -> Access;
 }
 
-/// Replacements for the kernels, for a build without a C++ compiler.
+/// Replaces `kernels.cpp` in a build without a C++ compiler: no kernel is found.
 #[cfg(no_kernels)]
 mod none {
     use super::{Access, Allocation, c_char};

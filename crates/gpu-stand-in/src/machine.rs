@@ -29,13 +29,13 @@ pub struct Device {
 #[derive(Default)]
 pub struct Tables {
     last: usize,
-    /// The streams, by their handles. The key of a default stream is the index of its device.
+    /// The streams, by their handles. The default stream of a device has the index of the device as its key.
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,
     pub functions: HashMap<usize, crate::kernels::Kernel>,
     pub communicators: HashMap<usize, Arc<crate::nccl::Communicator>>,
-    /// The lengths of ranges of pinned host memory in bytes, by their addresses.
+    /// The ranges of pinned host memory: address, and length in bytes.
     pub pinned: BTreeMap<usize, usize>,
 }
 
@@ -83,7 +83,7 @@ impl Machine {
         streams.iter().for_each(|stream| stream.synchronize());
     }
 
-    /// Returns true if a range of host memory is pinned.
+    /// Returns true if a range of host memory is inside one range of pinned memory.
     pub fn is_pinned(&self, address: usize, bytes: usize) -> bool {
         let tables = self.tables();
         tables.pinned.range(..=address).next_back().is_some_and(|(start, length)| address + bytes <= start + length)

@@ -13,12 +13,12 @@ const POISON: u8 = 0xA5;
 const ALIGNMENT: usize = 256;
 
 pub struct Heap {
-    /// The start address of the memory, as programs see it. Programs cannot read this address.
+    /// The device address at which the memory starts. A program that reads this address crashes.
     seen: usize,
-    /// The address in host memory at which the bytes really are.
+    /// The host address at which the bytes really are.
     real: usize,
     size: usize,
-    /// The lengths of the current allocations in bytes, by their offsets.
+    /// The current allocations: offset in the memory, and length in bytes.
     used: Mutex<BTreeMap<usize, usize>>,
 }
 
@@ -26,14 +26,14 @@ pub struct Heap {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Allocation {
-    /// The start address of the range, as programs see it.
+    /// The device address at which the range starts.
     pub seen: u64,
-    /// The address in host memory at which the bytes really are.
+    /// The host address at which the bytes really are.
     pub real: u64,
     pub bytes: u64,
 }
 
-/// The error for a range that is not device memory. The reason has already been printed when the error is returned.
+/// The error for a range that is not inside one allocation of device memory. Its reason has already been printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Illegal;
 
@@ -47,7 +47,7 @@ impl Heap {
         }
     }
 
-    /// Allocates device memory. Returns the address that programs see, or `None` if there is not enough space.
+    /// Allocates device memory. Returns the device address, or `None` if there is not enough space.
     pub fn allocate(&self, bytes: usize) -> Option<u64> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = 0;

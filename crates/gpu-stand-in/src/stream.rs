@@ -79,7 +79,7 @@ impl Queue {
     }
 }
 
-/// An event of CUDA. The event counts how many times it was recorded, and which of these records its stream has
+/// An event of CUDA. The event counts how many times it was recorded, and how many of these records the streams have
 /// reached.
 #[derive(Default)]
 pub struct Event {
@@ -108,7 +108,7 @@ impl Event {
         });
     }
 
-    /// Makes a stream wait for the latest record of this event.
+    /// Makes the later work of a stream wait until the latest record of this event is reached.
     pub fn hold(self: &Arc<Self>, stream: &Stream) {
         let (event, number) = (Arc::clone(self), self.counts().recorded);
         stream.push(move || event.wait_for(number));

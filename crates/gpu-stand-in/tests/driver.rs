@@ -86,7 +86,8 @@ fn use_after_free_faults_the_device() {
     assert!(passes_early("freed"));
 }
 
-/// This test runs in its own process, because after a fault no call works any more, as in CUDA.
+/// Checks that freeing memory too early makes the device fault. Runs in its own process, because after a fault no call
+/// works any more, as in CUDA.
 #[test]
 #[ignore = "a process of a test"]
 fn freed() {

@@ -20,7 +20,7 @@ fn patient() -> Wait {
     Wait::up_to(Duration::from_secs(30))
 }
 
-/// Returns the error of queued operations. If queueing succeeded, waits for the asynchronous error.
+/// Returns the error `queued`. If it is `Ok`, waits until the communicator reports an asynchronous error.
 fn error(communicator: &Communicator, queued: nccl::Result<()>) -> Error {
     let begin = Instant::now();
     let mut status = queued;
@@ -43,7 +43,7 @@ fn collectives_give_expected_bytes() {
     }
 }
 
-/// Tests an exchange in which rank i sends (i + 1) * (j + 1) bytes of value 16 i + j to rank j.
+/// Tests an exchange in which rank i sends (i + 1) * (j + 1) bytes with the value 16 * i + j to rank j.
 #[test]
 #[ignore = "one rank of a test"]
 fn exchange() {

@@ -323,7 +323,7 @@ impl Nccl {
     ///
     /// # Safety
     ///
-    /// The conditions of [`Self::send`] hold for both buffers. Only the root needs `recv`.
+    /// The conditions of [`Self::send`] hold for `send`, and at the root also for `recv`.
     #[expect(clippy::too_many_arguments, reason = "the arguments of nccl.h")]
     pub unsafe fn reduce(
         &self,

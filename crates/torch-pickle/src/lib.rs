@@ -69,10 +69,10 @@
 //!
 //! # Large files
 //!
-//! A source of bytes is any type that implements [`ReadAt`]; tensor data is located and never read. A pickle with
-//! millions of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, does not have to become a tree
-//! of values: a [`Visitor`](pickle::Visitor) receives each object while the pickle is read, and stores a row for the
-//! object.
+//! A source of bytes is any type that implements [`ReadAt`]. Tensor data is located, and read only to check checksums.
+//! A pickle with millions of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, does not have to
+//! become a tree of values: a [`Visitor`](pickle::Visitor) receives each object while the pickle is read, and stores a
+//! row for the object.
 //!
 //! # Format versions
 //!

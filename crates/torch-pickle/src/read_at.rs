@@ -4,7 +4,7 @@ use std::io;
 
 /// A source of bytes that can be read at any offset: a file, or bytes in memory.
 ///
-/// Each read is small, and tensor data is never read.
+/// Each read has at most a few MB. Tensor data is read only to check checksums.
 pub trait ReadAt {
     /// Returns the length of the source in bytes.
     fn len_bytes(&self) -> u64;
@@ -41,7 +41,7 @@ impl ReadAt for [u8] {
     }
 }
 
-/// An open file. The length of the file is read once, when the source is created.
+/// An open file. Its length is read once, when the source is created.
 #[cfg(unix)]
 #[derive(Debug)]
 pub struct FileSource {

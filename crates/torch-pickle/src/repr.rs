@@ -167,7 +167,7 @@ impl Line<'_, '_> {
         if value.is_nan() { self.write_str("nan") } else { write!(self, "{value:?}") }
     }
 
-    /// Prints an int. Of an int with more than 512 bits, only the length is printed.
+    /// Prints an int. If it has more than 512 bits, prints only its length.
     fn big_int(&mut self, bytes: &[u8]) -> fmt::Result {
         if bytes.len() > 64 {
             return write!(self, "<int of {} bytes>", bytes.len());

@@ -38,8 +38,8 @@ pub enum Value<T, X = Infallible> {
     Complex(f64, f64),
     /// A list.
     List(Vec<Self>),
-    /// A list of a million ints or more, such as the order of a sampler. As single values, the ints would take many
-    /// times the memory. A shorter list of ints is a `List`.
+    /// A list of at least 2^20 ints, such as the order of a sampler. As single values, the ints would take many times
+    /// the memory. A shorter list of ints is a `List`.
     Ints(Arc<[i64]>),
     /// A tuple.
     Tuple(Vec<Self>),
@@ -229,7 +229,7 @@ impl<T, X: Extension<T>> Value<T, X> {
         ids
     }
 
-    /// Returns whether two values are equal except for their tensors.
+    /// Returns whether two values are equal if every tensor counts as equal to every other tensor.
     pub fn same_but_tensors(&self, other: &Self) -> bool
     where
         T: Copy + Default + PartialEq + fmt::Debug,

@@ -1,8 +1,7 @@
 //! Copies between host and device, and within a device.
 //!
-//! A range is checked twice: when the call is made, where an invalid range is an error of the call; and when the stream
-//! runs the copy, where memory that has been freed is a fault of the device. As on a device, two streams that write to
-//! one address race.
+//! Each range is checked twice. An invalid range is an error of the call. If the memory is freed after the call and
+//! before the stream runs the copy, the device faults. As on a device, two streams that write to one address race.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -11,7 +10,7 @@ use super::{Answer, Code, entries, started, stream};
 use crate::machine::Device;
 use crate::memory::Illegal;
 
-/// Runs work of a stream. If the work accesses invalid memory, the device faults and runs no more work.
+/// Runs work of a stream, unless the device has faulted. If the work accesses invalid memory, the device faults.
 pub fn on_device(device: &'static Device, work: impl FnOnce() -> Result<(), Illegal>) {
     if !device.has_faulted() && work().is_err() {
         device.fault();
@@ -85,8 +84,8 @@ struct Strided {
 }
 
 impl Copy3D {
-    /// Returns the distances between rows and slices of the source or the target. Checks that the box is inside its
-    /// array. Host memory is not supported.
+    /// Returns the address of a side, and the distances in bytes between its rows and between its slices. Checks that
+    /// the box is inside its array. Host memory is not supported.
     fn strided(&self, side: &Side) -> Answer<Strided> {
         if side.memory_type != DEVICE || side.lod != 0 {
             return Err(Code::ERROR_NOT_SUPPORTED);

@@ -50,7 +50,7 @@ entries! {
         put(address, device.heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Frees the memory when the stream reaches this point of its queue.
+    /// Frees the memory when the stream has done all work that was queued before this call.
     fn cuMemFreeAsync(address: u64, handle: usize) {
         let (stream, device) = stream(handle)?;
         device.heap.locate(address, 0)?;

@@ -59,7 +59,8 @@ impl From<Illegal> for Code {
     }
 }
 
-/// Writes a result to the address that the caller has passed. Returns an error if the address is null or not aligned.
+/// Writes a result of a call to the address `place`, which the caller has passed. Returns an error if the address is
+/// null or not aligned.
 fn put<T>(place: *mut T, value: T) -> Answer {
     entry::put(place, value).map_err(|_| Code::ERROR_INVALID_VALUE)
 }
@@ -86,7 +87,7 @@ fn check_fault(device: &'static Device) -> Answer<&'static Device> {
     if device.has_faulted() { Err(Code::ERROR_ILLEGAL_ADDRESS) } else { Ok(device) }
 }
 
-/// Returns the stream that a handle identifies, and the device of the stream.
+/// Returns the stream that a handle identifies, and its device. Returns an error if the device has faulted.
 fn stream(handle: usize) -> Answer<(Arc<Stream>, &'static Device)> {
     current()?;
     let stream = started()?.stream(handle).ok_or(Code::ERROR_INVALID_HANDLE)?;

@@ -1,4 +1,5 @@
-//! Connection setup: the process that created the unique id sends the ports of all ranks to every rank.
+//! Connection setup: the process that created the unique id sends the ports of all ranks to every rank. Then the ranks
+//! connect to each other.
 
 use std::collections::HashSet;
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,7 +28,7 @@ pub struct RankPosition {
 #[repr(C)]
 pub struct UniqueId([u8; 128]);
 
-/// The description of a rank, which the rank sends to the process that created the id.
+/// The data about a rank that the rank sends to the process that created the unique id.
 #[derive(Clone, Copy)]
 struct Card {
     rank: u32,
@@ -65,7 +66,7 @@ impl UniqueId {
     }
 }
 
-/// Receives the descriptions of all ranks, and then sends the ports of all ranks to each of them.
+/// Receives a [`Card`] from each rank, and then sends the cards of all ranks to each of them.
 fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     let mut guests: Vec<(Card, TcpStream)> = Vec::new();
     while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
@@ -89,7 +90,8 @@ fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Connects to all other ranks. Returns the sockets in rank order. Returns an error if two ranks use the same device.
+/// Connects to all other ranks. Returns the sockets in rank order, with `None` for this rank. Returns an error if two
+/// ranks use the same device.
 ///
 /// Calls `aborted` repeatedly while it waits, and stops when `aborted` returns true.
 pub fn meet(
@@ -139,8 +141,8 @@ pub fn meet(
     connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
 }
 
-/// Returns the NCCL code for a socket error. NCCL has one code for a connection that a peer has closed, and another for
-/// an error of this rank.
+/// Returns the NCCL code for a socket error. If a peer has closed the connection, the code differs from the code for an
+/// error of this rank.
 fn code(error: &io::Error) -> Code {
     match error.kind() {
         ErrorKind::UnexpectedEof
@@ -191,7 +193,8 @@ fn wait(error: io::Error, aborted: &dyn Fn() -> bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the id of the machine, or `NCCL_HOSTID` if it is set, as NCCL does.
+/// Returns a hash of `NCCL_HOSTID`, which stands for the machine. Two ranks with equal hashes must use different
+/// devices.
 fn host() -> u64 {
     let name = env::var("NCCL_HOSTID").unwrap_or_default();
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))

@@ -18,8 +18,8 @@ use crate::wire::{Head, Kind};
 pub struct Communicator {
     place: RankPosition,
     blocking: bool,
-    /// The sockets to all ranks; `None` at the index of this rank. The cell is empty until the communicator is
-    /// connected.
+    /// The sockets to the other ranks, by rank; the entry of this rank is `None`. The cell is empty until the
+    /// communicator is connected.
     peers: OnceLock<Vec<Option<Peer>>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -33,7 +33,7 @@ struct Peer {
 
 struct State {
     failed: Option<Code>,
-    /// The number of calls that have started but are not queued on their stream yet.
+    /// The number of calls that are in progress: connecting, queueing a group, or finalizing.
     starting: usize,
     /// The number of groups that are queued on a stream but are not done.
     running: usize,
@@ -48,17 +48,17 @@ struct State {
 #[derive(Default)]
 struct From {
     messages: VecDeque<(Head, Vec<u8>)>,
-    /// The number of messages that this rank has sent to the peer and that the peer has not taken yet.
+    /// The number of messages to the peer that the peer has not taken yet.
     untaken: usize,
     lost: bool,
 }
 
-/// The error if a group cannot continue because the communicator has failed or was aborted.
+/// The error of a group that cannot continue, because a peer is lost, or the communicator has failed or was aborted.
 #[derive(Clone, Copy, Debug)]
 pub struct Broken;
 
 impl Communicator {
-    /// Creates a communicator. A thread connects it to its peers.
+    /// Creates a communicator, and returns while a thread connects it to its peers.
     pub fn begin(place: RankPosition, id: UniqueId, blocking: bool) -> Arc<Self> {
         let state = State {
             failed: None,
@@ -163,7 +163,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Stops all waiting threads. Returns when no thread waits any more.
+    /// Aborts the communicator. Returns when no thread of it is waiting for a message any more.
     pub fn abort(&self) {
         self.change(|state| state.aborted = true);
         self.close();
@@ -177,7 +177,7 @@ impl Communicator {
         }
     }
 
-    /// Sets the error of the communicator, unless the communicator already has an error, and closes its sockets so that
+    /// Records `code` as the error of the communicator, unless it already has an error. Closes the sockets, so that
     /// peers notice.
     pub fn fail(&self, code: Code) {
         self.change(|state| state.failed = state.failed.or(Some(code)));
@@ -199,7 +199,7 @@ impl Communicator {
         self.write(peer, head, data)
     }
 
-    /// Takes the next message of a peer. The message must have the expected header.
+    /// Waits for the next message of a peer, and takes it. If its header is not `expected`, the communicator fails.
     pub fn take(&self, peer: usize, expected: Head) -> Result<Vec<u8>, Broken> {
         let mut state = self.wait_while(|state| state.waits(peer) && state.from[peer].messages.is_empty());
         let Some((head, data)) = state.from[peer].messages.pop_front() else {
@@ -228,8 +228,8 @@ impl Communicator {
         if taken { Ok(()) } else { Err(self.without(peer)) }
     }
 
-    /// Returns the error for a peer that is lost. Reports an error of the communicator, unless the settings say that
-    /// NCCL does not report the loss of a peer.
+    /// Returns the error for a peer that is lost. The communicator also fails, unless the settings say that NCCL does
+    /// not report the loss of a peer.
     fn without(&self, peer: usize) -> Broken {
         let state = self.state();
         let reports_error = Machine::start().settings.lost_peers == LostPeers::Error;
@@ -250,7 +250,7 @@ impl Communicator {
         written.map_err(|_| self.without(peer))
     }
 
-    /// Receives the messages of all peers. Starts one thread for each peer.
+    /// Starts a thread for each peer, which receives the messages of the peer.
     fn listen(self: &Arc<Self>, sockets: Vec<Option<TcpStream>>) {
         for (peer, socket) in sockets.iter().enumerate() {
             let Some(Ok(mut socket)) = socket.as_ref().map(TcpStream::try_clone) else { continue };

@@ -1,4 +1,4 @@
-//! Groups of calls. The calls that one thread makes in a group are queued on a stream in one step.
+//! Groups of calls (`ncclGroupStart` to `ncclGroupEnd`): the calls of one thread in a group are queued in one step.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! The operations of a group. First all operations send, then all receive, and then all wait until their messages were
-//! taken.
+//! The operations of a group. First all operations send, then all receive, and then this rank waits until its peers
+//! have taken its messages.
 
 use std::ffi::c_int;
 use std::slice;
@@ -35,7 +35,7 @@ pub enum What {
 /// An NCCL call whose arguments have been checked.
 pub struct Operation {
     kind: Kind,
-    /// The peer of a send or receive, or the root of a collective.
+    /// The peer of a send or receive, or the root of a collective; 0 for a collective without a root.
     rank: usize,
     receives: bool,
     from: u64,

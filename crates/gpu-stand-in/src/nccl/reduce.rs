@@ -13,7 +13,7 @@ pub fn size(dtype: u32) -> Option<usize> {
     }
 }
 
-/// Returns true if a reduction is supported. Reductions of 8-bit floats need a newer device than the imitated device.
+/// Returns true if the imitated device can reduce this dtype by this operation. It cannot reduce 8-bit floats.
 pub fn can(dtype: u32, op: u32) -> bool {
     dtype <= 9 && op <= AVG
 }
@@ -123,7 +123,7 @@ macro_rules! with_type {
     };
 }
 
-/// Reduces the elements of `other` into the elements of `total`, element by element.
+/// Combines each element of `total` with the element of `other` at the same index, and stores the result in `total`.
 pub fn add(dtype: u32, op: u32, total: &mut [u8], other: &[u8]) {
     with_type!(dtype, T => {
         let size = size_of::<T>();

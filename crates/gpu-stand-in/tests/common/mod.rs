@@ -80,7 +80,7 @@ pub fn driver() -> &'static Driver {
     DRIVER.get_or_init(Driver::load)
 }
 
-/// Makes device 0 current in this thread.
+/// Initialises the driver and makes device 0 current in this thread.
 pub fn device() {
     let mut context = ptr::null_mut();
     assert_eq!(driver().cuInit(0), 0);
@@ -170,8 +170,8 @@ pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec
     children.into_iter().map(|mut child| child.wait().unwrap().code().unwrap_or(-1)).collect()
 }
 
-/// Runs the ignored test `name` of this binary in a process, and returns true if it passes. The streams of the process
-/// are delayed so long that the test runs before their work.
+/// Runs the ignored test `name` of this binary in a process, and returns true if it passes. Each work item on a stream
+/// is delayed for so long that the test ends before it runs.
 pub fn passes_early(name: &str) -> bool {
     let mut early = Command::new(env::current_exe().unwrap());
     early.args(["--ignored", "--exact", name, "--nocapture"]).env("GPU_STAND_IN_DELAY_US", "100000");

@@ -32,8 +32,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Sets the maximum number of thread blocks of a kernel (`maxCTAs`). The number should be small if several ranks
-    /// share a device.
+    /// Sets the maximum number of thread blocks of an NCCL kernel (`maxCTAs`). The number should be small if several
+    /// ranks share a device.
     #[must_use]
     pub fn max_ctas(self, blocks: u16) -> Self {
         Self { max_ctas: Some(blocks) }
@@ -108,7 +108,7 @@ impl Communicator {
     }
 
     /// Queues operations on a stream as one group (`ncclGroupStart`, `ncclGroupEnd`), so that no operation waits for
-    /// another.
+    /// another operation of the group.
     ///
     /// Returns after the operations are queued on the stream. Work that is queued on the stream later runs after these
     /// operations.

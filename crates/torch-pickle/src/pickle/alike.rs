@@ -1,15 +1,15 @@
 //! A cache of recent object records. An object record is an object that is read directly from its opcodes, without
-//! nodes; the visitor turns it into a row. If an object record has the same bytes as a cached object record, it becomes
-//! the row of the cached one.
+//! nodes; the visitor turns it into a row. If an object record has the same bytes as a cached object record, both
+//! become one row.
 //!
 //! Reason: the metadata of a tensor contains only numbers and memo entries, so tensors with equal dtype and shape have
 //! object records with equal bytes. Most of a `.metadata` consists of such object records. A repeated object record is
 //! not read again.
 //!
 //! Invariant: equal bytes mean equal object records, because memo entries do not change. If a memo entry may have
-//! changed (by a PUT, or by the BUILD of an object that was fetched from the memo), the cache is cleared. If an object
-//! record adds memo entries that are fetched later, it is always read: it is not cached, and it does not become the row
-//! of a cached object record.
+//! changed (by a PUT, or by the BUILD of an object that was fetched from the memo), the cache is cleared. An object
+//! record that adds memo entries which are fetched later is always read: it is not cached, and it gets a row of its
+//! own.
 
 use std::collections::VecDeque;
 
@@ -17,11 +17,11 @@ use super::memo::Memo;
 use super::opcode::Span;
 use super::visitor::Row;
 
-/// The maximum number of cached object records: more than the number of shapes in a model.
+/// The maximum number of cached object records. A model has fewer different shapes than this.
 const KEPT: usize = 16;
 
-/// An object record that was read directly from its opcodes. The machine (which runs opcodes) has not run these
-/// opcodes.
+/// An object record (an object that was read directly from its opcodes, without nodes). The machine, which runs
+/// opcodes, has not run these opcodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ahead {
     /// The index of the object's class among the globals of the pickle.
@@ -49,9 +49,9 @@ impl Alike {
         self.0.clear();
     }
 
-    /// Returns a cached object record of the class whose bytes are equal to the input at `start`. Returns `None` if
-    /// there is no such object record, or if the pickle later fetches a memo entry that the object record at `start`
-    /// adds.
+    /// Returns the cached object record of the class `class` that has the same bytes as the input at `start`, moved to
+    /// `start`. Returns `None` if there is no such object record, or if the pickle later fetches a memo entry that the
+    /// object record at `start` adds.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

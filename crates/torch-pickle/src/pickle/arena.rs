@@ -4,9 +4,9 @@
 //! and neither walking nor dropping the graph recurses. A node is 16 bytes, because text and bytes stay in the input
 //! and children are in side tables.
 //!
-//! Invariants: each node comes from at least one byte of the input, so the length of the input bounds the number of nodes.
-//! A node is *pinned* if it is fetched from the memo or duplicated. A pinned node is never freed. Any other node has
-//! exactly one owner, and is freed together with its owner.
+//! Invariants: each node comes from at least one byte of the input, so the length of the input bounds the number of
+//! nodes. A node is *pinned* if it is the empty tuple, is duplicated, or is in a memo entry that a GET fetches. A
+//! pinned node is never freed. Any other node has exactly one owner, and is freed together with its owner.
 
 use smallvec::SmallVec;
 
@@ -21,17 +21,18 @@ use super::{Limits, Ref};
 pub struct NodeId(pub(super) u32);
 
 /// The minimum number of items of a list of ints that is stored without a node for each int. Lists of sizes, ranks and
-/// parameters are shorter than this.
+/// parameters are always shorter.
 pub(super) const LONG_LIST: usize = 1 << 20;
 
 /// The ids of the children of one node. Up to four ids need no allocation, and most nodes have no more.
 pub(super) type Ids = SmallVec<[NodeId; 4]>;
 
-/// A list of the children of a node, stored in a slot. An empty list has no slot.
+/// The children of one node, as the slot of their list of ids in a table. An empty list has no slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seq(Option<SeqSlot>);
 
-/// The number of a slot, plus one. The value is never zero, so an `Option` of this type takes only four bytes.
+/// The number of a slot in a table, plus one. The value is never zero, so an `Option` of this type takes only four
+/// bytes.
 type SeqSlot = std::num::NonZeroU32;
 
 impl Seq {
@@ -47,12 +48,12 @@ impl Seq {
 pub(super) struct Make {
     pub callee: NodeId,
     pub args: NodeId,
-    /// The number of the slot with [`More`], plus one; `None` if the object has none of the properties in [`More`].
+    /// The slot of the object's [`More`], plus one; `None` if the object has none of these properties.
     more: Option<std::num::NonZeroU32>,
 }
 
-/// Properties of an object made by a call. Only few objects have any of these properties, so they are stored
-/// separately.
+/// Keyword arguments, items, entries and state of an object made by a call. Only few objects have any of them, so they
+/// are stored separately.
 #[derive(Clone, Debug)]
 pub(super) struct More {
     pub kwargs: Option<NodeId>,
@@ -67,7 +68,7 @@ impl Default for More {
     }
 }
 
-/// A range of the numbers in the pool of dims, which are the sizes of one `torch.Size`.
+/// The sizes of one `torch.Size`, as a range of [`Dims`], which has the sizes of all of them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     start: u32,
@@ -91,7 +92,8 @@ pub(super) enum Node {
     ByteArray(Span),
     Tuple(Seq),
     List(Seq),
-    /// The slot of a list that contains only ints and is so long that a node for each would take too much memory.
+    /// A list that contains only ints, and so many that a node for each would take too much memory. The number is its
+    /// slot in the table of such lists.
     Ints(u32),
     /// A dict. The children of this node are the keys and values, alternating: key, value, key, value.
     Dict(Seq),
@@ -104,7 +106,7 @@ pub(super) enum Node {
     /// An object made by NEWOBJ or NEWOBJ_EX.
     New(Make),
     PersistentId(NodeId),
-    /// A `torch.Size`, with the range of its sizes in the pool of dims.
+    /// A `torch.Size`. Its sizes are a range of [`Dims`].
     Dims(Block),
     Row(Row),
 }
@@ -112,7 +114,7 @@ pub(super) enum Node {
 const _: () = assert!(size_of::<Node>() == 16);
 
 impl Node {
-    /// Returns the call that made an object; `None` if the node is not an object made by a call.
+    /// Returns the call that made the object; `None` if no call made this node.
     pub fn made(self) -> Option<Make> {
         match self {
             Self::Call(make) | Self::New(make) => Some(make),
@@ -130,7 +132,7 @@ impl Node {
     }
 }
 
-/// A global name: a class, a function or a dtype.
+/// A class, function or dtype that the pickle names with GLOBAL.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Global<'a> {
     /// The module and the name.
@@ -138,12 +140,12 @@ pub(super) struct Global<'a> {
     pub role: Role,
 }
 
-/// The treatment of a class or function by the machine, which runs the opcodes.
+/// How the machine, which runs the opcodes, treats a class or function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     /// The global `torch.Size`, whose calls become a list of sizes.
     Size,
-    /// A class whose objects are passed to the visitor as object records.
+    /// A class whose objects the visitor receives as object records (flat lists of fields, without nodes).
     Record,
     Other,
 }
@@ -192,7 +194,7 @@ impl<'a> Pickle<'a> {
         Ref::new(self, id)
     }
 
-    /// Returns the number of nodes that are in use. Nodes of rows count as well.
+    /// Returns the number of nodes that are in use. An object that a visitor replaced by a row counts as one node.
     pub fn live_nodes(&self) -> usize {
         self.nodes.live()
     }
@@ -255,8 +257,9 @@ impl<'a> Pickle<'a> {
         self.ints.get(slot)
     }
 
-    /// Appends to a list and returns the new node. When a list becomes long and has only ints, the ints are stored
-    /// without nodes. If another value is appended later, the ints become nodes again.
+    /// Appends items to a list, and returns its new node; `None` if `list` is not a list. When a list becomes long and
+    /// has only ints, the ints are stored without nodes. If another value is appended later, the ints become nodes
+    /// again.
     pub(super) fn extend_list(&mut self, list: Node, ids: &[NodeId]) -> Option<Node> {
         match list {
             Node::List(mut seq) => {
@@ -356,7 +359,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Puts a row in the place of an object that a call made, and frees the nodes that only the object owned.
+    /// Replaces the object `id`, which `make` made, by a row, and frees the nodes that only the object owned.
     pub(super) fn put_row(&mut self, id: NodeId, make: Make, row: Row) {
         self.set(id, Node::Row(row));
         let mut parts = SmallVec::<[NodeId; 16]>::new();
@@ -384,12 +387,12 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// The maximum number of sizes of a `torch.Size` in the pool. The limit is needed because each `torch.Size` copies its
-/// tuple into the pool, and five bytes of a pickle can make a `torch.Size` from a shared tuple of any length.
+/// The maximum number of sizes of a `torch.Size` that are stored in [`Dims`]. The limit is needed because each such
+/// `torch.Size` is a copy of its tuple, and five bytes of a pickle can make a `torch.Size` from a shared tuple of any
+/// length.
 pub(super) const MAX_DIMS: usize = 16;
 
-/// The pool with the sizes of all `torch.Size` nodes. The ranges of freed `torch.Size` nodes are sorted by length and
-/// reused.
+/// The sizes of all `torch.Size` nodes. The range of a freed node is reused for a node with as many sizes.
 #[derive(Default)]
 struct Dims {
     values: Vec<u64>,

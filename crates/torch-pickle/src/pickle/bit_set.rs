@@ -47,8 +47,7 @@ impl BitSet {
     }
 }
 
-/// Returns, for the bit of a number, the index of the word that contains the bit, and a word in which only this bit is
-/// set.
+/// Returns the index of the word that contains the bit of the number `index`, and a word in which only this bit is set.
 pub(super) fn place(index: u32) -> (usize, u64) {
     ((index / 64) as usize, 1 << (index % 64))
 }

@@ -1,4 +1,4 @@
-//! Decodes nodes to a [`Value`]. Only this module decides what the names in a pickle mean, or refuses them.
+//! Decodes nodes to a [`Value`]. This module gives a meaning to the names in a pickle, or refuses them.
 //!
 //! A name on the lists in [`super::symbols`] is decoded, or kept with its arguments. Any other name is refused, and the
 //! error has the path of the object. The caller recognises tensors: the closure of the caller receives every call,
@@ -25,21 +25,22 @@ use super::verdict::{self, ClassDecision};
 use super::view::Ref;
 use crate::value::{Construct, Dict, DictEntry, DictKind, Object, Symbol};
 
-/// A function that recognises tensors and returns their representation. It returns `Ok(None)` if the node is not a
+/// A function that recognises a tensor and returns its representation. It returns `Ok(None)` if the node is not a
 /// tensor.
 pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
-/// A function that returns the representation of an object whose name is not on a list. Its argument is that name.
+/// A function that returns the representation of an object whose class or function is not on a list of allowed names.
+/// The argument is that name.
 pub type Unknowns<'t, T> = dyn FnMut(String) -> T + 't;
 
 /// The handling of an object whose class or function is not on a list of allowed names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Unknown {
-    /// An object whose name is not on a list is an error, and decoding fails.
+    /// Decoding fails.
     #[default]
     Refuse,
-    /// An object whose name is not on a list is left out and reported. If the object is a dict entry or a set element,
-    /// the entry or element is removed. In a list or a tuple, or as the complete value, the object is replaced by
+    /// The object is left out and reported. If it is a key or value of a dict, the entry is removed; if it is an
+    /// element of a set, the element is removed. In a list or a tuple, or as the complete value, it is replaced by
     /// `None`. An object that has a left-out object as an argument is left out, too.
     Drop,
 }
@@ -49,7 +50,7 @@ pub enum Unknown {
 pub struct Decoded<T, X = Infallible> {
     /// The decoded value.
     pub value: Value<T, X>,
-    /// The objects that were left out, because their names are not on a list.
+    /// The objects that were left out, because the name of their class or function is not on a list of allowed names.
     pub dropped: Vec<Dropped>,
 }
 
@@ -62,12 +63,12 @@ pub struct Dropped {
     pub symbol: String,
 }
 
-/// Decodes a node. An object whose name is not on a list is an error.
+/// Decodes a node. An object whose class or function is not on a list of allowed names is an error.
 pub fn decode<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, DecodeError> {
     Ok(decode_with(r, Unknown::Refuse, tensors)?.value)
 }
 
-/// Decodes a node. `unknown` selects the handling of objects whose name is not on a list.
+/// Decodes a node. `unknown` selects the handling of objects whose class or function is not on a list of allowed names.
 pub fn decode_with<T, X>(
     r: Ref<'_>,
     unknown: Unknown,
@@ -80,9 +81,9 @@ pub fn decode_with<T, X>(
     decode_by(r, policy, tensors)
 }
 
-/// Decodes a node. An object whose name is not on a list is replaced by the result of `unknowns`, like a tensor. The
-/// replaced object is the smallest dict value, list item or tuple item that contains the name. So a dict that has the
-/// name in a key is replaced as a whole, and so is a set that contains the name.
+/// Decodes a node. An object whose class or function is not on a list of allowed names is replaced by the result of
+/// `unknowns`, like a tensor. The smallest dict value, list item or tuple item that contains the name is replaced. So a
+/// dict that has the name in a key is replaced as a whole, and so is a set that contains the name.
 pub fn decode_replacing<T, X>(
     r: Ref<'_>,
     tensors: &mut Tensors<'_, T>,
@@ -115,7 +116,7 @@ fn decode_by<T, X>(
     Ok(Decoded { value, dropped: decoder.dropped })
 }
 
-/// The handling of unknown names, with the function of the caller.
+/// The handling of objects whose class or function is not on a list of allowed names.
 enum Policy<'u, T> {
     Refuse,
     Drop,
@@ -130,11 +131,11 @@ struct Decoder<'a, 't, 'f, 'u, T, X> {
     max_depth: usize,
     depth: usize,
     visits_left: u64,
-    /// The shared nodes that are being decoded now, from the outermost to the innermost. A shared node that occurs
-    /// inside itself is a cycle.
+    /// The shared nodes that are being decoded now, from the outermost to the innermost. If a shared node occurs inside
+    /// itself, the graph has a cycle.
     open: Vec<NodeId>,
     steps: Vec<Step<'a>>,
-    /// True if an error occurred and its path is already complete.
+    /// True if an error is being returned and already has its path.
     located: bool,
     dropped: Vec<Dropped>,
 }
@@ -144,8 +145,8 @@ type Decode<L> = Result<L, DecodeError>;
 type Value<T, X> = crate::value::Value<T, X>;
 
 impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
-    /// Decodes a child that may be left out. Returns `None` if the child was left out because its name is not on a
-    /// list.
+    /// Decodes a child that may be left out or replaced if a name in it is not on a list of allowed names. Returns
+    /// `None` if it was left out.
     fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match (self.child(step, r), &mut self.policy) {
             (Err(DecodeError::Forbidden { symbol, path }), Policy::Drop) => {
@@ -165,7 +166,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a dict key or a set element. Such a child may be left out, but not replaced.
+    /// Decodes a dict key or a set element. Like [`element`](Self::element), but never replaces the child: the error
+    /// then replaces the dict or set.
     fn hashed(&mut self, step: Step<'a>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.policy {
             Policy::Replace(_) => self.child(Some(step), r).map(Some),
@@ -173,8 +175,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a child that must not be left out. If decoding the child fails, the innermost call of this function adds
-    /// the path of the child to the error.
+    /// Decodes a child that may be neither left out nor replaced. If decoding the child fails, the innermost call of
+    /// this function adds the path of the child to the error.
     fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.steps.extend(step);
         let mut value = self.descend(r);
@@ -320,8 +322,9 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
         Ok(decoded)
     }
 
-    /// Decodes the entries of a dict. If a key occurs again, its value replaces the earlier value and keeps the earlier
-    /// position, as in Python. CPython never writes a key twice, but a hostile pickle may.
+    /// Decodes the entries of a dict. If a text, int or bool occurs again as a key, the later value replaces the
+    /// earlier value, at the earlier position, as in Python. CPython never writes a key twice, but a hostile pickle
+    /// may.
     fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<DictEntry<T, X>>> {
         let Some(entries) = entries else {
             return Ok(Vec::new());

@@ -4,12 +4,12 @@ use thiserror::Error;
 
 use super::path;
 
-/// An error of decoding a node to a value. The path of the wrong node starts at the decoded node, and is empty if the
-/// decoded node itself is wrong.
+/// An error of decoding a node to a value. The error has the path from the decoded node to the wrong node. The path is
+/// empty if the decoded node itself is wrong.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// The pickle has the name of a class or function that is not on a list of accepted names.
+    /// The pickle has the name of a class or function that is not on a list of allowed names.
     #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
     Forbidden {
         /// The name: `os.system`.
@@ -40,14 +40,14 @@ fn place(path: &str) -> String {
 }
 
 impl DecodeError {
-    /// Returns an error about the node that is being decoded. Its path is empty. The decoder of each parent node adds the
-    /// key or index of the wrong child.
+    /// Returns an error about the node that is being decoded, with an empty path. [`Self::under`] adds the path of the
+    /// node.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }
     }
 
-    /// Returns an error about the node that is being decoded. Its path is empty. The decoder of each parent node adds the
-    /// key or index of the wrong child.
+    /// Returns an error about the node that is being decoded, with an empty path. [`Self::under`] adds the path of the
+    /// node.
     pub fn malformed(what: impl Into<String>) -> Self {
         Self::Malformed { what: what.into(), path: String::new() }
     }
@@ -63,13 +63,13 @@ impl DecodeError {
         }
     }
 
-    /// Returns the path that consists of `prefix` and `path`.
+    /// Returns the path that begins with `prefix` and continues with `path`.
     #[must_use]
     pub fn join(prefix: &str, path: &str) -> String {
         path::join(prefix, path)
     }
 
-    /// Returns the error with its path prefixed with `prefix`, a path like `state['layer.0']`.
+    /// Returns the error with `prefix`, a path such as `state['layer.0']`, in front of its path.
     pub fn under(mut self, prefix: &str) -> Self {
         let (Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. }) = &mut self;
         *path = path::join(prefix, path);

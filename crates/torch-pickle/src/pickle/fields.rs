@@ -34,7 +34,7 @@ pub enum Field<'a> {
     Number(u64),
     /// A text.
     Text(&'a str),
-    /// A `torch.Size`. If the fields come from nodes, the value may also be a tuple or list of numbers.
+    /// The sizes of a `torch.Size`. A tuple or a list of non-negative ints may also become such a field.
     Dims(FieldPart),
     /// A global name: a class, a function or a dtype.
     Global((&'a str, &'a str)),
@@ -47,7 +47,7 @@ pub enum Field<'a> {
     Other,
 }
 
-/// A range in the list of numbers or in the list of rows of an object record.
+/// The numbers or the rows of one field, as a range of the list of numbers or of the list of rows of the object record.
 #[derive(Clone, Copy, Debug)]
 pub struct FieldPart {
     start: u32,
@@ -92,7 +92,7 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns the value of the field `name`, if it is a `torch.Size`.
+    /// Returns the sizes in the field `name`, if it is a [`Field::Dims`].
     pub fn dims(&self, name: &str) -> Option<&'r [u64]> {
         match self.get(name)? {
             Field::Dims(part) => Some(self.numbers_of(part)),
@@ -145,7 +145,8 @@ pub(super) struct Bottom {
 }
 
 impl<'a> Fields<'a> {
-    /// Returns the fields of an object whose state is a dict or a tuple; `None` for any other state.
+    /// Returns the fields of an object, from its state: a dict or a tuple of at most 16 fields. Returns `None` for any
+    /// other state.
     pub fn of(state: Ref<'a>) -> Option<Self> {
         let mut all = Self::default();
         if let Some(items) = state.as_tuple().filter(|items| items.len() <= MAX_FIELDS) {

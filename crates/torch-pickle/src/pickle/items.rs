@@ -67,7 +67,7 @@ impl fmt::Debug for Items<'_> {
     }
 }
 
-/// An iterator over the keys and values of a dict.
+/// An iterator over the entries of a dict: pairs of a key and a value.
 #[derive(Clone, Copy, Debug)]
 pub struct Entries<'a>(Items<'a>);
 

@@ -25,7 +25,7 @@ use super::{Limits, PickleError};
 
 pub(super) struct Machine<'a> {
     pub(super) lexer: Lexer<'a>,
-    /// The position of the current opcode in bytes, for errors.
+    /// The offset in bytes of the current opcode, for errors.
     pub(super) at: usize,
     pub(super) pickle: Pickle<'a>,
     pub(super) stack: Vec<NodeId>,
@@ -324,8 +324,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Stores the value on top of the stack in the memo. If a later GET fetches the entry, the value will have more
-    /// than one owner, so its node is pinned (never freed).
+    /// Stores the value on top of the stack in the memo. If a GET fetches the entry, the value will have more than one
+    /// owner, so its node is pinned (never freed).
     fn put(&mut self, index: Option<u32>) -> Done {
         let id = self.top()?;
         let kept = match index {

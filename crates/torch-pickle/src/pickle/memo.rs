@@ -27,8 +27,8 @@ use super::opcode::{End, Lexer, frames};
 /// The minimum length, in bytes, of a pickle that several threads walk. For a shorter pickle, one thread is faster.
 const LONG_BYTES: usize = 2 << 20;
 
-/// Returns the memo indices that the opcodes from `start` on fetch. It is an error if the walk ends in another way than
-/// `end`: at STOP or at the end of the input.
+/// Returns the memo indices that the GET opcodes from `start` on fetch. It is an error if the walk does not end as
+/// `end` says: at STOP, or at the end of the input.
 fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleError> {
     let mut fetched = BitSet::default();
     let mut lexer = Lexer::new(bytes)?;
@@ -39,8 +39,9 @@ fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleErro
     }
 }
 
-/// Returns the memo indices that a pickle fetches, found by several threads that walk parts of whole frames. Returns
-/// `None` if an opcode crosses the end of a frame; then a single walk is needed.
+/// Returns the memo indices that the GET opcodes of a pickle fetch. Several threads walk parts of at least
+/// `least_bytes` bytes, which consist of whole frames. Returns `None` if the parts cannot be walked alone, for example
+/// because an opcode crosses the end of a frame.
 fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
     let mut starts = vec![0];
     for frame in frames(bytes) {
@@ -56,8 +57,8 @@ fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
 
 pub(super) struct Memo {
     fetched: BitSet,
-    /// For each word of `fetched`, the number of fetched indices in the words before it. With this table, the cell of
-    /// an index is found in constant time.
+    /// For each word of `fetched`, the number of fetched indices in the words before it. With this number, the position
+    /// of an index in `cells` is computed in constant time.
     before: Vec<u32>,
     cells: Vec<Option<NodeId>>,
     written: Written,
@@ -68,8 +69,7 @@ pub(super) struct Memo {
 struct Written {
     /// The lowest index that is not written. All indices below it are written.
     below: u32,
-    /// The indices above `below` that PUT wrote. The set may also contain indices that are now below `below`.
-    /// `ahead_len` is the number of indices in the set that are above `below`.
+    /// The indices that PUT wrote when they were above `below`. `ahead_len` counts those that are still above `below`.
     ahead: BitSet,
     ahead_len: u32,
 }
@@ -135,17 +135,17 @@ impl Memo {
         self.written.len()
     }
 
-    /// Returns whether the written indices are consecutive, without gaps.
+    /// Returns true if all indices below [`len`](Self::len) were written, and no others.
     pub fn is_in_turn(&self) -> bool {
         self.written.ahead_len == 0
     }
 
-    /// Returns whether a GET fetches the entry at `index`.
+    /// Returns whether a GET of the pickle fetches the entry at `index`.
     pub fn is_fetched(&self, index: u32) -> bool {
         self.fetched.contains(index)
     }
 
-    /// Returns whether a GET fetches one of the next `entries` entries.
+    /// Returns whether a GET of the pickle fetches one of the next `entries` entries that MEMOIZE will write.
     pub fn fetches_next(&self, entries: u32) -> bool {
         let next = self.len();
         self.fetched.contains_any(next..next + entries)
@@ -157,7 +157,7 @@ impl Memo {
         self.written.below += entries;
     }
 
-    /// Returns the node in the entry at `index`, if the entry was written and stored.
+    /// Returns the node in the entry at `index`; `None` if the entry was not written or is not stored.
     pub fn get(&self, index: u32) -> Option<NodeId> {
         self.cells[self.cell(index)?]
     }
@@ -176,7 +176,7 @@ impl Memo {
 mod tests {
     use super::*;
 
-    /// Returns a pickle with one frame for each item of `frames`, which has the opcodes of the frame.
+    /// Returns a pickle with the given frames. Each item of `frames` has the opcodes of one frame.
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()

@@ -63,7 +63,7 @@ pub use write_value::{WriteError, WriteLeaves};
 /// The maximum length of a pickle in bytes. Positions in pickles have 32 bits.
 pub const MAX_BYTES: u64 = u32::MAX as u64;
 
-/// Parses the pickle at the start of `bytes`. Also returns the length of the pickle in bytes, including STOP.
+/// Parses the pickle at the start of `bytes`. Returns the parsed pickle, and its length in bytes, including STOP.
 pub fn parse<'a, F: Visitor + ?Sized>(bytes: &'a [u8], visitor: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
     parse_with(bytes, visitor, Limits::for_input(bytes.len()))
 }

@@ -106,7 +106,8 @@ pub(super) enum End {
     Input,
 }
 
-/// Returns the offsets of the consecutive frames that follow PROTO.
+/// Returns the offsets at which a frame can start: offset 2 (after PROTO), and then the end of each frame, as long as
+/// the frames follow each other.
 pub(super) fn frames(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let behind = |at: usize| {
         let [0x95, len @ ..] = bytes.get(at..)?.first_chunk::<9>()? else { return None };

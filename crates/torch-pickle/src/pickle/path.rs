@@ -41,7 +41,7 @@ pub(super) fn render(steps: &[Step<'_>]) -> String {
     path
 }
 
-/// Returns the path that consists of `prefix` and `path`.
+/// Returns the path that begins with `prefix` and continues with `path`.
 pub(super) fn join(prefix: &str, path: &str) -> String {
     let dot = if prefix.is_empty() || path.is_empty() || path.starts_with('[') { "" } else { "." };
     format!("{prefix}{dot}{path}")

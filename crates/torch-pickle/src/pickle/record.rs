@@ -66,8 +66,8 @@ impl Machine<'_> {
         Ok(true)
     }
 
-    /// Reads the object record after the current position. Also returns the memo entries that the object record writes
-    /// and that a GET fetches later. Returns `None` if the input is not an object record.
+    /// Reads the object record at the current position, which is after NEWOBJ. Also returns those memo entries of the
+    /// object record that a GET fetches later. Returns `None` if the input is not an object record.
     fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
@@ -101,7 +101,7 @@ impl Machine<'_> {
     }
 }
 
-/// Memo entries that are fetched later, by their index.
+/// Memo entries of an object record that a GET fetches later: index and value.
 type Entries = SmallVec<[(u32, Kept); 2]>;
 
 /// A value in an object record that a GET fetches later.
@@ -122,7 +122,7 @@ struct Reader<'m, 'a, F: ?Sized> {
     /// The index of the memo entry that the next MEMOIZE writes.
     next: u32,
     kept: Entries,
-    /// The number of objects that contain the object that is being read.
+    /// The nesting depth of the object that is being read; 0 for the outermost object.
     depth: usize,
     /// True if the object record contains other objects, such as chunks.
     holds_others: bool,
@@ -180,8 +180,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         self.memo_of_none()
     }
 
-    /// Runs TUPLE1, TUPLE2 or TUPLE3 inside a tuple: replaces the last `len` items of the outer tuple by a nested tuple
-    /// of these items.
+    /// Reads TUPLE1, TUPLE2 or TUPLE3 inside a tuple: replaces the last `len` items of the outer tuple by a nested
+    /// tuple of these items.
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let first = bottom.named.checked_sub(len).filter(|first| *first >= outer.named)?;
@@ -357,7 +357,7 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
     }
 
     /// Reads MEMOIZE if it is the next opcode. If a GET later fetches the entry that MEMOIZE writes, keeps the result
-    /// of `value` for this GET.
+    /// of `value` for it.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;

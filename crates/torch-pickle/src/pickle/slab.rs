@@ -13,7 +13,7 @@ impl<T: Default> Slab<T> {
         Self { slots: Vec::new(), free: Vec::new() }
     }
 
-    /// Stores a value in a free slot and returns the slot.
+    /// Stores a value in a free slot, and returns the number of the slot.
     pub fn insert(&mut self, value: T) -> u32 {
         if let Some(slot) = self.free.pop() {
             self.slots[slot as usize] = value;

@@ -71,7 +71,8 @@ pub(super) fn legacy<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
 
 type Row = (&'static [&'static str], &'static [&'static str], Use);
 
-/// The inert list. A row has modules, names and their use; each name of a row may come from each module of the row.
+/// The inert list. A row has modules, names, and the allowed use of these names. Each name of a row may be in each
+/// module of the row.
 #[rustfmt::skip]
 const INERT: &[Row] = &[
     (&["builtins"], &[

@@ -9,7 +9,7 @@ use super::symbols::{self, Use};
 use crate::value::Symbol;
 
 pub(super) enum ClassDecision {
-    /// The name of a class inside another class, which protocol 2 writes as a call of `getattr`.
+    /// The name of a class inside another class, as a value. Protocol 2 writes it as a call of `getattr`.
     Bare(Symbol),
     OrderedDict,
     /// A known call, which is decoded to a separate variant of `Value`.

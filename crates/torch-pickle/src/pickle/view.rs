@@ -47,8 +47,8 @@ impl<'a> Ref<'a> {
         Self { pickle, id }
     }
 
-    /// Returns the id of the node. References with equal ids are references to one Python object. While the pickle is
-    /// being read, an id stays valid only if the node [is shared](Self::is_shared).
+    /// Returns the id of the node. References with equal ids refer to one Python object. While the pickle is being
+    /// read, an id stays valid only if the node [is shared](Self::is_shared).
     pub fn id(self) -> NodeId {
         self.id
     }
@@ -204,8 +204,8 @@ impl<'a> Ref<'a> {
         self.to_dims_up_to(usize::MAX)
     }
 
-    /// Returns sizes like [`to_dims`](Self::to_dims), but `None` for more than `max_ndim` sizes, because a long shared
-    /// tuple may be converted very often.
+    /// Returns sizes like [`to_dims`](Self::to_dims), but `None` for a tuple or list of more than `max_ndim` sizes,
+    /// because a long shared tuple may be converted very often.
     pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
         if let Some(dims) = self.as_dims() {
             return Some(SmallVec::from_slice(dims));

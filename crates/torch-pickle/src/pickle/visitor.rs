@@ -4,7 +4,7 @@
 //! Reason: a `.metadata` has 68 opcodes per chunk, and a generic tree of a million chunks takes more than a gigabyte. A
 //! [`Visitor`] receives each object as soon as the object is complete, and stores the needed values in its own columns.
 //! In the tree, a [`Row`] number replaces the object. The nodes that only the object owned are freed and reused for the
-//! next object, so memory depends only on the stored values.
+//! next object, so memory depends only on the values that the visitor stores.
 //!
 //! Invariant: a visitor sees an object completely or not at all. An object with list items, dict entries or keyword
 //! arguments is never shown to a visitor, because a row has no space for the items, entries and arguments.
@@ -23,7 +23,8 @@ pub struct Row {
 /// Recognises objects while the pickle is read, and replaces them by rows. A method returns `Ok(None)` to leave the
 /// object unchanged. If a method returns an `Err`, reading ends with an error that has this text.
 pub trait Visitor {
-    /// Returns whether objects of `class` are shown as object records. The reader calls this method once per class.
+    /// Returns whether this visitor receives objects of `class` as object records (by [`record`](Self::record)). The
+    /// reader calls this method once per class.
     fn keeps(&self, _class: (&str, &str)) -> bool {
         false
     }

@@ -19,8 +19,8 @@ use crate::value::{Construct, Dict, DictEntry, DictKind, Extension, Object, Symb
 /// adds a few levels, and low enough for the stack of any thread.
 const MAX_DEPTH: usize = 300;
 
-/// Writes the opcodes for the leaves that only the caller knows: tensors, and the caller's own values. A closure that
-/// writes tensors implements this trait for values without [`Value::Other`].
+/// Writes the opcodes for the leaves that only the caller can write: tensors, and the caller's own values. A closure
+/// that writes tensors implements this trait for values without [`Value::Other`].
 pub trait WriteLeaves<T, X> {
     /// Writes a tensor as one value.
     fn tensor(&mut self, writer: &mut Writer, tensor: T) -> Result<(), WriteError>;
@@ -73,7 +73,7 @@ pub enum WriteError {
 }
 
 impl Writer {
-    /// Writes a value. `leaves` writes the leaves that only the caller knows.
+    /// Writes a value. `leaves` writes tensors and the caller's own values.
     pub fn value<T: Copy + fmt::Display, X: Extension<T>>(
         &mut self,
         value: &Value<T, X>,

@@ -2,8 +2,8 @@
 //!
 //! A DCP data file is a sequence of archives that have nearly equal bytes, except for tensor data. Locating the tensor
 //! in each of a million archives takes a million reads of a directory and a pickle. Archives with equal frames have
-//! their tensor data at the same offset. So only the first archive with a frame is read in this way. In later archives
-//! with the frame, the tensor is located by comparing the archive with the frame.
+//! their tensor data at the same offset. So the directory and the pickle are read only in the first archive with a
+//! frame. In a later archive, the tensor is located by comparing the archive with the frame.
 //!
 //! A frame contains everything that the reader looked at: the directory, the zip records that were read, and the local
 //! header of the located zip record. Of the CRC-32s in the directory, only the CRC-32s of the zip records that were
@@ -24,7 +24,7 @@ use crate::ReadAt;
 /// frames have this zip record at the same offset.
 #[derive(Debug)]
 pub struct Frame {
-    /// The length of the archive.
+    /// The length of the archive in bytes.
     len: u64,
     /// All bytes of the archive before the data of the located zip record.
     head: End,
@@ -54,8 +54,8 @@ struct End {
 /// frame would take too much memory.
 const MAX_END_BYTES: u64 = 4 << 10;
 
-/// The maximum length, in bytes, of an archive that is looked up as one range of a mapped file. Of a longer archive,
-/// only the head and the tail are read.
+/// The maximum length, in bytes, of an archive that is looked up as one range of a mapped file. If an archive is
+/// longer, only its head and its tail are read.
 const SMALL_BYTES: u64 = 64 << 10;
 
 /// The length in bytes of a directory entry, without its name, extra field and comment (APPNOTE.TXT 4.3.12).
@@ -65,9 +65,9 @@ const ENTRY_BYTES: usize = 46;
 const END_BYTES: usize = 22;
 
 impl Frame {
-    /// Returns the frame of the archive in the bytes `range` of a source. `read` are the names of the zip records that
-    /// were read, and `located` is the name of the zip record that was located. Returns `None` for an archive with an
-    /// unusual structure, because frames are only an optimisation.
+    /// Returns the frame of the archive in the bytes `range` of a source. `read` has the names of the zip records whose
+    /// content the reader read. `located` is the name of the zip record whose offset the frame determines. Returns
+    /// `None` for an archive with an unusual structure, because frames are only an optimisation.
     ///
     /// # Errors
     /// `Io`.
@@ -116,9 +116,9 @@ impl Frame {
         Ok(Some(Self { len, head, tail, crc_at, header, data }))
     }
 
-    /// Compares another archive, in the bytes `range` of a source, with this frame. If the archive has this frame,
-    /// returns the offset of the data of the located zip record in the source, and the zip record; otherwise returns
-    /// `None`. `buffer` is memory that calls can reuse.
+    /// Compares the archive in the bytes `range` of a source with this frame. If the archive has this frame, returns
+    /// its located zip record, and the offset of the data of this zip record in the source; otherwise returns `None`.
+    /// `buffer` is memory that calls can reuse.
     ///
     /// # Errors
     /// `Io`.
@@ -145,8 +145,9 @@ impl Frame {
         Ok(self.record(base, head, tail))
     }
 
-    /// Returns the located zip record of the archive that starts at `base`. `head` and `tail` are the first and the
-    /// last bytes of this archive. Returns `None` if they do not match the frame.
+    /// Compares the archive that starts at `base` with this frame. `head` and `tail` are the first and the last bytes
+    /// of this archive. If they match, returns its located zip record, and the offset of the data of this zip record in
+    /// the source.
     fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
         let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
@@ -157,14 +158,15 @@ impl Frame {
 }
 
 impl End {
-    /// Converts a range of the archive to a range of `bytes`; `None` if this head or tail does not contain the range.
+    /// Converts a range of offsets in the archive to a range of `bytes`; `None` if this head or tail does not contain
+    /// the range.
     fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
         let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
         let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
         (start <= end && end <= self.bytes.len()).then_some(start..end)
     }
 
-    /// Returns the bytes of another archive, of the same length, at the offsets of this head or tail.
+    /// Returns the head or tail of another archive of the same length: the bytes at the offsets of this head or tail.
     fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
         let start = usize::try_from(self.at).expect("within a small archive");
         &archive[start..start + self.bytes.len()]
@@ -186,8 +188,8 @@ impl End {
     }
 
     /// Adds the directory to the frame, except for the CRC-32s of zip records that were not read. `located` is the
-    /// offset of the local header of the located zip record, and `read` are the offsets of the zip records that were
-    /// read. Returns the offset of the CRC-32 of the located zip record.
+    /// offset of the local header of the located zip record, and `read` has the offsets of the local headers of the zip
+    /// records that were read. Returns the offset of the CRC-32 of the located zip record.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
         let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
         let (mut entry, mut crc_at) = (fixed, None);

@@ -1,4 +1,5 @@
-//! torch.save archives: ZIP files with only uncompressed entries, read and written without touching tensor data.
+//! torch.save archives: ZIP files with only uncompressed entries, read and laid out without reading or writing tensor
+//! data, except to check checksums.
 //!
 //! Source of the layout: `caffe2/serialize/inline_container.cc` (`PyTorchStreamReader`, `PyTorchStreamWriter`).
 

@@ -119,8 +119,9 @@ impl Archive {
         Ok(Some((data, record)))
     }
 
-    /// Reads the content of the zip record `name`, if the archive has it. This function is not meant for tensor data. A
-    /// zip record longer than `max_len` is an error, because a sparse file can have any length.
+    /// Reads the content of the zip record `name`. Returns `None` if the archive has no such zip record. This function
+    /// is not meant for tensor data. A zip record longer than `max_len` is an error, because a sparse file can have any
+    /// length.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
@@ -149,8 +150,8 @@ impl Archive {
 }
 
 impl Archive {
-    /// Checks the CRC-32 of each zip record, and calls `each_block` with the length of every block that was read. If
-    /// all CRC-32s are 0, the writer did not compute them, and nothing is checked.
+    /// Checks the CRC-32 of each zip record, and calls `each_block` with the length in bytes of every block that was
+    /// read. If all CRC-32s are 0, the writer did not compute them, and nothing is checked.
     ///
     /// # Errors
     /// `Malformed` with the changed zip record, `Io`, which includes the errors of `each_block`.
@@ -166,7 +167,8 @@ impl Archive {
         self.records().into_iter().try_for_each(|(name, _)| self.check_record(source, name, each_block))
     }
 
-    /// Checks the CRC-32 of a zip record, block by block.
+    /// Checks the CRC-32 of the zip record `name`. Calls `each_block` with the length in bytes of every block that was
+    /// read.
     ///
     /// # Errors
     /// `Malformed` if the CRC-32 differs, `Io`, which includes the errors of `each_block`.
@@ -201,8 +203,8 @@ impl Archive {
     }
 }
 
-/// The maximum length, in bytes, of a zip record whose local header is read from memory, if the source has these bytes
-/// in memory.
+/// The maximum length, in bytes, of a zip record whose local header is read from a mapped source. For longer zip
+/// records, only the local header is read.
 const SHORT_BYTES: u64 = 64 << 10;
 
 /// Returns the offset of the data of a zip record in the source, in bytes.
@@ -225,8 +227,8 @@ pub fn data_offset<S: ReadAt + ?Sized>(source: &S, Record { header, len, .. }: R
 const LOCAL_HEADER: usize = 30;
 
 /// Returns the offset of the data of a zip record, which follows the local header with its name and extra field.
-/// `header` is the offset of the local header. Returns `None` if there is no complete local header between `header` and
-/// `end`.
+/// `header` is the offset of the local header. Returns `None` if there is no complete and valid local header between
+/// `header` and `end`.
 fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<(), E>) -> Result<Option<u64>, E> {
     let fits = |offset: u64, len: u64| offset.checked_add(len).filter(|after| *after <= end);
     let Some(name) = fits(header, LOCAL_HEADER as u64) else { return Ok(None) };
@@ -273,7 +275,7 @@ fn place(base: u64, what: &str) -> String {
 enum Fault {
     Malformed(String),
     Compressed(String),
-    /// The source could not be read, so the archive may be valid or invalid.
+    /// The source could not be read, so it is unknown whether the archive is valid.
     Unread(io::Error),
 }
 
@@ -298,7 +300,8 @@ impl Unread {
     }
 }
 
-/// Converts an I/O error of the ZIP reader to an archive error, and removes the wrapper from an error of the source.
+/// Converts an I/O error of the ZIP reader to the archive error `Io`. Removes the wrapper that marks an error of the
+/// source.
 fn unwrapped(error: io::Error) -> ArchiveError {
     error.downcast::<Unread>().map_or_else(ArchiveError::Io, |Unread(error)| error.into())
 }

@@ -9,8 +9,8 @@ use std::ops::Range;
 /// The alignment of the data of zip records in bytes, as recorded in `.storage_alignment`.
 const ALIGNMENT: u64 = 64;
 
-/// The content of a 32-bit field if the real value is stored in a zip64 field. Values from this number on need a zip64
-/// field.
+/// The content of a 32-bit field whose real value is in a zip64 field. A value needs a zip64 field if it is at least
+/// this number.
 const ZIP64: u64 = 0xFFFF_FFFF;
 
 /// The layout of an archive. All offsets count from the first byte of the archive.
@@ -59,7 +59,8 @@ struct ZipEntry {
     header: u64,
     len: u64,
     crc: u32,
-    /// If the data is written later, the range of the data and the offset of its CRC-32 in the descriptor.
+    /// The range of the data, and the offset of its CRC-32 in the descriptor; `None` if the data is known at layout
+    /// time.
     payload: Option<(Range<u64>, u64)>,
 }
 
@@ -95,7 +96,7 @@ struct ZipEntry {
 pub struct ArchiveWriter<'a> {
     layout: ArchiveLayout,
     prefix: &'a str,
-    /// Known bytes at the end of the archive that are not yet a block of the layout.
+    /// The last known bytes so far. They are not yet a block of the layout.
     pending: Vec<u8>,
     entries: Vec<ZipEntry>,
 }
@@ -137,7 +138,7 @@ impl<'a> ArchiveWriter<'a> {
         self.known(name, header, content);
     }
 
-    /// Adds the descriptor and the directory entry for known content that was just added.
+    /// Adds the descriptor and the directory entry of the zip record `name`, whose content was just added.
     fn known(&mut self, name: &str, header: u64, content: &[u8]) {
         let crc = crc32fast::hash(content);
         self.descriptor(header, content.len() as u64, crc);

@@ -2,7 +2,7 @@
 
 use bolero::TypeGenerator;
 
-/// One change of a file. A position is taken modulo the length of the file.
+/// One change of a file. A position that is beyond the end of the file is taken modulo its length.
 #[derive(Clone, Debug, TypeGenerator)]
 pub enum Edit {
     Replace { at: u16, byte: Byte },
@@ -48,8 +48,8 @@ impl Edit {
     }
 }
 
-/// Gives each of the valid inputs, and mutations of them, to a parser. This is a macro, since bolero names a fuzz
-/// target after the function in which it is called.
+/// Gives each of the valid inputs, and mutated inputs, to a parser. It is a macro, because bolero names a fuzz target
+/// after the function that calls bolero.
 macro_rules! fuzz {
     ($corpus:expr, $mutations:expr, $parse:expr) => {{
         let (corpus, parse): (Vec<Vec<u8>>, _) = ($corpus, $parse);

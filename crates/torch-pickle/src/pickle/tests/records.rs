@@ -1,12 +1,12 @@
-//! Tests that object records equal objects that are read as nodes: for every changed input byte, both ways of reading
-//! give the same result.
+//! Tests that objects read as object records give the same result as objects read as nodes, also if a byte of the input
+//! is changed.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// A visitor that replaces all objects of a `.metadata` with fields by rows. If `keeps` is true, these objects are read
-/// as object records, otherwise as nodes.
+/// A visitor that replaces the objects of five classes of a `.metadata` by rows. If `keeps` is true, it receives these
+/// objects as object records (without nodes), otherwise as nodes.
 struct RowVisitor {
     keeps: bool,
     /// The number of objects that the visitor received as object records, without nodes.
@@ -46,7 +46,7 @@ fn rows(record: &Record<'_, '_>) -> impl Iterator<Item = Row> {
     })
 }
 
-/// Returns the fields as text, without the indices of rows.
+/// Returns the fields of an object record as text. Rows are shown without their indices.
 fn described(record: &Record<'_, '_>) -> String {
     let text = |(name, field): &(&[u8], Field<'_>)| match field {
         Field::Row(_) => format!("{name:?} row"),
@@ -64,7 +64,8 @@ fn is_kept(class: (&str, &str)) -> bool {
     nested || ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
 }
 
-/// Returns the rows, the number of objects that were read without nodes, and the result of reading.
+/// Parses `bytes` with a [`RowVisitor`]. Returns the visitor's rows without duplicates, the number of objects that it
+/// received as object records, and the result of parsing.
 fn events_of(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
     let mut visitor = RowVisitor { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
@@ -114,8 +115,9 @@ fn nested_records_are_read() {
     assert!(rows[3].contains("2 rows"), "{}", rows[3]);
 }
 
-/// Returns a pickle with a tuple of tensors of one shape. `behind_each` has opcodes that follow each tensor. Memo entry
-/// 5 is the size of a chunk, and entry 6 is a call.
+/// Returns a pickle with a tuple of tensors of one shape. `behind_each` has one item for each tensor: opcodes that
+/// follow the tensor. Memo entry 5 is the size of a chunk, and entry 6 is a call that makes the same properties for
+/// each tensor.
 fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
     let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
     bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n\x94h\x00K\x01K\x03\x86\x85R\x94");

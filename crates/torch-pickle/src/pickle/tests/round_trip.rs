@@ -1,4 +1,4 @@
-//! Tests that values that were written are read back unchanged.
+//! Tests that values are unchanged after they were written and read back.
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;

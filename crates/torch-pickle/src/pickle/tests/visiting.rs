@@ -7,12 +7,12 @@ const INDEX: u32 = 1;
 const STORAGE: u32 = 2;
 const TENSOR: u32 = 3;
 
-/// Columns with the content of a `.metadata`, as a reader of checkpoints could have them.
+/// A visitor that stores the content of a `.metadata` in tables, as a reader of checkpoints could.
 #[derive(Default)]
 struct Columns {
     /// The offsets and the sizes of each chunk.
     chunks: Vec<(Vec<u64>, Vec<u64>)>,
-    /// The FQN of each index key, and its offset.
+    /// The FQN and the offset in each `MetadataIndex`.
     indices: Vec<(String, Option<Vec<u64>>)>,
     /// The file, the offset and the length of each item.
     storage: Vec<(String, u64, u64)>,
@@ -150,7 +150,7 @@ impl Metadata {
         self.memoize()
     }
 
-    /// Stores a class in the memo, and leaves the stack unchanged.
+    /// Stores a class in the memo, leaves the stack unchanged, and returns the memo index.
     fn class(&mut self, module: &str, name: &str) -> u32 {
         self.text(module);
         self.text(name);
