@@ -119,8 +119,8 @@ fn unsafe_code_is_limited_to_listed_files() {
     assert_eq!(allowing, UNSAFE);
 }
 
-/// Parsers read from memory, not from mapped files, because another process may change a mapped file at any moment. The
-/// only exception is the archive reader, which copies or compares each byte of a mapping once.
+/// Parsers read a copy in memory, not a mapped file, because another process may change a mapped file at any moment.
+/// The only exception is the archive reader, which copies or compares each byte of a mapping once.
 #[test]
 fn mapped_bytes_are_read_by_two_modules_only() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -250,8 +250,8 @@ fn no_module_imports_itself_through_others() {
     assert!(circles.is_empty(), "{circles:?}");
 }
 
-/// The test of import cycles skips parents and children of a module, so it misses a cycle of folders that import each
-/// other through a parent module. This test finds such a cycle.
+/// Finds import cycles between top-level modules that go through a parent module. The test of import cycles misses
+/// them, because it skips imports between a module and its parents or children.
 #[test]
 fn no_top_level_module_imports_itself_through_others() {
     let mut remaining: BTreeMap<&str, &[&str]> = ALLOWED.into_iter().filter(|(module, _)| *module != "error").collect();

@@ -85,8 +85,8 @@ fn matches(found: &[String], expected: &[String]) -> bool {
     }
 }
 
-/// Runs the examples of a page and returns those whose output differs. With `UPDATE_SNAPSHOTS=1`, writes their output
-/// into the page, except for examples with `...`.
+/// Runs the examples of a page, and returns a text with the examples whose output differs. With `UPDATE_SNAPSHOTS=1`,
+/// writes their output into the page, except for examples with `...`.
 fn check(page: &Path) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();

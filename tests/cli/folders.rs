@@ -502,8 +502,8 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
     assert!(run.stderr.contains("give the folder"), "{}", run.stderr);
 }
 
-/// Recorded offsets identify a shard in a file of any name. Without recorded offsets, one tensor name in two files is
-/// an error.
+/// If files record the offsets of their shards, they may have any names. Without recorded offsets, one tensor name in
+/// two files is an error.
 #[test]
 fn dcp_hf_shards_are_read_under_other_names() {
     let root = temporary_folder();

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 const SHARDED: [&str; 6] = ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"];
 
-/// Returns the names of the folders with flat parameters of a case.
+/// Returns the names of the folders with flat parameters in the fixture `case`.
 fn folders(case: &str) -> Vec<&'static str> {
     ["views", "flat", "groups", "one_file"].into_iter().filter(|name| fixture(case).join(name).is_dir()).collect()
 }
@@ -111,8 +111,8 @@ fn flat_parameters_with_their_layout_equal_the_truth() {
     }
 }
 
-/// Files with `use_orig_params` (views) record everything except shapes. A torch file given as `--like` has shapes and
-/// strides.
+/// Files with `use_orig_params` (views) record everything except shapes. A torch file given as `--like` provides shapes
+/// and strides.
 #[test]
 fn views_with_like_equal_the_truth() {
     let full = fixture("flat2/full/model.pt");
@@ -124,8 +124,8 @@ fn views_with_like_equal_the_truth() {
     }
 }
 
-/// Without views, order and ties come from the checkpoint given as `--like`. The flat parameters of another fixture
-/// have both.
+/// Without views, order and ties come from the checkpoint given as `--like`. Here it is the flat parameters of another
+/// fixture.
 #[test]
 fn flat_parameters_with_an_ordered_like_equal_the_truth() {
     for case in SHARDED {
@@ -490,7 +490,8 @@ fn unsharded_parameters_keep_their_strides() {
     assert_eq!(written["units"], copy.layout["units"]);
 }
 
-/// Dense tensors of a torch file keep their strides. Expanded tensors and tensors with gaps in memory do not.
+/// Tensors of a torch file keep their strides if their elements fill a contiguous range of memory. Expanded tensors and
+/// tensors with gaps do not keep them.
 #[test]
 fn torch_file_keeps_strides() {
     let folder = tempfile::tempdir().unwrap();
@@ -520,7 +521,7 @@ fn optimizer_numbers_follow_the_order_of_the_files() {
     assert_same(&tensors_of(&copy.opened(None).unwrap()), &copy.expected(), "units in another order");
 }
 
-/// If a tied name in the flat layout is the name of a buffer, it must not replace the buffer.
+/// A tied name in the flat layout that is the name of a buffer is refused, because it would replace the buffer.
 #[test]
 fn tied_name_of_another_tensor_is_refused() {
     for name in ["views", "flat"] {

@@ -44,7 +44,7 @@ fn brief_is_the_summary() {
     assert_inspect_snapshot("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
 }
 
-/// Some trainers store the step in an integer tensor. A float tensor of this name is not a step.
+/// Some trainers store the step in an integer tensor. A float tensor named `step` is not shown as a step.
 #[test]
 fn integer_tensor_called_step_is_shown_as_step() {
     let folder = tempfile::tempdir().unwrap();

@@ -39,7 +39,7 @@ const FAMILIES: [(&str, &str); 14] = [
     ("gpt2", "gpt2"),
 ];
 
-/// The name of a tensor that PyTorch places differently from the placements that it records.
+/// The name of a tensor for which PyTorch records placements that differ from the actual placement of its elements.
 const MISPLACED: &str = "transformer.h.0.attn.c_attn.bias";
 
 fn text(value: &Json) -> String {
@@ -54,14 +54,14 @@ fn numbers(list: &Json) -> Vec<u64> {
     serde_json::from_value(list.clone()).unwrap()
 }
 
-/// Returns the text of a mesh, such as `dp=2,tp=2`.
+/// Returns the mesh in the ground truth `placing` as text, such as `dp=2,tp=2`.
 fn mesh_of(placing: &Json) -> String {
     let dims = placing["mesh"].as_array().unwrap().iter();
     dims.map(|dim| format!("{}={}", text(&dim[0]), dim[1])).collect::<Vec<_>>().join(",")
 }
 
-/// Returns the name, shape and bytes of each tensor. The bytes are computed in the same way as in the script that made
-/// the fixtures.
+/// Returns the name, shape and bytes of each complete tensor of a model. The bytes are computed as in the script that
+/// made the fixtures.
 fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
     let whole = truth["whole"].as_object().unwrap().iter();
     whole
@@ -88,7 +88,7 @@ fn write_model(truth: &Json, path: &Path) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Returns the tensors of one rank's file.
+/// Returns the tensors of one rank file, by name.
 fn found(opened: &Opened) -> BTreeMap<String, TensorNode> {
     let contents = &opened.1;
     let entries = contents.value.as_dict().unwrap().entries.iter();
@@ -179,7 +179,7 @@ fn bind(plan: &ParallelizePlan, mesh: &DeviceMesh, truth: &Json) -> HashMap<Stri
     named.into_iter().map(|(name, _)| name).zip(laid).collect()
 }
 
-/// Returns the bytes of the elements of a tile.
+/// Returns the bytes of the elements of a tile. `bytes` has all elements of the tensor, of 4 bytes each.
 fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
     let mut part = Vec::new();
     let mut index = vec![0_u64; shape.len()];
@@ -237,7 +237,8 @@ fn styles_give_the_placements_of_pytorch() {
     }
 }
 
-/// Asserts the class, the mesh dims and the placements of a parameter.
+/// Asserts that a parameter has the expected class. If `is_in_order` is true, also asserts its mesh dims and its
+/// placements.
 fn assert_styled(laid: &ParameterPlacement, mesh: &DeviceMesh, expected: &Json, is_in_order: bool, what: &str) {
     let Some(shared) = &laid.shared else {
         assert_eq!(expected["class"], "Tensor", "{what}");

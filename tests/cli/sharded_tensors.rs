@@ -11,7 +11,7 @@ use torch_pickle::pickle::Unknown;
 
 const SERIES: [&str; 2] = ["model", "optim"];
 
-/// Returns the tensors of one rank's file.
+/// Returns the tensors in the file of one rank, in the order of the file.
 fn tensors_of_file(folder: &Path, series: &str, world_size: u32, rank: u32) -> Vec<TensorNode> {
     let mut files = Files::new(IoMode::Read);
     let file = files.add(folder.join(format!("{series}_world_size_{world_size}_rank_{rank}.pt"))).unwrap();

@@ -13,7 +13,8 @@ use crate::common::{
 };
 use crate::contract::assert_contains;
 
-/// Each checkpoint, the stem of its truth, and the prefix of the model's names in the truth.
+/// Each checkpoint, the name of the files with its expected tensors (without suffix), and the prefix of the model's
+/// names in these files.
 const CHECKPOINTS: [(&str, &str, &str); 13] = [
     ("accelerate_ddp/checkpoint_0", "accelerate_ddp", ""),
     ("composer/run/ep0-ba2-rank0.pt", "composer", "state.model."),
@@ -30,8 +31,8 @@ const CHECKPOINTS: [(&str, &str, &str); 13] = [
     ("st_info_ddp/parameters", "st_info_ddp", "model."),
 ];
 
-/// Each checkpoint whose plain tensors carry their layout as an attribute, the stem of its truth, and the option that
-/// chooses its series.
+/// Each checkpoint whose plain tensors have an attribute with their layout, the name of the files with its expected
+/// tensors (without suffix), and the option that selects its series.
 const WITH_ATTRIBUTES: [(&str, &str, &str); 5] = [
     ("makani", "makani", ""),
     ("makani_uneven", "makani_uneven", ""),
@@ -81,7 +82,7 @@ fn trainer_folder_leads_to_the_checkpoint() {
 }
 
 /// The folders in the table of `docs/reference/trainers.md`, in its order, and the prefix of the model's names in the
-/// truth.
+/// expected tensors.
 const ON_PAGE: [(&str, &str); 24] = [
     ("trainers/accelerate_ddp", ""),
     ("trainers/accelerate_fsdp1", "model."),
@@ -142,7 +143,7 @@ fn page_of_trainers_is_true() {
     }
 }
 
-/// The folder of the optimizer beside the folder of the model is counted, and `--series all` reads it.
+/// The closing line lists the folder of the optimizer as left out, and `--series all` reads it.
 #[test]
 fn optimizer_folder_that_is_not_read_is_counted() {
     let folder = tempfile::tempdir().unwrap();
@@ -160,7 +161,7 @@ fn optimizer_folder_that_is_not_read_is_counted() {
     }
 }
 
-/// accelerate saves flat parameters beside a DCP directory with the optimizer.
+/// A DCP directory with the optimizer lies beside the rank files of the model, as accelerate saves it.
 #[test]
 fn optimizer_folder_in_a_folder_of_rank_files_is_warned_of() {
     let folder = tempfile::tempdir().unwrap();
@@ -224,7 +225,8 @@ fn several_steps_of_composer_need_a_choice() {
     }
 }
 
-/// The search continues in a folder of any name only if it is the only subfolder, and only twice.
+/// The search for a checkpoint continues in a folder of any name only if it is the only subfolder, and it does so at
+/// most twice.
 #[test]
 fn only_subfolder_is_searched() {
     let folder = tempfile::tempdir().unwrap();
@@ -457,7 +459,7 @@ fn makani_grid_is_left_out_for_other_mesh_dims() {
     assert!(run.stderr.contains("makani numbers ranks in the order matmul, h, w"), "{}", run.stderr);
 }
 
-/// A file with the tensors of one rank was once read as a complete checkpoint.
+/// The file of one rank must not be read as a complete checkpoint.
 #[test]
 fn file_of_one_makani_rank_is_refused() {
     let folder = tempfile::tempdir().unwrap();

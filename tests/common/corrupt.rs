@@ -41,7 +41,7 @@ pub fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
 
 // ------------------------------------------------------------------------------------------------------------- zip
 
-/// A zip entry for tests. Tests may change the values that its directory entry will have.
+/// A zip entry of an archive that a test writes. Tests may change the values that are written into the directory.
 #[derive(Clone, Debug)]
 pub struct ZipEntry {
     pub name: String,
@@ -49,7 +49,7 @@ pub struct ZipEntry {
     pub method: u16,
     pub size: u32,
     pub crc: u32,
-    /// The offset of the local header that the directory states; `None` for the correct offset.
+    /// The offset of the local header that is written into the directory; `None` for the correct offset.
     pub header: Option<u32>,
     /// The extra field of the entry in the directory.
     pub extra: Vec<u8>,
@@ -135,7 +135,7 @@ pub fn unzip(bytes: &[u8]) -> Vec<ZipEntry> {
     entries
 }
 
-/// Changes the pickle of a torch.save file, with correct checksums.
+/// Changes the pickle in a torch.save file, and corrects its checksum.
 pub fn edit_pickle(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     edit_entries(path, |entries| {
         let pickle = entries.iter_mut().find(|entry| entry.name.ends_with("/data.pkl")).unwrap();

@@ -12,7 +12,7 @@ use super::transcript::Transcript;
 use super::{Run, Tensors, expect, fixture, read, succeed};
 
 /// A temporary folder for one test. When the value is dropped, the folder is removed, and the messages of all runs in
-/// it are compared with the transcript of the test.
+/// it are compared with the recorded messages in `tests/messages`.
 pub struct TestEnv {
     folder: TempDir,
     _transcript: Transcript,
@@ -78,8 +78,8 @@ impl TestEnv {
         Made { path, run }
     }
 
-    /// Runs a conversion, and asserts that it exits with 2 and leaves no new file. Its message is in the transcript in
-    /// `tests/messages`.
+    /// Runs a conversion, and asserts that it exits with 2 and leaves no new file. Its message is compared with the
+    /// recorded messages in `tests/messages`.
     #[track_caller]
     pub fn refuse(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Run {
         let source = fixture("").join(source);
@@ -100,7 +100,8 @@ impl TestEnv {
         dtshard(&[&"inspect", &source]).assert_no_crash();
     }
 
-    /// Asserts that verbs refuse a valid source that is not supported: every verb but `inspect` exits with 2.
+    /// Asserts that verbs refuse a valid source that is not supported: a conversion exits with 2 and leaves no file,
+    /// `verify` exits with 2, and `inspect` does not crash.
     pub fn assert_unsupported_input(&self, source: &Path) {
         let before = self.names();
         dtshard(&[&"unshard", &source, &self.path("out.pt")]).assert_refused(&[]);

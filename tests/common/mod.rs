@@ -109,7 +109,8 @@ impl Truth {
         Self { tensors: tensors.collect(), json }
     }
 
-    /// Returns the list of names under a key of the JSON file; an empty list if the file does not have the key.
+    /// Returns the list of names under the key `key` of the fixture's JSON file; an empty list if the file does not
+    /// have the key.
     pub fn names(&self, key: &str) -> Vec<String> {
         serde_json::from_value(self.json[key].clone()).unwrap_or_default()
     }
@@ -136,7 +137,7 @@ impl Source {
         Truth::load(&self.truth)
     }
 
-    /// Returns every tensor under the name that dtshard uses.
+    /// Returns the expected tensors of this checkpoint, under the names that dtshard gives them.
     pub fn expected(&self) -> Tensors {
         let truth = self.truth();
         match self.kind {
@@ -149,13 +150,15 @@ impl Source {
         }
     }
 
-    /// Returns every tensor under the name that it has in a DCP directory, where optimizer state has names.
+    /// Returns the expected tensors of this checkpoint, under the names that they have in a DCP directory, where
+    /// optimizer state has the names of parameters.
     pub fn named(&self) -> Tensors {
         let parameters = self.parameters();
         self.expected().into_iter().map(|(name, tensor)| (with_parameter_name(&name, &parameters), tensor)).collect()
     }
 
-    /// Returns the names of the parameters that the optimizer of this checkpoint numbers.
+    /// Returns the names of the parameters to which the optimizer state of this checkpoint refers by number, in the
+    /// order of the numbers.
     pub fn parameters(&self) -> Vec<String> {
         match self.kind {
             Kind::Dcp => Vec::new(),
@@ -206,7 +209,8 @@ impl Source {
     }
 }
 
-/// Returns a name of optimizer state with the parameter's name instead of its number.
+/// Returns a tensor name in which the number of a parameter, in optimizer state, is replaced by the name of the
+/// parameter.
 pub fn with_parameter_name(name: &str, parameters: &[String]) -> String {
     for optimizer in ["optim.state.", "optimizer.state."] {
         let Some((number, state)) = name.strip_prefix(optimizer).and_then(|rest| rest.split_once('.')) else {

@@ -25,7 +25,7 @@ pub fn read(path: &Path) -> Opened {
     (files, contents)
 }
 
-/// Returns all bytes of the storage of a view.
+/// Returns all bytes of the storage of a tensor.
 pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     if view.storage_bytes == 0 {
         return Vec::new();
@@ -34,7 +34,7 @@ pub fn storage(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8
     files.read(at.file, at.offset - view.offset * view.dtype.itemsize(), view.storage_bytes).unwrap()
 }
 
-/// Returns the bytes of the elements of a view, in row-major order.
+/// Returns the bytes of the elements of a tensor, in row-major order.
 pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u8> {
     let storage = storage(files, contents, view);
     let width = usize::try_from(view.dtype.itemsize()).unwrap();
@@ -55,9 +55,10 @@ pub fn elements(files: &Files, contents: &ArchiveContents, view: &View) -> Vec<u
 pub struct Comparison {
     own: Opened,
     real: Opened,
-    /// The storage keys of dtshard's file, by the storage keys of PyTorch's file.
+    /// For each storage key in PyTorch's file, the key of the same storage in dtshard's file.
     keys: HashMap<String, String>,
-    /// Whether the fixture is sharded. Without sharding, PyTorch clones tied tensors and keeps their strides.
+    /// True if the fixture is sharded. Only then strides, padding and shared storages are compared: without sharding,
+    /// PyTorch clones tied tensors and keeps their strides.
     is_sharded: bool,
 }
 
@@ -99,7 +100,7 @@ impl Comparison {
         assert!(!is_sharded || distinct.len() == comparison.keys.len(), "{}: storages that are one", real.display());
     }
 
-    /// Asserts that two views cover the same part of equal storages.
+    /// Asserts that two tensors are the same part of the same storage.
     #[track_caller]
     fn views(&mut self, own: &View, real: &View, what: &str) {
         let known = self.keys.entry(real.key.to_string()).or_insert_with(|| own.key.to_string());

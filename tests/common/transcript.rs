@@ -15,7 +15,8 @@ use std::thread;
 
 use regex::Regex;
 
-/// The maximum number of lines of one run in a transcript. Tests of long lists check the other lines.
+/// The maximum number of lines of one run in a transcript. Further lines are left out; tests of long lists check them
+/// separately.
 const MAX_LINES: usize = 40;
 
 #[derive(Default)]
@@ -31,7 +32,9 @@ thread_local! {
     static STATE: RefCell<State> = RefCell::default();
 }
 
-/// A guard: runs are recorded until it is dropped.
+/// A guard for one test folder. When the last guard of a test is dropped, the recorded runs are compared with the
+/// transcript.
+/// # exchange
 pub struct Transcript(());
 
 impl Transcript {

@@ -75,7 +75,7 @@ fn dry_run_leaves_no_folders() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// Rank 0 is killed after it has renamed the output to DST. The other process succeeds, and removes the remaining
+/// Process 0 is killed after it has renamed the output to DST. The other process succeeds, and removes the remaining
 /// files.
 #[test]
 fn processes_succeed_after_the_first_dies_past_publishing() {
@@ -113,7 +113,7 @@ fn unshared_destination_is_refused() {
     }
 }
 
-/// A waiting process prints the process that it waits for, unless `--quiet` is given.
+/// A waiting process prints for which process it waits, unless `--quiet` is given.
 #[test]
 fn waiting_processes_print_the_missing_processes() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
@@ -141,7 +141,7 @@ fn part_that_is_given_twice_is_an_error() {
     }
 }
 
-/// After the first process of a run was killed, the next run has another number of parts, or is a single process.
+/// Process 0 of a run is killed. The next run succeeds, with another number of processes or with a single process.
 #[test]
 fn work_folder_of_a_killed_first_process_does_not_block_other_runs() {
     for is_alone in [false, true] {

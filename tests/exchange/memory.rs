@@ -2,7 +2,8 @@
 //!
 //! There are two measures. The first is the number of anonymous pages that the kernel counts, polled repeatedly. The
 //! second is a limit on all private memory (RLIMIT_DATA), within which the run must succeed. The limit also counts
-//! unused memory: the reserved capacity of lists and the full stacks of threads. Both are added to the limit.
+//! unused memory: the reserved capacity of lists and the full stacks of threads. So the tests set the limit higher than
+//! the reported memory, by an allowance for both.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -54,7 +55,8 @@ fn planned_memory(arguments: &[&str]) -> u64 {
     serde_json::from_slice::<Json>(&run.stdout).unwrap()["peak_bytes"].as_u64().unwrap()
 }
 
-/// Returns the peak of a run's anonymous memory in bytes. The run gets a limit of `limit` bytes of private memory.
+/// Runs the program with a limit of `limit` bytes of private memory (RLIMIT_DATA), and asserts that it succeeds.
+/// Returns the peak of its anonymous memory in bytes.
 fn used_memory(arguments: &[&str], limit: u64) -> u64 {
     let limited = r#"ulimit -d "$0"; exec "$@""#;
     let mut run = Command::new("sh")
@@ -83,8 +85,8 @@ fn default_threads() -> u64 {
     std::thread::available_parallelism().map_or(4, |cores| cores.get().max(4) as u64)
 }
 
-/// Asserts that a run without sync uses at most the memory that its dry run reports. In `line`, `{}` stands for the
-/// folder.
+/// Asserts that a run without sync uses at most the memory that its dry run reports. `line` has the arguments; `{}` in
+/// it stands for `folder`.
 fn assert_within_plan(folder: &Path, line: &str) {
     assert_synced_run_within_plan(folder, &format!("{line} --no-sync"));
 }
@@ -121,7 +123,7 @@ fn run_stays_within_the_memory_that_dry_run_reports() {
     }
 }
 
-/// If output is synced, more threads write, and partial blocks between neighboring write blocks wait in memory.
+/// If output is synced, more threads write, and incomplete disk blocks at the ends of write blocks wait in memory.
 #[test]
 fn synced_run_stays_within_the_memory_that_dry_run_reports() {
     // The folder must be on a disk, and `/tmp` may be in memory, so the folder of the crate is used.
@@ -177,8 +179,8 @@ fn run_succeeds_with_the_minimum_memory_of_the_error() {
     assert!(fits, "{error}");
 }
 
-/// Each of two processes sees half of SRC, and they exchange data. If both the headers and the rounds have less memory
-/// than they need, the memory is divided between them again.
+/// Each of two processes sees half of SRC, and they exchange data. In some cases `--max-memory` is so small that the
+/// memory for headers and the memory for rounds must both be reduced.
 #[test]
 fn exchanging_processes_stay_within_the_memory_that_dry_run_reports() {
     let folder = tempfile::tempdir().unwrap();
@@ -224,8 +226,8 @@ fn exchanging_processes_stay_within_the_memory_that_dry_run_reports() {
     }
 }
 
-/// The layout of a square matrix in a number of pieces. The matrix has 64 rows and columns, or as many as there are
-/// pieces if there are more than 64 pieces.
+/// How a square matrix is divided into a number of pieces: by rows, by columns, or not at all (each piece is a
+/// replica).
 #[derive(Clone, Copy, Debug)]
 enum Cut {
     Rows(u64),
@@ -250,8 +252,8 @@ impl Cut {
     }
 }
 
-/// Returns the memory in bytes that transfer plans take, for `tensors` tensors that are converted from one layout to
-/// another. Each piece of a layout has a file of its own.
+/// Returns the peak memory in bytes that the plans of the exchange rounds take. The conversion has `tensors` square
+/// matrices and `ranks` processes; `from` and `to` divide each matrix, and each piece has a file of its own.
 fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
     let size = from.pieces().max(to.pieces()).max(64);
     let files =
@@ -317,7 +319,7 @@ fn memory_of_transfer_plans() {
     writeln!(std::io::stdout(), "\n{}", memory_of_plans(tensors, ranks, from, to)).unwrap();
 }
 
-/// The memory that dtshard reserves for transfer plans is enough for any number of ranks and pieces.
+/// The memory that dtshard reserves for transfer plans is enough for each tested number of processes and pieces.
 #[test]
 fn transfer_plans_take_at_most_the_accounted_memory() {
     let run = |case: usize| {
@@ -331,7 +333,7 @@ fn transfer_plans_take_at_most_the_accounted_memory() {
     assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
 }
 
-/// The anonymous memory that a run may use in addition to the memory for the bytes that it reads, in bytes.
+/// The number of bytes of anonymous memory that a run may use in addition to the memory for the bytes that it reads.
 const PROGRAM_BYTES: u64 = 12 << 20;
 
 /// Returns the peak of a run's anonymous memory in bytes, and its exit code. The run may fail.
@@ -390,7 +392,7 @@ fn header_of_long_lists_is_refused_in_little_memory() {
     }
 }
 
-/// A list of 2 * 10^7 ints may take 700 MB. This test has a list of an eighth of this length.
+/// A list of 2 * 10^7 ints may take 700 MB: 35 bytes per int. This test uses a list of 2.5 * 10^6 ints.
 #[test]
 fn list_of_ints_takes_35_bytes_an_int() {
     const INTS: u32 = 2_500_000;

@@ -31,7 +31,7 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Divides the files of a fixture among `of` nodes, in the order of the names of the files.
+    /// Divides the files of a fixture among `of` nodes in turn, in the order of the file names.
     pub fn new(source: &'static str, of: u32, spread: Spread) -> Self {
         Self::divided(source, of, spread)
     }
@@ -93,7 +93,7 @@ impl Nodes {
         fs::create_dir(self.dst_folder()).unwrap();
     }
 
-    /// Returns the command of one process. `words` has the verb, the name of DST and options.
+    /// Returns the command of process `rank`. `words` has the verb, the name of DST and options.
     pub fn command(&self, rank: u32, words: &str) -> Command {
         self.command_of(rank, self.of, words)
     }
@@ -105,7 +105,8 @@ impl Nodes {
         command
     }
 
-    /// Returns the command of a single process that sees all files, with a DST in the same folder.
+    /// Returns the command of a single process that sees all files. Its DST is in the folder of
+    /// [`dst_folder`](Self::dst_folder).
     pub fn command_alone(&self, words: &str) -> Command {
         let mut command = run(&self.whole, &self.dst_folder(), &format!("{words} --parts 1"));
         command.env("DTSHARD_FAULT", "none");
@@ -121,7 +122,7 @@ impl Nodes {
         self.run_each(|_| words.to_owned())
     }
 
-    /// Runs all processes, each with the words that `words` returns for its rank, and waits for them.
+    /// Runs all processes, each with the words that `words` returns for its number, and waits for them.
     pub fn run_each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
         wait_all((0..self.of).map(|rank| self.start(rank, &words(rank))))
     }
@@ -135,7 +136,8 @@ impl Nodes {
         (made.first().map_or_else(Tree::new, |name| tree(&folder.path().join(name))), outcome)
     }
 
-    /// Asserts that all processes together write the output that a single process writes, and leave no other files.
+    /// Asserts that all processes together, with the additional options `more`, write the output that a single process
+    /// writes, and leave no other files.
     #[track_caller]
     pub fn assert_equals_one_process(&self, words: &str, more: &str) {
         let (expected, outcome) = self.run_alone(words);
@@ -158,7 +160,7 @@ impl Nodes {
 }
 
 /// Returns a command. `words` has the verb, the name of DST and options. In options, `@` stands for the folder of the
-/// fixtures.
+/// fixtures. DST is in `folder`.
 fn run(source: &Path, folder: &Path, words: &str) -> Command {
     let mut words = words.split_whitespace();
     let (verb, dst) = (words.next().unwrap(), words.next().unwrap());

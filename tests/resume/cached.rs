@@ -15,8 +15,8 @@ use crate::job::{FILE, FOLDER, Job, Kind, RANKS, names, skip};
 use crate::outcome::Outcome;
 use crate::tree::tree;
 
-/// The options with which a mount caches names for 4 seconds. This is longer than the time after which these processes
-/// consider another process dead.
+/// The options with which a mount caches names for 4 seconds. A process considers another process dead after a shorter
+/// time.
 const CACHES: &str = "entry_timeout=4,attr_timeout=4,negative_timeout=4";
 
 /// Two mounts of one folder. They are unmounted when the value is dropped.
@@ -26,7 +26,7 @@ struct Mounts {
 }
 
 impl Mounts {
-    /// Mounts the folder. Returns `None` if this machine has no FUSE.
+    /// Creates a folder and mounts it twice. Returns `None` if this machine cannot do it with bindfs (FUSE).
     fn new(options: &str) -> Option<Self> {
         let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let mut mounts = Self { root, servers: Vec::new() };
@@ -104,7 +104,8 @@ impl Pair {
         assert!(tree(&folder.join(self.job.kind.target())) == self.job.expected, "{at}: other bytes");
     }
 
-    /// Removes the result directly in the folder, as another node would. Both mounts still cache its name.
+    /// Removes the result directly in the folder, as another node would. Both mounts may still cache the name of the
+    /// result.
     fn remove_result(&self) {
         for name in names(&self.mounts.folder()) {
             let path = self.mounts.folder().join(name);

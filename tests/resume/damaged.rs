@@ -9,7 +9,8 @@ use serde_json::Value as Json;
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, Kind};
 
-/// Resumes the run, and returns whether it succeeded. Asserts that it writes the expected bytes or is refused.
+/// Runs the job with `--resume`. Asserts that the run writes the expected bytes, or is refused and writes no DST.
+/// Returns true if it succeeded.
 #[track_caller]
 fn resumes_correctly(job: &Job, at: &str) -> bool {
     let ended = job.run("--resume", Some("none"));
@@ -149,7 +150,7 @@ fn entries(job: &Job) -> Vec<(usize, u64, u64)> {
     entries.map(|entry| (usize::try_from(number(&entry, 0)).unwrap(), number(&entry, 1), number(&entry, 2))).collect()
 }
 
-/// Returns the output file with the longest recorded range, and the offset in the middle of this range.
+/// Returns the path of the output file with the longest recorded range, and the offset of the middle of this range.
 fn recorded(job: &Job) -> (PathBuf, u64) {
     let (file, start, end) = entries(job).into_iter().max_by_key(|(_, start, end)| end - start).unwrap();
     let name = job.document["files"][file]["path"].as_str().unwrap();
@@ -311,7 +312,8 @@ fn output_file_of_another_length_is_written_again() {
     }
 }
 
-/// Two journals record the same ranges, because one process was considered dead. The bytes in these ranges are damaged.
+/// Two journals record the same ranges, because one process was wrongly considered dead. The bytes in these ranges are
+/// damaged.
 #[test]
 fn damaged_bytes_recorded_by_two_processes_are_written_again() {
     let interrupted = InterruptedRun::new(FOLDER);

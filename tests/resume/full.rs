@@ -10,7 +10,7 @@ use dtshard::storage::filesystem::write_back;
 
 use crate::job::{FILE, FOLDER, Job, Kind, names, skip};
 
-/// A file system that is mounted on a folder. It is unmounted when the value is dropped.
+/// The folder on which a file system is mounted. The file system is unmounted when the value is dropped.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -104,7 +104,8 @@ fn file_system_full_during_a_folder_is_resumed() {
     assert_resumes_after_full(FOLDER);
 }
 
-/// The kernel reports a disk error behind the page cache only to the first fsync. Later calls of fsync succeed.
+/// If a disk error occurs after the page cache has taken the data, the kernel reports it only to the first fsync. Later
+/// calls of fsync succeed.
 #[test]
 fn failed_write_back_is_an_error_of_the_run() {
     let folder = tempfile::tempdir().unwrap();

@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use crate::outcome::{Outcome, command};
 pub use crate::tree::{Tree, names, tree};
 
-/// The number of rows of each tensor. The tensors are so large that a run in test mode fills several windows, and that
-/// a part ends within a window.
+/// The number of rows of each tensor. It is so large that a run with the small windows of tests fills several windows,
+/// and that a part ends within a window.
 const ROWS: u64 = 96;
 const COLUMNS: u64 = 160;
 const TENSORS: usize = 24;
@@ -77,7 +77,7 @@ impl Kind {
 /// A conversion from files with checksums to one file with checksums.
 pub const FILE: Kind =
     Kind { verb: "unshard", source: Some("--to torch-ranks --mesh fsdp=3"), target: "out.pt", options: "" };
-/// A conversion to a folder with sidecar files.
+/// A conversion from a DCP directory to a folder of safetensors files.
 pub const FOLDER: Kind =
     Kind { verb: "consolidate", source: Some("--to dcp --mesh fsdp=4"), target: "out", options: "" };
 pub const RANKS: Kind = Kind {
@@ -151,7 +151,7 @@ impl Job {
         self.partial().join(found.expect("a partial folder has one"))
     }
 
-    /// Returns the paths of the leases or journals of a run. `suffix` is `.lease` or `.journal`.
+    /// Returns the paths of the leases or journals in the partial folder. `suffix` is `.lease` or `.journal`.
     pub fn files_in_partial(&self, suffix: &str) -> Vec<PathBuf> {
         let folder = if suffix == ".journal" { self.work() } else { self.partial() };
         names(&folder).iter().filter(|name| name.ends_with(suffix)).map(|name| folder.join(name)).collect()
@@ -172,13 +172,13 @@ impl Job {
         dtshard(&[self.kind.verb.as_ref(), self.source.as_os_str(), target.as_os_str()], &options, fault)
     }
 
-    /// Runs the job with the additional options `more`. `fault` is the fault point at which the run is killed; with
-    /// `none`, the run is not killed but records every step.
+    /// Runs the job with the additional options `more`. `fault` is the crash point (a position in the code) at which
+    /// the run is killed; with `none`, the run is not killed, but it also uses small windows and records each step.
     pub fn run(&self, more: &str, fault: Option<&str>) -> Outcome {
         self.command(more, fault).output().unwrap().into()
     }
 
-    /// Runs `of` parts one after the other. No part waits for the others.
+    /// Runs `of` parts one after the other, and asserts that each succeeds. No part waits for the others.
     pub fn run_parts(&self, of: u32, more: &str, fault: Option<&str>) {
         for index in 0..of {
             let parts = if of == 1 { String::new() } else { format!("--parts {of} --part {index} --no-wait") };

@@ -1,5 +1,5 @@
-//! Tests of runs that are killed at every fault point: as the only process and as one of three parts, with and without
-//! an existing destination.
+//! Tests of runs that are killed at every crash point (positions in the code): as the only process and as one of three
+//! parts, with and without an existing destination.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -48,8 +48,8 @@ fn fixture_file() -> std::path::PathBuf {
     crate::outcome::fixture("safetensors/single/model.safetensors")
 }
 
-/// Kills `victim` at each fault point, checks the files that remain, and resumes the run. Returns the fault points that
-/// were reached.
+/// Runs the job once for each crash point, kills `victim` there, checks the files that remain, and resumes the run.
+/// Returns the crash points that were reached.
 fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'static str> {
     let overwrite = if overwrites { "--overwrite" } else { "" };
     let mut hit = BTreeSet::new();
@@ -89,7 +89,7 @@ fn kill_everywhere(job: &Job, victim: Victim, overwrites: bool) -> BTreeSet<&'st
     hit
 }
 
-/// Returns the fault points that are not in `hit`.
+/// Returns the crash points that are not in `hit`.
 fn points_not_reached(hit: &BTreeSet<&str>) -> Vec<&'static str> {
     POINTS.into_iter().filter(|point| !hit.contains(point)).collect()
 }

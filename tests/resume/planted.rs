@@ -21,8 +21,8 @@ const GROUP: u32 = 21000;
 /// The options of the runs that are started after files were planted.
 const RUNS: [&str; 5] = ["", "--overwrite", "--resume", "--restart", "--parts 2 --part 0 --no-wait"];
 
-/// A conversion whose destination is in a folder that two users can write to. `victim` is a folder whose files must not
-/// change.
+/// A conversion whose destination is in a folder that two users can write to. The folder `victim` has files of the
+/// first user; runs must not change them.
 struct Shared {
     job: Job,
     victim: PathBuf,
@@ -75,7 +75,7 @@ impl Shared {
         self.command(user, more, "none").output().unwrap().into()
     }
 
-    /// Starts a run of a user that is killed after its first record.
+    /// Runs the conversion as a user. The run is killed after its first record, so its files remain.
     fn interrupt(&self, user: u32) {
         self.clear();
         let killed: Outcome = self.command(user, "", "record-after").output().unwrap().into();
@@ -107,7 +107,7 @@ impl Shared {
     }
 }
 
-/// Makes `USER` the owner of a path and of everything below it, and makes it writable for the group.
+/// Makes `USER` the owner of a path and of everything below it, and makes all of it writable for the group.
 fn give(path: &Path) {
     let metadata = path.symlink_metadata().unwrap();
     chown(path, Some(USER), Some(GROUP)).unwrap();
@@ -118,8 +118,8 @@ fn give(path: &Path) {
     }
 }
 
-/// Returns a command that runs as a user. Files that it creates are writable for the group. It is killed after 100
-/// seconds, because it might wait for a pipe.
+/// Returns a command that runs `program` as a user. Files that the program creates are writable for the group. The
+/// program is killed after 100 seconds, because it might wait for a pipe.
 fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
     let mut command = Command::new("setpriv");
     command.args([format!("--reuid={user}"), format!("--regid={GROUP}"), "--clear-groups".into()]);
@@ -140,8 +140,8 @@ fn link(target: &Path, at: &Path) {
     attack("ln", &[&"-s", &target, &at]);
 }
 
-/// A function that plants a file, link or pipe at the first path. The second path is the victim's file or folder, to which
-/// a link leads and of which a file is a copy.
+/// A function that plants a file, link or pipe at the first path. The second path is the victim's file or folder: a
+/// planted link leads to it, and a planted file is a copy of it.
 type Plant = fn(&Path, &Path);
 
 const PLANTS: [(&str, Plant); 4] = [

@@ -179,7 +179,7 @@ fn restart_of_parts_is_refused() {
     assert_refused(&job, "--parts 2 --part 0 --no-wait --restart", &words);
 }
 
-/// A mark at the destination records its source and options. Here the mark is missing.
+/// An extended attribute of DST records its source and options (the plan mark). Here it is missing.
 #[test]
 fn destination_without_a_plan_mark_is_refused() {
     let job = Job::new(FILE);

@@ -25,7 +25,7 @@ fn bytes_read(document: &Json) -> u64 {
     document["bytes_read"].as_u64().unwrap()
 }
 
-/// Each killed run completes one window. The last run only completes the output.
+/// Each killed run completes one window. The last run reads little more than one window.
 #[test]
 fn run_killed_after_every_window_reads_each_window_once() {
     for kind in KINDS {
@@ -137,7 +137,7 @@ fn cast_counts_of_killed_runs_are_kept() {
     job.assert_done("16 parts");
 }
 
-/// The parts run one after the other, in any order. One of them runs twice.
+/// The parts run one after the other, in an order that is not ascending. One of them runs twice.
 #[test]
 fn parts_without_waiting_publish_in_any_order() {
     for kind in [FILE, FOLDER] {

@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use crate::job::{DCP, FILE, FOLDER, Job, Kind, names};
 use crate::outcome::Outcome;
 
-/// Starts a process with the environment variables of srun for task `index` of `of`.
+/// Starts a process as srun starts task `index` of `of` tasks: with the environment variables of Slurm.
 fn task(job: &Job, index: u32, of: u32, more: &str, fault: &str) -> Child {
     let mut command = job.command(more, Some(fault));
     command.env("SLURM_JOB_ID", "7").env("SLURM_STEP_ID", "0").env("SLURM_STEP_NUM_TASKS", of.to_string());
@@ -41,7 +41,7 @@ fn bytes_recorded_before(job: &Job, more: &str) -> u64 {
     job.document["bytes_read"].as_u64().unwrap() - document["bytes_read"].as_u64().unwrap()
 }
 
-/// Runs two of three tasks, and asserts that both end with an error about the third task.
+/// Runs two of three tasks of a new job, and asserts that both end with an error about the third task. Returns the job.
 fn run_without_the_third(kind: Kind) -> Job {
     let job = Job::new(kind);
     let begun = Instant::now();
@@ -76,7 +76,8 @@ fn missing_part_ends_the_others_and_resume_completes() {
     job.assert_done("three tasks again");
 }
 
-/// The late part need not wait, because all work of the other parts is recorded.
+/// The third part starts after the others have ended with an error. It completes the run, because their work is
+/// recorded.
 #[test]
 fn late_part_completes_alone_after_the_others_ended() {
     let job = run_without_the_third(DCP);

@@ -81,7 +81,7 @@ fn invalid_threads_and_memory_are_refused() {
     }
 }
 
-/// All contradictions between the variables of launchers are tested in `comm::tests`.
+/// Contradictions between the environment variables of launchers are tested in `launch::tests`.
 #[test]
 fn invalid_parts_are_refused() {
     let mesh = "--mesh=dp=2";
@@ -96,7 +96,8 @@ fn invalid_parts_are_refused() {
     assert_refused(&[mesh, "--resume", "--restart"]);
 }
 
-/// Verbs that only read ignore the variables of launchers. Verbs that write refuse contradicting variables.
+/// Verbs that only read ignore the environment variables of launchers. Verbs that write refuse variables that
+/// contradict each other.
 #[test]
 fn contradicting_launchers_are_refused_by_verbs_that_write() {
     let env = TestEnv::new();
@@ -120,7 +121,8 @@ fn contradicting_launchers_are_refused_by_verbs_that_write() {
     assert!(!outcome.assert_succeeded().err.contains('['), "{outcome:?}");
 }
 
-/// Every line begins with the part of its process. Only one process prints output that is equal in all processes.
+/// Every line begins with the number of its process. If the output is equal in all processes, only one process prints
+/// it.
 #[test]
 fn output_of_several_processes_is_prefixed_and_printed_once() {
     let source = fixture("replicated_plain/dcp");
@@ -217,7 +219,7 @@ fn sources_without_a_checkpoint_are_refused() {
     assert_no_checkpoint(&fixture("fsdp3/dcp/__0_0.distcp"));
 }
 
-/// A pipe must not be opened for reading, because opening it would block forever.
+/// The program must not open a pipe for reading, because that would block forever.
 #[test]
 fn folder_or_pipe_in_place_of_a_file_is_refused() {
     for name in

@@ -14,7 +14,7 @@ use dtshard::format::{Checkpoint, ReadOptions, resolve, torch};
 use crate::common::env::TestEnv;
 use crate::corrupt::{dtshard, edit, files_of, find};
 
-/// Returns the digest of every tensor by name, after a dry run of a conversion.
+/// Makes a dry run of a conversion with the library, and returns the digest of every tensor by name.
 fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     let checkpoint = Checkpoint::open(source, &ReadOptions::default())?;
     let catalog = &checkpoint.catalog;
@@ -31,12 +31,13 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// Returns [`digests`]; a panic fails the test and names the change of the file.
+/// Returns [`digests`] of a source. If the library panics, the test fails with `what`, which describes the change of
+/// the file.
 fn digests_without_panic(source: &Path, what: &str) -> Result<BTreeMap<String, String>> {
     catch_unwind(AssertUnwindSafe(|| digests(source))).unwrap_or_else(|_| panic!("panicked on {what}"))
 }
 
-/// Returns one source for each kind of file, with the file in it that the test damages.
+/// Returns one source for each kind of file, with the path of the file in it that the test damages.
 fn cases(env: &TestEnv) -> Vec<(PathBuf, PathBuf)> {
     let cases = [
         ("replicated_plain/dcp", ".metadata"),
@@ -118,7 +119,7 @@ fn flipped_header_byte_is_an_error_or_harmless() {
     }
 }
 
-/// Bytes of headers and bytes of tensor data are flipped.
+/// Flips bits of single bytes, in headers and in tensor data.
 #[test]
 fn flipped_byte_anywhere_does_not_panic() {
     let env = TestEnv::new();

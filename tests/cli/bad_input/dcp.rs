@@ -19,7 +19,7 @@ struct Tensor<'a> {
     chunks: Vec<Chunk<'a>>,
 }
 
-/// For each name in the state dict, its path: keys, and list positions written as `#3`.
+/// For each flattened name in the state dict, its path: a list of keys, in which `#3` is position 3 of a list.
 type Paths<'a> = &'a [(&'a str, Vec<&'a str>)];
 
 fn size(writer: &mut Writer, values: &[u64]) {
@@ -247,7 +247,7 @@ fn malformed_metadata_is_refused() {
     assert_bad_metadata(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat());
 }
 
-/// The metadata must be copied before it is decoded: another process may change a mapped file after its text was
+/// The program must copy the metadata before it decodes it: another process may change a mapped file after its text was
 /// validated.
 #[test]
 fn metadata_is_not_decoded_from_a_mapping() {

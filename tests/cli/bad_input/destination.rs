@@ -208,7 +208,7 @@ fn failed_verification_leaves_nothing() {
     assert_eq!(fs::read(old).unwrap(), content);
 }
 
-/// `--overwrite` protects files that the user wrote by hand.
+/// With `--overwrite`, files that the user wrote by hand are not replaced.
 #[test]
 fn overwrite_keeps_a_file_that_is_no_checkpoint() {
     let env = TestEnv::new();

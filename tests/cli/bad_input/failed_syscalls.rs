@@ -9,8 +9,8 @@ use crate::bad_input::skip;
 use crate::common::env::TestEnv;
 use crate::corrupt::{Outcome, files_of, fixture};
 
-/// Runs the program under strace. strace logs the calls of the system call `call` and the calls that open files.
-/// `inject` describes which call fails.
+/// Runs the program under strace. strace logs the system calls `call` and `openat`. `inject` says which of the calls
+/// `call` fails, and with which error. Also returns the log.
 fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Outcome, String) {
     let log = env.path("log");
     let mut command = Command::new("strace");

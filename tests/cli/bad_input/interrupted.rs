@@ -33,7 +33,7 @@ fn partial_folder(target: &Path) -> PathBuf {
     target.with_file_name(name)
 }
 
-/// Starts a slow `unshard` of the large file, and waits until it writes.
+/// Starts a slow `unshard` of the large file, and waits until its lease exists, so that it is about to write.
 fn start(source: &Path, target: &Path, more: &[&str]) -> Child {
     let mut all: Vec<&dyn AsRef<OsStr>> = vec![&"unshard", &source, &target, &"--threads=1", &"--max-memory=40MB"];
     all.extend(more.iter().map(|arg| arg as &dyn AsRef<OsStr>));
@@ -102,7 +102,7 @@ fn repeated_signals_leave_nothing() {
     }
 }
 
-/// The test does not read the messages at first, so the program blocks before it checks the conversion.
+/// The test does not read the output at first, so the program blocks in the middle of the dry run until the signal.
 #[test]
 fn signal_stops_a_dry_run() {
     let env = TestEnv::new();
@@ -166,8 +166,8 @@ fn second_run_into_the_same_destination_is_refused() {
     assert!(!partial_folder(&target).exists());
 }
 
-/// Many small runs for one destination start at once. Each run succeeds or is refused, and the published checkpoint is
-/// complete.
+/// Six small runs for one destination start at once. One run succeeds, the others are refused, and the published
+/// checkpoint is complete.
 #[test]
 fn one_of_six_simultaneous_runs_succeeds() {
     let env = TestEnv::new();
@@ -187,7 +187,7 @@ fn one_of_six_simultaneous_runs_succeeds() {
     }
 }
 
-/// The destination has the old or the new checkpoint, at the latest after the next run has cleaned up.
+/// The destination has the old or the new checkpoint after the kill, or at least after the next run has cleaned up.
 #[test]
 fn overwrite_killed_at_any_time_leaves_old_or_new_checkpoint() {
     let (old, new) = (fixture("safetensors/sharded"), fixture("fsdp3/dcp"));
@@ -250,7 +250,8 @@ fn source_changed_during_the_run_is_an_error() {
     }
 }
 
-/// The limit `ulimit -f` sends a signal whose default action would leave partly written files.
+/// `ulimit -f` limits the length of files. Beyond the limit, the kernel sends a signal that by default kills the
+/// process, which would leave partly written files.
 #[test]
 fn file_size_limit_is_an_error_and_leaves_nothing() {
     let env = TestEnv::new();
@@ -266,7 +267,7 @@ fn file_size_limit_is_an_error_and_leaves_nothing() {
     assert!(env.names().is_empty(), "{:?}", env.names());
 }
 
-/// The limit is `ulimit -n`. A checkpoint may have more files than a process may open at the same time.
+/// `ulimit -n` limits the files that a process may have open at the same time. A checkpoint may have more files.
 #[test]
 fn checkpoint_with_more_files_than_open_file_limit_is_converted() {
     let env = TestEnv::new();

@@ -13,10 +13,10 @@ use crate::corrupt::{Outcome, dict_of, dtshard, fixture};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
 
-/// The size of a sparse file in bytes: 1 TiB.
+/// The size in bytes of a hole in a sparse file: 1 TiB.
 const HUGE: u64 = 1 << 40;
 
-/// Writes a torch.save file in which one record is a hole of [`HUGE`] bytes.
+/// Writes a torch.save file in which the zip record named `hole` is a hole of [`HUGE`] bytes.
 fn write_with_hole(path: &Path, hole: &str, pickle: &[u8]) {
     let mut file = fs::File::create(path).unwrap();
     let mut directory = Vec::new();
@@ -161,8 +161,8 @@ fn thread_limit_reduces_threads() {
     assert!(succeeded > 0);
 }
 
-/// The global pool of rayon belongs to the program. If a library started it, the library would decide on its size for
-/// all other code.
+/// A library must not start the global thread pool of rayon, because all code of a program shares this pool and the
+/// program chooses its size.
 #[test]
 fn library_leaves_the_global_pool_to_the_program() {
     const CHILD: &str = "DTSHARD_TEST_GLOBAL_POOL";

@@ -19,7 +19,7 @@ mod tensor_keys;
 mod torch;
 mod unreachable;
 
-/// Prints that a test skips a case, and discards the transcript of the test.
+/// Prints that a test skips a case, and discards the messages that the test has recorded.
 #[expect(clippy::print_stderr, reason = "nobody is to take it for passed")]
 fn skip(why: &str) {
     crate::common::transcript::discard();

@@ -7,18 +7,19 @@ use torch_pickle::pickle::Writer;
 use crate::common::env::TestEnv;
 use crate::corrupt::{View, ZipEntry, dtshard, find, torch_file, unzip, zip};
 
-/// A group of ranks: its name, its size, and the position of the saving rank.
+/// A process group in makani's `comm_grid`: its name, its size, and the position of the saving rank in it.
 type CommGroup = (&'static str, i64, i64);
 
 const STORAGE: [u8; 72] = [7; 72];
 
-/// The file of one rank of a grid `h=2`. The model is `w`, a part of a tensor `[4, 3]`.
+/// The makani file of one of two ranks. The model has one tensor `w`: a part of a tensor of shape `[4, 3]`, sharded
+/// over the group `h`.
 #[derive(Clone)]
 struct MakaniFile {
     /// The value of `sharded_dims_mp`, in Python's notation; `None` if the tensor has no such attribute.
     dims: Option<&'static [&'static str]>,
     sizes: [i64; 2],
-    /// The first element of the tensor in its storage.
+    /// The offset of the tensor in its storage, in elements.
     offset: i64,
     grid: Vec<CommGroup>,
     has_tensor: bool,
@@ -141,7 +142,7 @@ fn huge_numbers_in_a_grid_are_refused() {
     dtshard(&[&"consolidate", &source, &env.path("out")]).assert_refused(&["comm_grid", "2 ranks apart"]);
 }
 
-/// makani compares replicas neither when it saves nor when it loads.
+/// dtshard compares the replicas, because makani itself never does.
 #[test]
 fn replicas_that_differ_are_refused() {
     let (env, source) = write(&two_ranks().map(|file| MakaniFile { dims: Some(&["None", "None"]), ..file }));
@@ -158,8 +159,8 @@ fn replicas_that_differ_are_refused() {
     refused.assert_refused(&["a plain tensor differs", "rank 0 and rank 1", "record that these ranks hold replicas"]);
 }
 
-/// Returns a file with a model and an optimizer. The parameter `w` is sharded over `h`. The tensor `a` is plain, and has
-/// the shape of the local part of `w`, so number 0 of the optimizer may be the state of `a` or of `w`.
+/// Returns a file with a model and an optimizer. The parameter `w` is sharded over `h`. The tensor `a` is plain, and
+/// has the shape of the local part of `w`, so the optimizer state with number 0 may belong to `a` or to `w`.
 fn with_numbered_state(rank: i64) -> Vec<u8> {
     let file = MakaniFile::of_rank(rank);
     let plain = |offset| MakaniFile { dims: None, offset, ..file.clone() };
@@ -182,7 +183,7 @@ fn with_numbered_state(rank: i64) -> Vec<u8> {
     torch_file(writer.finish(), &[("0", &STORAGE)])
 }
 
-/// All parts of the state have the same values, so a comparison of replicas would not show that they are parts.
+/// The shards of the state have equal values, so a comparison of ranks would wrongly take them for replicas.
 #[test]
 fn numbered_state_of_unknown_layout_is_refused_if_selected() {
     let env = TestEnv::new();

@@ -20,8 +20,8 @@ fn tree(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files_of(folder).into_iter().map(|path| (path.clone(), content(&path))).collect()
 }
 
-/// Asserts that the run fails with exit code 2 and a `usage` error that contains these names, that it changes no file,
-/// and that its dry run prints a warning. Returns the message.
+/// Asserts that the run fails with exit code 2 and a `usage` error that contains `names`, that it changes no file, and
+/// that a dry run prints a warning. Returns the message.
 #[track_caller]
 fn assert_refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], names: &[&str]) -> String {
     let before = tree(&env.path(""));

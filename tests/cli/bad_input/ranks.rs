@@ -12,7 +12,7 @@ fn rank(source: &Path, world_size: u32, rank: u32) -> PathBuf {
     source.join(format!("model_world_size_{world_size}_rank_{rank}.pt"))
 }
 
-/// Writes two rank files with these pickles, each with a storage of 16 bytes.
+/// Writes the files of rank 0 and rank 1 with these pickles, each with a storage of 16 bytes.
 fn two_rank_files(first: Vec<u8>, second: Vec<u8>) -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     for (index, pickle) in [first, second].into_iter().enumerate() {
@@ -144,7 +144,7 @@ fn contradicting_world_sizes_are_refused() {
     env.assert_bad_input(&source);
 }
 
-/// Copies a fixture and changes the pickle of the model file of each of these ranks.
+/// Copies a fixture, and changes the pickle in the model file of each rank in `ranks`.
 fn with_pickles(case: &str, ranks: &[u32], world_size: u32, change: impl Fn(&mut Vec<u8>)) -> (TestEnv, PathBuf) {
     let env = TestEnv::new();
     let source = env.copy(case);
@@ -225,8 +225,8 @@ fn private_partial_placements_are_refused_with_the_reason() {
     }
 }
 
-/// The reduce op is not defined for the dtype. `verify` and digests accept this, because they do not need the reduced
-/// value.
+/// The placement has a reduce op that is not defined for the dtype (`bor` of f32). `verify` and digests accept this,
+/// because they do not need the reduced value.
 #[test]
 fn undefined_reduction_is_an_error_of_unshard_only() {
     let (env, source) = with_pickles("partial2/ranks", &[0, 1], 2, |pickle| {
@@ -325,8 +325,8 @@ fn series_name_with_path_stays_in_the_destination() {
     assert_eq!(written.collect::<Vec<_>>(), ["src/a.pt"]);
 }
 
-/// If the tensor got a placement, each rank would keep only a shard of its own tensor, and the other elements would be
-/// lost.
+/// The tensor differs between ranks. If it were sharded, each rank would keep only a shard of its own value, and the
+/// other elements would be lost.
 #[test]
 fn per_rank_tensor_is_kept_whole() {
     let env = TestEnv::new();

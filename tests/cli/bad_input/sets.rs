@@ -124,7 +124,7 @@ fn incomplete_safetensors_set_without_index_is_refused() {
     assert_eq!(like.code, Some(2), "{like:?}");
 }
 
-/// Variants in diffusers have such names, and so do second downloads and files on file systems that change the case.
+/// Variants in diffusers, second downloads, and file systems that change upper and lower case give files other names.
 #[test]
 fn file_sets_are_recognised_under_other_names() {
     let names: [fn(u32) -> String; 6] = [

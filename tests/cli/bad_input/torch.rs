@@ -138,7 +138,8 @@ fn views_beyond_their_storage_are_refused() {
     assert_bad_view(&View { numel: 3, ..VIEW });
 }
 
-/// With a stride of 0, a few bytes give a tensor of any size. The total size must not overflow.
+/// With a stride of 0, a few bytes give a tensor of any size. The sum of the sizes of such tensors is limited, and must
+/// not overflow.
 #[test]
 fn views_with_stride_0_are_limited_by_their_total_size() {
     let (env, _) = file(b"");

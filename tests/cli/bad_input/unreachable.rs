@@ -12,8 +12,8 @@ use crate::outcome::{Outcome, command};
 
 const NOBODY: u32 = 65534;
 
-/// Runs the program with `--json`, and asserts that it fails with exit code 2 and an error of this kind that contains
-/// all given names.
+/// Runs the program with `--json`, and asserts that it fails with exit code 2 and an error of the kind `kind` that
+/// contains all of `names`.
 fn assert_refused(mut command: Command, kind: &str, names: &[&str]) {
     let outcome = Outcome::from(command.arg("--json").output().unwrap());
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
@@ -22,7 +22,8 @@ fn assert_refused(mut command: Command, kind: &str, names: &[&str]) {
     outcome.assert_mentions(names);
 }
 
-/// Makes a snapshot of a hub cache, whose files are links to blobs; one blob is missing.
+/// Makes a snapshot folder of a Hugging Face hub cache from a fixture: each file is a link to a blob. The blob of the
+/// file `lost` is missing.
 fn hub_cache(env: &TestEnv, fixture: &str, lost: &str) -> PathBuf {
     let files = env.copy(fixture);
     let (blobs, snapshot) = (env.path("hub/blobs"), env.path("hub/snapshots/5f2c"));

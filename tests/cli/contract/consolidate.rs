@@ -1,9 +1,10 @@
-//! Tests of the tensors that `consolidate` selects, and of two promises for new users: `consolidate` writes a loadable
+//! Tests of the tensors that `consolidate` selects, and of two promises to new users: `consolidate` writes a loadable
 //! model, and `reshard` writes every file of the trainer.
 //!
 //! Tested in other modules:
 //!
-//! - The model of every fixture is found beside `optimizer`, `nested`, ...: `conversions::consolidate_writes_the_model`.
+//! - The model of every fixture is found beside `optimizer`, `nested`, ...:
+//!   `conversions::consolidate_writes_the_model`.
 //! - The closing line lists what was left out: `conversions::consolidate_lists_excluded_tensors_and_objects`.
 //! - `--root` chooses another subtree: `conversions::consolidate_writes_the_subtree_of_root`.
 //! - transformers loads the written model: `tests/interop/test_ship.py`.
@@ -30,7 +31,8 @@ const TRAINERS: [(&str, &str, &[&str]); 4] = [
     ("dcp_trainer", "model.", &["config.json", "model.safetensors"]),
 ];
 
-/// Returns whether a name is that of the state of an optimizer, a data loader or a random number generator.
+/// Returns true if the name of a tensor belongs to the state of an optimizer, a data loader or a random number
+/// generator.
 fn is_state(name: &str) -> bool {
     ["exp_avg", "optim", "step", "rng", "train_state"].iter().any(|word| name.contains(word))
 }
@@ -81,7 +83,7 @@ fn closing_line_has_a_fixed_format() {
     assert!(closing.ends_with('B'), "nothing is left out or cast: {closing}");
 }
 
-/// Writes a torch file with two tensors below `path`.
+/// Writes a torch file with two tensors whose names begin with `path`.
 fn nested(env: &TestEnv, path: &str) -> Made {
     let weights = env.vectors("weights.safetensors", &[("a.weight", 3), ("b.bias", 2)]);
     env.make("unshard", weights, &format!("{path}.pt"), &format!("--nest {path}"))

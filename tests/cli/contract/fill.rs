@@ -36,7 +36,7 @@ fn invert(stored: &mut Stored) {
     stored.2.iter_mut().for_each(|byte| *byte ^= 1);
 }
 
-/// The name within the model of the tensor that the tests edit.
+/// The name, inside the model, of the tensor that the tests edit.
 const EDITED: &str = "blocks.0.w1.weight";
 
 /// Writes the model of a sharded checkpoint to one file, and changes one tensor in it.
@@ -65,7 +65,8 @@ fn assert_same_layout(found: &Path, sharded: &Path) {
     }
 }
 
-/// Asserts that the edited tensor has the value in the edited file, and that all other tensors have their old values.
+/// Asserts that in `found` the tensor `name` has the value of the file `edited`, and that all other tensors have the
+/// values of the checkpoint `sharded`.
 fn assert_only_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
     let mut expected = read(sharded);
     let new = read(edited).remove(name).unwrap();
@@ -419,7 +420,7 @@ fn like_accepts_sharded_tensors() {
     }
 }
 
-/// Asserts that in two folders every rank has the same boxes of the same tensors.
+/// Asserts that every rank has the same boxes of the same tensors in two folders.
 fn assert_same_boxes(found: &Path, sharded: &Path) {
     let (new, old) = (inspect(found, ""), inspect(sharded, ""));
     let boxes = |tensor: &serde_json::Value| -> Vec<String> {

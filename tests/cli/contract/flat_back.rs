@@ -123,8 +123,8 @@ fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn F
     path
 }
 
-/// An edit: the name of the case, the tensors to change, the tensors to keep in the file, and the names whose values
-/// change.
+/// An edit: the name of the case, the tensors to change, a function that selects the tensors to keep in the file, and
+/// the names whose values then differ in DST.
 type Edit<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&str) -> bool, &'a [&'a str]);
 
 #[test]
@@ -221,7 +221,8 @@ fn excluded_parameters_stay_in_the_groups_of_fill_from() {
     }
 }
 
-/// Asserts that files differ only in the edited elements and in the checksums of their records.
+/// Asserts that the files of two checkpoints differ only in the edited elements and in the checksums of their zip
+/// records.
 fn assert_only_elements_differ(found: &Path, unedited: &Path, change: &[&str], way: &str) {
     let (own, old) = (contents(found), contents(unedited));
     let mut differing = 0;

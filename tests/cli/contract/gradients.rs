@@ -1,7 +1,7 @@
 //! Tests of gradients beside a model: `reshard` and `flatten` keep them; `unshard` and `consolidate` leave them out
 //! unless `--with-grads` is given.
 //!
-//! The fixture `flat_grads` has gradients as FSDP1 saves them, of flat parameters and of slices of parameters.
+//! The fixture `flat_grads` has gradients as FSDP1 saves them, of flat parameters and of views (`use_orig_params`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ fn gradients_are_written_with_grads_and_counted_as_left_out_without() {
     assert_eq!(count("grads."), 20);
 }
 
-/// Gradients are converted to other world sizes, and between flat parameters and slices of parameters.
+/// Gradients are converted to other world sizes, and between flat parameters and views.
 #[test]
 fn flattened_gradients_stay_flat() {
     let env = TestEnv::new();
@@ -108,7 +108,7 @@ fn gradients_of_part_of_a_flat_parameter_are_refused() {
     }
 }
 
-/// Gradients are in the files of the model, or in a series of their own.
+/// Tests gradients in the files of the model, and gradients in a series of their own.
 #[test]
 fn gradients_get_the_placements_of_their_parameters() {
     let env = TestEnv::new();
@@ -148,7 +148,7 @@ fn assert_placements_of_parameters(path: &Path) {
     assert_eq!(placements("grads.layers.0.wq.weight"), "S(1),S(0)");
 }
 
-/// Complete gradients have the names of their parameters.
+/// Gradients in one file are complete tensors, under the names of their parameters.
 #[test]
 fn whole_gradients_are_read_unchanged() {
     let env = TestEnv::new();

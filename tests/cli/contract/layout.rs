@@ -4,7 +4,8 @@
 //!
 //! - Rules take precedence over the fallback, and the first matching rule applies:
 //!   `conversions::rules_override_the_default_placement`.
-//! - `--mesh` alone: `conversions::{mesh_alone_keeps_placements_by_dim_name, mesh_alone_without_common_dim_names_gives_defaults}`.
+//! - `--mesh` without placements: `conversions::{mesh_alone_keeps_placements_by_dim_name,
+//!   mesh_alone_without_common_dim_names_gives_defaults}`.
 //! - A pattern that does not fit, and the default that becomes replicate:
 //!   `conversions::placements_that_do_not_fit_are_refused`.
 //! - Invalid meshes and placement lists: `bad_input::arguments::{invalid_meshes_are_refused,
@@ -124,7 +125,7 @@ fn mesh_alone_that_would_replicate_everything_is_refused() {
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");
 }
 
-/// A rule for tensors that the filters leave out is no misspelled rule.
+/// A rule that matches only tensors that the filters leave out is not treated as a misspelled rule.
 #[test]
 fn rules_for_tensors_that_are_left_out_are_accepted() {
     let env = TestEnv::new();

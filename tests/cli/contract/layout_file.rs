@@ -213,7 +213,8 @@ fn layout_that_files_do_not_record_is_not_printed() {
 
 pub const EMBED: &str = "model.embed.weight";
 
-/// Converts `fsdp4/ranks`, whose embedding has 10 rows, to DCP with this layout file. Returns the output of `inspect`.
+/// Converts `fsdp4/ranks`, whose embedding has 10 rows, to DCP with a layout file that has this text. Returns the
+/// output of `inspect`.
 #[track_caller]
 pub fn laid_out(text: &str, options: &str) -> Json {
     let env = TestEnv::new();

@@ -23,8 +23,8 @@ fn model(env: &TestEnv) -> std::path::PathBuf {
     )
 }
 
-/// Runs `unshard` on the model with these options. Returns the names of the written tensors, each with its length,
-/// which identifies the source tensor.
+/// Runs `unshard` on the model with these options. Returns, for each written tensor, its name and its length. The
+/// length identifies the tensor of the source.
 fn names_after(options: &[&str]) -> Vec<String> {
     let env = TestEnv::new();
     let (source, target) = (model(&env), env.path("out.pt"));

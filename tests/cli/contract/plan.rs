@@ -209,7 +209,7 @@ fn style_none_shards_a_module_by_fsdp_only() {
     assert!(!made.run.stderr.contains("no style of the plan"), "{}", made.run.stderr);
 }
 
-/// The mesh of each DTensor is the group of tensor parallelism of its rank, and norms are plain.
+/// Each DTensor has the slice `tp` as its mesh, as `parallelize_module` gives it within DDP. Norms are plain tensors.
 #[test]
 fn plan_within_ddp_uses_the_slice_of_tensor_parallelism() {
     let env = TestEnv::new();

@@ -8,11 +8,13 @@
 //!   `--overwrite` leaves the old or the new checkpoint:
 //!   `bad_input::interrupted::overwrite_killed_at_any_time_leaves_old_or_new_checkpoint`.
 //! - A full file system: `bad_input::destination::full_file_system_leaves_nothing`.
-//! - `--io`, `--threads`, `--max-memory`, `--verify` and `--progress` change no byte: `conversions::io_threads_and_memory_options_change_no_byte`.
+//! - `--io`, `--threads`, `--max-memory`, `--verify` and `--progress` do not change the output:
+//!   `conversions::io_threads_and_memory_options_change_no_byte`.
 //! - `--max-memory` below the minimum, `--threads 0`: `bad_input::arguments::invalid_threads_and_memory_are_refused`.
 //! - A run uses at most the memory that `--dry-run` reports: `tests/exchange/memory.rs`.
 //! - The exit code after a broken pipe is 0: `inspect::broken_pipe_is_no_error`; for the verbs that write, this module.
-//! - `--json`, `-q`, `-v` and `--progress` before and behind the verb: `inspect::output_options_are_accepted_before_and_after_the_verb`.
+//! - `--json`, `-q`, `-v` and `--progress` before and behind the verb:
+//!   `inspect::output_options_are_accepted_before_and_after_the_verb`.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -24,7 +26,7 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, expect, fixture, inspect, read, run, succeed};
 use crate::contract::{assert_contains, contents, copy_tree, names_below};
 
-/// For each verb that writes: its name, the name of its output, and its options.
+/// Conversions with each verb that writes: the verb, the name of the output, and the options.
 const WAYS: [(&str, &str, &str); 4] = [
     ("reshard", "shards", "--mesh dp=2"),
     ("reshard", "ranks", "--mesh dp=2 --to torch-ranks"),
@@ -53,7 +55,7 @@ fn dry_run_without_dst_writes_nothing() {
     }
 }
 
-/// The options are for processes that exchange data, and these runs do not exchange data.
+/// The tested options affect only processes that exchange data. The processes of these runs do not exchange data.
 #[test]
 fn options_without_effect_give_a_warning() {
     for (options, option, why) in [
@@ -119,7 +121,8 @@ fn existing_dst_is_refused_unless_empty_or_overwritten() {
     }
 }
 
-/// Returns a test environment with the files of a run that was killed while it replaced DST, between its two renames.
+/// Returns a test environment with the files of a run that was killed while it replaced DST: the old DST was renamed,
+/// and the new DST was not.
 fn killed_within_a_swap() -> TestEnv {
     let env = TestEnv::new();
     env.make("consolidate", "fsdp4/dcp", "out", "");

@@ -9,7 +9,7 @@ use crate::common::{inspect, succeed};
 use crate::contract::layout_file::{EMBED, assert_layout_reproduces, laid_out};
 use crate::contract::{assert_contains, contents};
 
-/// Returns the offset and the size along one dim of each distinct chunk of a tensor.
+/// Returns the offset and the size of each chunk of a tensor along the dim `dim`, without duplicates.
 fn cuts(document: &Json, name: &str, dim: usize) -> Vec<(u64, u64)> {
     let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
     let number = |list: &Json| list[dim].as_u64().unwrap();

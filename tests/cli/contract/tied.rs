@@ -135,8 +135,8 @@ fn tied_model_in_dcp_gives_a_note_unless_all_names_are_written() {
     assert!(!notes("written", "--tied write").contains("allow_partial_load"));
 }
 
-/// The tied name is recorded together with its parameter, whether the units come from SRC or from another checkpoint
-/// without that name.
+/// The flat layout records the tied name beside the name of its parameter, whether the units come from SRC or from
+/// another checkpoint without the tied name.
 #[test]
 fn tied_name_is_shared_in_flat_parameters() {
     let env = TestEnv::new();

@@ -52,8 +52,8 @@ fn inferred_units_of_a_torch_file_equal_the_units_of_the_job() {
     assert_eq!(written["units"], expected["units"]);
 }
 
-/// A state dict in registration order, together with `--wrap`, describes the job completely, except for ties and
-/// strides.
+/// A state dict in registration order, together with `--wrap`, describes the flat parameters of the job completely,
+/// except for ties and strides.
 #[test]
 fn ordered_state_dict_needs_wrap_only() {
     let env = TestEnv::new();

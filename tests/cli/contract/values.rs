@@ -68,7 +68,7 @@ fn f64_and_optimizer_state_are_cast_by_pattern_only() {
     assert_eq!(made.tensors()["model.embed.weight"].dtype, "f32");
 }
 
-/// Writes an FP8 checkpoint: a quantised weight with its scale, and the scale of a norm.
+/// Writes a checkpoint with a quantised FP8 weight, its scale and its bias, and with the scale of a norm.
 fn with_fp8_weight(env: &TestEnv) -> PathBuf {
     use safetensors::Dtype::{F8_E4M3, F32};
     use safetensors::tensor::TensorView;
@@ -267,7 +267,8 @@ fn differing_rank_values_are_an_error_with_on_conflict_hint() {
     }
 }
 
-/// For each kind of target to which `--on-conflict` applies: the verb, the name of the output, and the options.
+/// Conversions to each kind of target to which `--on-conflict` applies: the verb, the name of the output, and the
+/// options.
 const TARGETS: [(&str, &str, &str); 4] = [
     ("reshard", "ranks", "--mesh dp=2 --placements R"),
     ("reshard", "dcp", "--mesh dp=2 --to dcp"),
@@ -275,7 +276,7 @@ const TARGETS: [(&str, &str, &str); 4] = [
     ("unshard", "whole.safetensors", "--series all"),
 ];
 
-/// Returns the tensor that differs between ranks, once for each rank.
+/// Returns the tensor that differs between ranks, as rank 0 has it and as rank 1 has it.
 fn of_ranks() -> [crate::common::Tensor; 2] {
     [0, 1].map(|rank| {
         let file = fixture(&format!("conflict/tensor/model_world_size_2_rank_{rank}.pt"));

@@ -41,7 +41,8 @@ const LAYOUTS: [Layout; 10] = [
     ("dp=2,tp=3", "S(-1),R"),
 ];
 
-/// Reshards each source to each layout and back to four ranks, and compares the values.
+/// Reshards each source to each layout, and from there to a mesh of four ranks. Asserts that both results have the
+/// values of the source.
 fn reshard_there_and_back(sources: &[Source], layouts: &[Layout]) {
     assert!(!sources.is_empty());
     for source in sources {
@@ -80,8 +81,8 @@ fn checkpoints_of_other_torch_versions_resharded_keep_values() {
     reshard_there_and_back(&compat(), &[("dp=3", "S(0)"), ("dp=2,tp=3", "_S(0,3),S(0)")]);
 }
 
-/// Writes all tensors as safetensors and as torch, and shards as safetensors. Asserts that `verify` accepts each
-/// output.
+/// Converts each source to safetensors and torch files with whole tensors, directly and through DCP shards. Asserts
+/// that the values are unchanged, and that `verify` accepts the outputs.
 fn to_whole_files(sources: &[Source]) {
     assert!(!sources.is_empty());
     for source in sources {
@@ -250,7 +251,7 @@ fn assets_are_copied_with_the_model() {
 // Identical output of every way to run
 // ---------------------------------------------------------------------------------------------------------------
 
-/// One run for every format: the verb, the name of the output, and the options.
+/// Conversions to several formats: the verb, the name of the output, and the options.
 const RUNS: [(&str, &str, &str); 4] = [
     ("reshard", "out", "--to dcp --mesh dp=2,tp=3 --placements _S(0,3),S(0)"),
     ("unshard", "out.pt", "--series all"),
@@ -502,8 +503,8 @@ fn verify_finds_changed_tensors() {
 // Objects
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Returns a value of `truth.json` in the form in which `inspect` shows it: its Python type, and the value or its
-/// Python repr.
+/// Returns a value of `truth.json` in the form in which `inspect` shows it: its Python type, and the value as JSON or,
+/// for a tuple, its Python repr.
 fn inspect_form(value: &Json) -> Json {
     fn python(value: &Json) -> String {
         match value {
@@ -530,7 +531,7 @@ fn inspect_form(value: &Json) -> Json {
     json!({ "type": kind, "value": value })
 }
 
-/// Collects the leaves of a tree of `truth.json`, descending into dicts and lists of dicts.
+/// Adds the leaves of a tree of `truth.json` to `found`, by name. Dicts and lists of dicts are not leaves.
 fn leaves(name: &str, value: &Json, found: &mut serde_json::Map<String, Json>) {
     match value {
         Json::Object(entries) if !entries.keys().any(|key| key.starts_with('$')) => {

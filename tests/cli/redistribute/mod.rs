@@ -23,7 +23,7 @@ fn placements() -> [ModelPlacement; 6] {
     [Whole, Shard(0), Shard(1), Strided(0, 2), Partial("sum"), Partial("max")]
 }
 
-/// Returns all lists of `ndim` placements.
+/// Returns all lists of `ndim` placements, one placement for each mesh dim.
 fn lists(ndim: usize) -> Vec<Vec<ModelPlacement>> {
     let numbers = model_of::elements(&vec![(0..6).collect(); ndim]);
     numbers.iter().map(|list| list.iter().map(|number| placements()[*number]).collect()).collect()
@@ -39,7 +39,8 @@ fn mesh_of(mesh: &[usize]) -> DeviceMesh {
     DeviceMesh::parse(&mesh_text(mesh)).unwrap()
 }
 
-/// Cases of conversions, grouped by the target list, so that one rule for each list is enough.
+/// Tensors to convert, each with its name. The first component of the name stands for the list of target placements, so
+/// one rule for each list is enough.
 type Cases = Vec<(String, Case)>;
 
 /// Writes rank files with the source shards of all cases. The library lays out the files, and the test fills them.
@@ -115,7 +116,7 @@ fn reshard(from: &Path, to: &Path, options: &[String]) -> Result<(), String> {
     dtshard(&[&paths, options.as_slice()].concat())
 }
 
-/// Returns the placement rules that give each case its target list.
+/// Returns the options `--placements` that give each case its target placements.
 fn rules(cases: &Cases) -> Vec<String> {
     let mut rules: Vec<String> = Vec::new();
     for (name, case) in cases {
@@ -127,7 +128,7 @@ fn rules(cases: &Cases) -> Vec<String> {
     rules
 }
 
-/// Asserts that every rank of the target has the expected elements and placements.
+/// Asserts that in `folder` every rank has the expected elements of every case, with the target placements.
 fn assert_target(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cases) {
     let written = Checkpoint::open(folder, &ReadOptions::default()).unwrap();
     let (files, catalog) = (&written.files, &written.catalog);
@@ -163,8 +164,8 @@ fn assert_target(folder: &Path, meshes: (&[usize], &[usize]), ranks: &[u32], cas
 const KINDS: [(&str, [usize; 2]); 6] =
     [("f32", [7, 5]), ("f32", [5, 4]), ("f32", [3, 2]), ("f32", [1, 4]), ("bf16", [7, 5]), ("i64", [5, 4])];
 
-/// Returns the pairs of lists whose redistribution is defined. Each pair gets `kinds` tensors, of the next kinds in
-/// [`KINDS`].
+/// Returns the cases for all pairs of placement lists whose redistribution is defined. Each pair gets `kinds` tensors,
+/// whose dtypes and shapes are taken from [`KINDS`] in turn.
 fn cases(ndim: usize, kinds: usize, same: bool) -> Cases {
     let mut cases = Cases::new();
     for (number, to) in lists(ndim).iter().enumerate() {
@@ -247,7 +248,8 @@ fn other_reduce_ops_give_the_model_values() {
     redistribute((&[3], &[3]), &[], &cases);
 }
 
-/// The test has one tensor for each source list, with a target for which the redistribution is undefined.
+/// The source has one tensor for each list of placements. Each conversion to a list for which the redistribution is
+/// undefined is refused.
 #[test]
 fn undefined_redistributions_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
@@ -310,7 +312,7 @@ fn integers_that_do_not_divide_are_refused() {
     assert!(!target.exists());
 }
 
-/// If a rank is missing, replicas can replace its values, but other partial values cannot.
+/// If the file of a rank is missing, replicas can replace its values, but the partial values of other ranks cannot.
 #[test]
 fn missing_partial_value_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -333,7 +335,7 @@ fn missing_partial_value_is_refused() {
     }
 }
 
-/// Partial values that are kept are copied bit by bit. New partial values sum up to the value.
+/// Partial values that are kept are copied bit by bit. The sum of new partial values is the value.
 #[test]
 fn default_layout_keeps_partial_values() {
     let folder = tempfile::tempdir().unwrap();

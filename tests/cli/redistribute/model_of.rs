@@ -36,13 +36,13 @@ pub fn text(list: &[ModelPlacement]) -> String {
     list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// Returns part `r` of the `k` parts into which `torch.chunk` cuts a list.
+/// Returns part number `r` (from 0) of the `k` parts into which `torch.chunk` cuts a list.
 fn chunk(list: &[usize], k: usize, r: usize) -> Vec<usize> {
     let size = list.len().div_ceil(k).max(1);
     list.chunks(size).nth(r).unwrap_or_default().to_vec()
 }
 
-/// Returns, for each tensor dim, the indices that the rank at a coordinate holds.
+/// Returns, for each tensor dim, the indices that the rank at the mesh coordinate `at` holds.
 pub fn indices_of(shape: &[usize], mesh: &[usize], list: &[ModelPlacement], at: &[usize]) -> Vec<Vec<usize>> {
     let mut dims: Vec<Vec<usize>> = shape.iter().map(|&n| (0..n).collect()).collect();
     for (mesh_dim, place) in list.iter().enumerate() {
@@ -127,7 +127,7 @@ impl Case {
         }
     }
 
-    /// Rounds a value to the dtype as the library does, which computes in f32 or f64.
+    /// Rounds an intermediate result as the library does: for bf16 to f32, and not at all for other dtypes.
     fn round(&self, value: f64) -> f64 {
         if self.dtype == "bf16" { f64::from(value as f32) } else { value }
     }

@@ -7,8 +7,8 @@ use crate::gpus::job::{Job, RANKS, VISIBILITIES, Visibility, assert_others_name}
 use crate::nodes::{assert_refused, assert_succeeded, names, wait_all};
 use crate::outcome::fixture;
 
-/// Runs all processes several times; each time, another process has the fault. Asserts that its error and the errors of the
-/// other processes contain `words`, and that no files except `leaves` remain.
+/// Runs all processes once for each process, which then has the fault. If the fault happens, asserts that the errors of
+/// all processes contain `words`, that no files except `leaves` remain, and that a new run succeeds.
 #[track_caller]
 fn assert_named_when_failed(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
     let mut is_hit = false;

@@ -1,4 +1,5 @@
-//! Conversions by three processes, each with a GPU that a stand-in provides. Tests let one of the processes fail.
+//! Conversions by three processes, each with a GPU of the `gpu-stand-in` library, which replaces CUDA and NCCL. Tests
+//! let one of the processes fail.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -9,7 +10,8 @@ use tempfile::TempDir;
 use crate::nodes::{Nodes, Spread, Tree, assert_succeeded, names, tree, wait_all};
 use crate::outcome::{Outcome, command, copy_all, fixture};
 
-/// The fixture that is converted. With `ROUNDS`, the conversion takes enough rounds to have several in flight at once.
+/// The fixture that is converted. With `ROUNDS`, the conversion takes so many rounds that several of them are in
+/// progress at once.
 const SOURCE: &str = "fsdp_tp/dcp";
 const WORDS: &str = "reshard out --mesh tp=3 --placements S(1)";
 const ROUNDS: &str = "--bucket-size 300";
@@ -31,8 +33,8 @@ pub enum Visibility {
 }
 
 impl Visibility {
-    /// Returns the number of an NCCL group call in the middle of the rounds, when journals have records. Earlier group
-    /// calls only gather messages.
+    /// Returns the number, counted from 1, of an NCCL group call in the middle of the rounds, when journals have
+    /// records. Earlier group calls only gather messages.
     pub fn group_of_a_round(self) -> u32 {
         match self {
             Self::All => 12,
@@ -46,7 +48,7 @@ pub const VISIBILITIES: [Visibility; 2] = [Visibility::All, Visibility::PerProce
 pub struct Job {
     pub nodes: Nodes,
     visibility: Visibility,
-    /// The folder in which the loader finds the stand-in, under the names of the CUDA and NCCL libraries.
+    /// The folder in which the loader finds the `gpu-stand-in` library, under the names of the CUDA and NCCL libraries.
     libraries: TempDir,
     /// Environment variables that all processes get.
     settings: Settings<'static>,
@@ -70,7 +72,7 @@ impl Job {
         Self { nodes, visibility, libraries, settings, expected }
     }
 
-    /// Returns the command of one process, with additional options `more` and environment variables `settings`.
+    /// Returns the command of process `rank`, with additional options `more` and environment variables `settings`.
     pub fn command(&self, rank: u32, more: &str, settings: Settings<'_>) -> Command {
         let source = match self.visibility {
             Visibility::All => fixture(SOURCE),
@@ -79,7 +81,7 @@ impl Job {
         self.command_of(rank, &source, more, settings)
     }
 
-    /// Returns the command of one process like [`Self::command`], but for another SRC.
+    /// Returns the command of process `rank` like [`Self::command`], but for another SRC.
     pub fn command_of(&self, rank: u32, source: &Path, more: &str, settings: Settings<'_>) -> Command {
         let mut words = WORDS.split(' ');
         let (verb, dst) = (words.next().unwrap(), self.nodes.dst_folder().join(words.next().unwrap()));
@@ -102,7 +104,7 @@ impl Job {
         command
     }
 
-    /// Runs all processes. The process `odd` gets the environment variables `settings`.
+    /// Runs all processes. Only process `odd` gets the environment variables `settings`.
     pub fn run_with_one_different(&self, odd: u32, more: &str, settings: Settings<'_>) -> Vec<Outcome> {
         self.run_each(|rank| (more.to_owned(), if rank == odd { settings } else { &[] }))
     }
@@ -114,9 +116,8 @@ impl Job {
         }))
     }
 
-    /// Asserts that DST does not exist after a failed run, and that a run without the fault gives the expected output
-    /// and leaves no other files. Before this run, the work folder may exist, because the process that removes it may
-    /// have been killed.
+    /// Asserts that a failed run left only its partial folder or work folder, and no DST. Then runs the command without
+    /// the fault, and asserts that it gives the expected output and leaves no other files.
     #[track_caller]
     pub fn assert_done_with(&self, more: &str) {
         let mut left = names(&self.nodes.dst_folder());

@@ -11,11 +11,12 @@ use crate::nodes::{assert_succeeded, names, tree, wait_all};
 
 const STAND_IN: &str = "GPU_STAND_IN_FAULT";
 const PROGRAM: &str = "DTSHARD_FAULT";
-/// Makes the stand-in behave like NVLink and shared memory, which do not report a lost peer.
+/// Makes the `gpu-stand-in` library behave like NVLink and shared memory, which do not report a lost peer.
 const SILENT: Settings<'static> = &[("GPU_STAND_IN_LOST_PEERS", "silent")];
 
-/// Runs all processes once for each of `ranks`, and kills the process of this rank at a fault point. Asserts that the other
-/// processes name it, and that no files except `leaves` remain.
+/// For each number in `ranks`, runs all processes and kills the process with this number at a crash point (`fault`).
+/// Asserts that the other processes name it, and that no files except `leaves` remain. Then resumes the run, if work
+/// was recorded.
 #[track_caller]
 fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
     let mut is_hit = false;
@@ -77,7 +78,7 @@ fn process_killed_after_a_record_is_named_by_the_others() {
     });
 }
 
-/// Rank 0 publishes the output of all processes, so it is the process that is killed.
+/// Process 0 is killed, because it publishes the output of all processes.
 #[test]
 fn process_killed_before_the_commit_publishes_nothing() {
     for visibility in VISIBILITIES {

@@ -34,7 +34,8 @@ fn backend_nccl_without_a_device_is_refused_by_all() {
     }
 }
 
-/// A process without NCCL prints the error before the other processes start, and then waits for them for a short time.
+/// A process without NCCL prints the error before the other processes start. It then waits a short time for the other
+/// processes.
 #[test]
 fn process_without_nccl_reports_it_before_the_others_start() {
     let job = Job::new(Visibility::PerProcess);
@@ -54,7 +55,8 @@ fn process_without_nccl_reports_it_before_the_others_start() {
     }
 }
 
-/// With `--backend auto`, all processes then read a copy of the files, and print the reason if `-v` is given.
+/// One process has no GPU, no NCCL or too little GPU memory. With `--backend auto`, all processes then exchange data by
+/// copied files, and print the reason if `-v` is given.
 #[test]
 fn backend_auto_copies_files_if_one_process_lacks_a_device() {
     let job = Job::new(Visibility::PerProcess);

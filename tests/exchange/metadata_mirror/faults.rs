@@ -1,8 +1,8 @@
-//! Tests of errors of the metadata mirror: ranks do not see the files that they should see.
+//! Tests of errors of the metadata mirror: processes do not see the files that they should see.
 
 use super::*;
 
-/// Returns a checkpoint of four ranks, each of which sees only its own rank file.
+/// Returns a checkpoint of four rank files for four processes, each of which sees only one rank file.
 fn four_ranks() -> Spread {
     let folder = tempfile::tempdir().unwrap();
     let own: Vec<PathBuf> = (0..4).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();

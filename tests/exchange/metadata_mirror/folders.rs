@@ -74,8 +74,8 @@ fn links_to_files_are_mirrored_and_links_to_folders_only_for_checkpoints() {
     assert!(!spread.mirror().join("dangling.json").exists());
 }
 
-/// A sidecar file is mirrored for all processes. A file with tensors is not mirrored completely, but every process
-/// knows which process sees it.
+/// A sidecar file is mirrored for all processes. Only the metadata of a file with tensors is mirrored, but every
+/// process knows which processes see the file.
 #[test]
 fn sidecar_files_can_be_copied_by_every_rank() {
     let spread = Spread::new(&fixture("verl"), 3);
@@ -165,7 +165,8 @@ fn random_state_is_compared_without_a_transfer() {
     assert!(done.into_iter().all(|compared| compared.unwrap() > 0));
 }
 
-/// Replicas that differ are found on whichever ranks they are, with the same result as in one process.
+/// Replicas that differ are found in every case: whichever processes see them, the result is the same as in one
+/// process.
 #[test]
 fn replicas_on_several_ranks_are_compared_like_on_one() {
     let mut differing = 0;

@@ -29,16 +29,16 @@ use dtshard::publish::work_log::{AtEnd, Log};
 use dtshard::storage::{AnchoredPath, IoMode};
 use tempfile::TempDir;
 
-/// A checkpoint whose files are divided among several ranks.
+/// A checkpoint whose files are divided among several processes, which are threads of the test.
 struct Spread {
     folder: TempDir,
-    /// The path of SRC on each rank.
+    /// The path of SRC for each process.
     own: Vec<PathBuf>,
 }
 
 impl Spread {
-    /// Divides the files of a checkpoint among ranks. Each file goes to one rank, and every third file also to a second
-    /// rank. If there are more than two ranks, the last rank gets no files.
+    /// Divides the files of a checkpoint among `ranks` processes. Each file goes to one process, and every third file
+    /// also to a second process. If there are more than two processes, the last one gets no files.
     fn new(source: &Path, ranks: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let own: Vec<PathBuf> = (0..ranks).map(|rank| folder.path().join(format!("node{rank}/ckpt"))).collect();
@@ -59,7 +59,7 @@ impl Spread {
         self.folder.path().join("mirror")
     }
 
-    /// Lets all ranks make the metadata mirror at the same time, and then runs `then` on each rank.
+    /// Lets all processes (threads) make the metadata mirror together, and then runs `then` in each of them.
     fn run_each<T: Send>(&self, then: impl Fn(&Local, &MetadataMirror) -> Result<T> + Sync) -> Vec<Result<T>> {
         std::thread::scope(|scope| {
             let ranks = Local::fleet(u32::try_from(self.own.len()).unwrap());
@@ -82,8 +82,8 @@ impl Spread {
         })
     }
 
-    /// Asserts that opening the mirror fails on all ranks with the same error, apart from the path of SRC. Returns the
-    /// error.
+    /// Asserts that opening the mirror fails in all processes with the same error, apart from the path of SRC. Returns
+    /// the error.
     #[track_caller]
     fn error_text(&self, options: &ReadOptions) -> String {
         let errors = self.run_each(|_, mirror| mirror.open(options).map(drop));
@@ -120,7 +120,7 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Returns a text with everything that an opened checkpoint contains, to compare checkpoints.
+/// Returns a text with the files and the catalog of an opened checkpoint, to compare checkpoints.
 fn describe(checkpoint: &Checkpoint, root: &Path) -> String {
     let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, missing, .. } = checkpoint;
     let files: Vec<_> = files.ids().map(|id| (files.path(id).to_path_buf(), files.len_bytes(id))).collect();
@@ -207,7 +207,7 @@ fn in_safetensors(catalog: &Catalog) -> Reservation {
     safetensors::reserve(selected, &tensors, &[], &safetensors::FileDivision::Folder { max_shard_bytes: 3000 }).unwrap()
 }
 
-/// Lays out a DCP directory in which each tensor is sharded along its last dim.
+/// Lays out a DCP directory in which each tensor is sharded along its last dim over three ranks.
 fn in_dcp(catalog: &Catalog) -> Reservation {
     let mesh = DeviceMesh::parse("dp=3").unwrap();
     let mut shards = |_: &Fqn, _: &dtshard::catalog::Path, entry: &TensorEntry| {
@@ -220,7 +220,7 @@ fn in_dcp(catalog: &Catalog) -> Reservation {
     dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
 }
 
-/// Writes and seals the output files, and returns their content.
+/// Asserts that the journals record all output as written. Then seals the output files, and returns their content.
 fn sealed_files(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
     let journals = &anchored(journals);
     let known = CompletedWork::read(journals, &reservation.files, 0, false).unwrap();

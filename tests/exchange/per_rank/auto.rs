@@ -1,5 +1,5 @@
-//! Tests of `--backend auto`: which backend is chosen, and with which messages. A stand-in replaces the CUDA driver and
-//! NCCL.
+//! Tests of `--backend auto`: which backend is chosen, and with which messages. The `gpu-stand-in` library replaces the
+//! CUDA driver and NCCL.
 
 use std::os::unix::fs::symlink;
 

@@ -1,5 +1,5 @@
-//! Tests of sums and casts on GPUs, which a stand-in replaces: the output and the counts of casts equal those of one
-//! process.
+//! Tests of sums and casts on GPUs, which the `gpu-stand-in` library replaces: the output and the counts of casts equal
+//! those of one process.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -20,7 +20,8 @@ enum Kernels {
 }
 use Kernels::{Compiled, Off};
 
-/// A folder with the stand-in, where the loader finds it, and with a SRC of two ranks that have partial values.
+/// A folder in which the loader finds the `gpu-stand-in` library. It also has a SRC: the files of two ranks, which have
+/// partial values.
 struct GpuEnv(TempDir);
 
 impl GpuEnv {
@@ -53,7 +54,7 @@ impl GpuEnv {
         command
     }
 
-    /// Runs two processes, and returns their output files and their outcomes.
+    /// Runs two processes, and asserts that they succeed. Returns the files of DST, and the outcomes.
     fn run_together(&self, kernels: [Kernels; 2], words: &str) -> (crate::tree::Tree, Vec<Outcome>) {
         let processes = [0, 1].map(|part: usize| {
             let mut process = self.command("out", words);

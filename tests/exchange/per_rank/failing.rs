@@ -12,7 +12,7 @@ use crate::outcome::{Outcome, fixture};
 
 const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 300";
 
-/// Asserts that DST does not exist, and that the work folder was removed.
+/// Asserts that nothing remains, except perhaps the partial folder: neither DST nor the work folder exists.
 #[track_caller]
 fn assert_left_clean(nodes: &Nodes) {
     let left = names(&nodes.dst_folder());
@@ -70,7 +70,7 @@ fn process_killed_before_all_have_met_is_named_by_the_others() {
     assert_eq!(names(&nodes.dst_folder()), [""; 0]);
 }
 
-/// One process is killed at a fault point, if it reaches the point.
+/// One process is killed at a crash point (a position in the code), if it reaches the point.
 #[test]
 fn process_killed_at_any_point_is_named_and_resume_completes() {
     for (point, ranks) in [

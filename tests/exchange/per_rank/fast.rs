@@ -1,6 +1,6 @@
-//! Tests of `--fast-reduce`, with which NCCL reduces values if each process has one partial value. A stand-in replaces
-//! the CUDA driver and NCCL. It adds in another order than dtshard and rounds at each step, but with two partial values
-//! its result is equal to that of one process.
+//! Tests of `--fast-reduce`, with which NCCL reduces values if each process has one partial value. The `gpu-stand-in`
+//! library replaces the CUDA driver and NCCL. It adds in another order than dtshard and rounds at each step. With two
+//! partial values, the result is still equal to the result of one process.
 
 use std::os::unix::fs::symlink;
 
@@ -10,7 +10,8 @@ use tempfile::TempDir;
 use crate::nodes::{Nodes, Spread, assert_succeeded, names, wait_all};
 use crate::outcome::Outcome;
 
-/// The nodes of two processes, which have the rank files, and a folder in which the loader finds the stand-in.
+/// Two nodes with the rank files of SRC, one for each process, and a folder in which the loader finds the
+/// `gpu-stand-in` library.
 struct GpuEnv {
     nodes: Nodes,
     libraries: TempDir,
@@ -30,7 +31,7 @@ impl GpuEnv {
         self.start(|rank| (words(rank), "none"))
     }
 
-    /// Runs all processes. `how` returns the words and the fault point of each process.
+    /// Runs both processes. `how` returns the verb with the options, and the crash point, for the number of a process.
     fn start(&self, how: impl Fn(u32) -> (String, &'static str)) -> Vec<Outcome> {
         wait_all((0..2).map(|rank| {
             let (words, fault) = how(rank);
@@ -144,7 +145,8 @@ fn fast_reduce_with_contradicting_options_is_refused() {
     assert_eq!(names(&env.nodes.dst_folder()), [""; 0]);
 }
 
-/// One of two processes is killed. The run can be resumed only with `--fast-reduce` and NCCL.
+/// One of two processes of a run with `--fast-reduce` is killed. The run can be resumed only with `--fast-reduce` and
+/// NCCL.
 #[test]
 fn resume_with_other_fast_reduce_is_refused() {
     let env = GpuEnv::new();

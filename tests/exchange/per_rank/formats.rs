@@ -5,8 +5,8 @@ use std::fs;
 use crate::nodes::{Nodes, Spread, assert_succeeded};
 use crate::outcome::files_of;
 
-/// Runs each case, and asserts that its output equals that of one process. The number of a case selects the number of
-/// processes, copies and rounds, so that all combinations occur.
+/// Runs each case, and asserts that its output equals that of one process. The number of processes, of copies of each
+/// file, and the bucket size depend on the number of the case, so that different combinations are tested.
 fn assert_equals_one_process(cases: &[(&'static str, &str)]) {
     const BUCKETS: [&str; 3] = ["", "--bucket-size 2KB", "--bucket-size 300"];
     for (number, (source, words)) in cases.iter().enumerate() {
@@ -97,7 +97,7 @@ fn like_and_fill_from_give_the_bytes_of_one_process() {
     ]);
 }
 
-/// Several processes write a checkpoint. Its files are divided among the nodes, and the next run reads them.
+/// Several processes write a checkpoint. Its files are then divided among the nodes, and another run reads them.
 #[test]
 fn written_formats_are_read_by_the_next_run() {
     for to in ["local", "torch-ranks", "dcp"] {
