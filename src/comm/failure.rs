@@ -14,7 +14,7 @@ use crate::error::{Error, Result, STOPPING, Stopped};
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
 
-/// A process that has ended, and the reason why it ended. It is stored in leases and sent in messages.
+/// A process that has ended, and the reason why it ended. Such a value is stored in leases and sent in messages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerFailure {
     pub rank: u32,

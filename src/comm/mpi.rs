@@ -225,7 +225,7 @@ impl Mpi {
     }
 
     /// Begins an operation: sends a header to each other process, and waits for the headers of all other processes.
-    /// `len` is the number of bytes that this process will send to a process.
+    /// `len(n)` is the number of bytes that this process will send to process `n`.
     fn begin(&self, operation: Operation, len: impl Fn(u32) -> usize) -> Result<Begun> {
         let op = operation.name();
         self.ask()?;

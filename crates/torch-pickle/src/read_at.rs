@@ -4,7 +4,7 @@ use std::io;
 
 /// A source of bytes that can be read at any offset: a file, or bytes in memory.
 ///
-/// Each read has at most a few MB. Tensor data is read only to check checksums.
+/// Tensor data is read only to check checksums.
 pub trait ReadAt {
     /// Returns the length of the source in bytes.
     fn len_bytes(&self) -> u64;

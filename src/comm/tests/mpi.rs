@@ -169,8 +169,8 @@ fn refuses_ranges_beyond_the_memory(processes: &Processes) {
     rank.leave().unwrap();
 }
 
-/// Runs operations until one rank kills itself. Fails on each other rank that gets an error: the launcher must end
-/// these ranks before that.
+/// Repeats an operation until one rank kills itself. The launcher must then end the other ranks. A rank that gets an
+/// error instead fails the test.
 #[test]
 fn killed() {
     let Ok(setting) = std::env::var(KILLED) else { return };

@@ -57,8 +57,9 @@ impl Arithmetic {
     }
 }
 
-/// The size in bytes of the kernel's struct `Conversion`. The next constant is the size of its struct `Lost`.
+/// The size in bytes of the kernel's struct `Conversion`.
 const RECORD: usize = 72;
+/// The size in bytes of the kernel's struct `Lost`.
 const LOST: usize = 16;
 
 impl CastJob {

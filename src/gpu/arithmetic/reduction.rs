@@ -69,8 +69,9 @@ impl Arithmetic {
     }
 }
 
-/// The size in bytes of the kernel's struct `Reduction`. The next constant is the size of its struct `Outcome`.
+/// The size in bytes of the kernel's struct `Reduction`.
 const RECORD: usize = 64;
+/// The size in bytes of the kernel's struct `Outcome`.
 const OUTCOME: usize = 24;
 /// The value in an outcome, in place of the index of the failed element, if no element failed.
 const NO_FAULT: u64 = u64::MAX;

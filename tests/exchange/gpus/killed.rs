@@ -15,8 +15,8 @@ const PROGRAM: &str = "DTSHARD_FAULT";
 const SILENT: Settings<'static> = &[("GPU_STAND_IN_LOST_PEERS", "silent")];
 
 /// For each number in `ranks`, runs all processes and kills the process with this number at a crash point (`fault`).
-/// Asserts that the other processes name it, and that no files except `leaves` remain. Then resumes the run, if work
-/// was recorded.
+/// Asserts that the other processes name it, and that no files except `leaves` remain. Then asserts that a new run
+/// succeeds.
 #[track_caller]
 fn assert_named_when_killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
     let mut is_hit = false;
