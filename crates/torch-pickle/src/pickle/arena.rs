@@ -27,7 +27,7 @@ pub(super) const LONG_LIST: usize = 1 << 20;
 /// The ids of the children of one node. Up to four ids need no allocation, and most nodes have no more.
 pub(super) type Ids = SmallVec<[NodeId; 4]>;
 
-/// The children of one node, as the slot of their list of ids in a table. An empty list has no slot.
+/// Refers to the list of the children of a node: it is the slot of the list in a table. An empty list has no slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seq(Option<SeqSlot>);
 

@@ -166,8 +166,8 @@ impl<'a, T, X> Decoder<'a, '_, '_, '_, T, X> {
         }
     }
 
-    /// Decodes a dict key or a set element. Like [`element`](Self::element), but never replaces the child: the error
-    /// then replaces the dict or set.
+    /// Decodes a dict key or a set element. Such a child may be left out, but not replaced: the dict or set is then
+    /// replaced as a whole.
     fn hashed(&mut self, step: Step<'a>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.policy {
             Policy::Replace(_) => self.child(Some(step), r).map(Some),

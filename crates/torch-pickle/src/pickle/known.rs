@@ -15,8 +15,9 @@ pub(super) fn is_known(module: &str, name: &str) -> bool {
     }
 }
 
-/// Returns the value of a call of `name`. Returns `None` if `name` is not on this list, or if CPython does not write
-/// such arguments. `OrderedDict` is not on this list, because the entries of the dict are set after the call.
+/// Returns the value of a call of `name`, such as `set`. Returns `None` if the name is not a known call, or if CPython
+/// does not write such arguments. `OrderedDict` is not a known call here, because the entries of the dict are set after
+/// the call.
 pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<T, X>> {
     Some(match (name, args) {
         ("set", []) => Value::Set(Vec::new()),

@@ -39,9 +39,9 @@ fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleErro
     }
 }
 
-/// Returns the memo indices that the GET opcodes of a pickle fetch. Several threads walk parts of at least
-/// `least_bytes` bytes, which consist of whole frames. Returns `None` if the parts cannot be walked alone, for example
-/// because an opcode crosses the end of a frame.
+/// Returns the memo indices that the GET opcodes of a pickle fetch. Several threads walk parts of whole frames; each
+/// part except the last has at least `least_bytes` bytes. Returns `None` if the parts cannot be walked alone, for
+/// example because an opcode crosses the end of a frame.
 fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
     let mut starts = vec![0];
     for frame in frames(bytes) {

@@ -203,8 +203,8 @@ impl Archive {
     }
 }
 
-/// The maximum length, in bytes, of a zip record whose local header is read from a mapped source. For longer zip
-/// records, only the local header is read.
+/// The maximum length, in bytes, of a zip record whose local header is read from a mapped source. If a zip record is
+/// longer, its local header is read with [`ReadAt::read_exact_at`].
 const SHORT_BYTES: u64 = 64 << 10;
 
 /// Returns the offset of the data of a zip record in the source, in bytes.
