@@ -107,7 +107,7 @@ fn assert_resumes_after_kills(kind: Kind, ways: &[(Victim, bool)]) {
             point if OF_RESTARTS.contains(&point) => true,
             point if OF_SWAPS.contains(&point) => !overwrites || victim == Victim::First,
             "carried" => !carries || victim == Victim::Last,
-            // A single process has nothing to do at this fault point.
+            // A single process has nothing to do at this crash point.
             "seal-summed" => victim != Victim::Last,
             point if point.starts_with("begin-") => victim == Victim::Last,
             point => (point.starts_with("commit-") || point.starts_with("seal-")) && victim == Victim::First,

@@ -14,7 +14,7 @@ fn assert_named_when_failed(job: &Job, fault: &str, words: &[&str], leaves: &[&s
     let mut is_hit = false;
     for odd in 0..RANKS {
         let outcomes = job.run_with_one_different(odd, "", &[("GPU_STAND_IN_FAULT", fault)]);
-        // A process may not reach the fault point; then all processes succeed.
+        // A process may not reach the crash point; then all processes succeed.
         if outcomes[odd as usize].code == Some(0) {
             outcomes.iter().for_each(assert_succeeded);
             job.assert_made();

@@ -94,7 +94,7 @@ fn process_killed_at_any_point_is_named_and_resume_completes() {
             let begun = Instant::now();
             let outcomes = wait_all(processes);
             if outcomes[gone as usize].signal.is_none() {
-                // The process does not reach this fault point.
+                // The process does not reach this crash point.
                 continue;
             }
             assert!(begun.elapsed() < Duration::from_secs(30), "{point}: {:?}", begun.elapsed());
