@@ -192,6 +192,10 @@ impl FlatLayout {
                 return Err(Wrong::new(unit.describe(), expected, "more elements"));
             }
         }
+        let mut numbered: HashSet<&Fqn> = HashSet::new();
+        if let Some(fqn) = self.optimizer.iter().flatten().flatten().find(|fqn| !numbered.insert(fqn)) {
+            return Err(Wrong::new("optimizer", "each name once", format!("`{fqn}` again")));
+        }
         self.check_shared(&names)
     }
 
@@ -353,7 +357,7 @@ mod tests {
             let Wrong { at, expected, found } = layout.check().unwrap_err();
             format!("{at}: {expected}, {found}")
         };
-        let cases: [(Change<'_>, &str); 8] = [
+        let cases: [(Change<'_>, &str); 9] = [
             (
                 &|l| l.shard_group_size = 3,
                 "shard_group_size: a divisor of world_size, shard_group_size 3 and world_size 4",
@@ -372,6 +376,10 @@ mod tests {
             (
                 &|l| l.units[0].shared[0].with = "x".into(),
                 "the root unit: the name of a parameter in shared_with, `x` for `head.weight`",
+            ),
+            (
+                &|l| l.optimizer = Some(vec![vec!["emb.weight".into()], vec!["emb.weight".into()]]),
+                "optimizer: each name once, `emb.weight` again",
             ),
             (
                 &|l| l.units[1].dtype = None,

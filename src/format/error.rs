@@ -6,6 +6,10 @@ use serde_json::{Value as Json, json};
 
 use crate::layout::Rank;
 
+/// The hint of errors about the content of a flat layout.
+pub(crate) const FLAT_LAYOUT_HINT: &str =
+    "fix or regenerate the file; docs/how-to/fsdp1.md describes the flat layout format";
+
 /// A file or value that does not match its format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -72,9 +76,7 @@ impl FormatError {
     pub fn hint(&self) -> &str {
         match self {
             Self::Malformed { hint: Some(hint), .. } => hint,
-            Self::Malformed { path, .. } if is_written_by_hand(path) => {
-                "fix or regenerate the file; docs/how-to/fsdp1.md describes the flat layout format"
-            }
+            Self::Malformed { path, .. } if is_written_by_hand(path) => FLAT_LAYOUT_HINT,
             Self::Malformed { .. } => {
                 "the file is damaged or was not completely written; `dtshard verify` lists every fault"
             }

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use serde_json::{Value as Json, json};
+
 use crate::common::corrupt::{copy_all, dtshard, edit_pickle, replace};
+use crate::common::flat;
 use crate::common::{Tensor, Truth, assert_same, expect, fixture, inspect, read, succeed};
 use crate::contract::assert_contains;
 
@@ -223,6 +226,213 @@ fn given_flat_layout_is_used() {
         succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --flat-layout {}", layout.display()));
         assert_same(&unsharded(&made), &truth(name), name);
     }
+}
+
+/// Changes a flat layout.
+type Change<'a> = &'a dyn Fn(&mut Json);
+
+/// Writes a changed copy of a flat layout.
+fn write_changed(layout: &Path, to: &Path, change: Change<'_>) {
+    let mut json = flat::read_layout(layout);
+    change(&mut json);
+    fs::write(to, json.to_string()).unwrap();
+}
+
+/// Exchanges two items of a list.
+fn swap(list: &mut Json, first: usize, second: usize) {
+    list.as_array_mut().unwrap().swap(first, second);
+}
+
+/// The model has the names, the shapes, the units and the order of all parameters. A layout with another order would move
+/// optimizer state to other parameters.
+#[test]
+fn given_flat_layout_that_contradicts_the_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, made) = (folder.path().join("layout.json"), folder.path().join("all.pt"));
+    let params = |layout: &mut Json, unit: usize| layout["units"][unit]["params"].take();
+    let cases: [(Change<'_>, &str); 9] = [
+        (
+            &|l| swap(&mut l["units"][1]["params"], 1, 2),
+            "unit model.layers.0: the flat layout differs between LAYOUT and MODEL: expected \
+             model.layers.0.self_attn.v_proj.weight before model.layers.0.self_attn.k_proj.weight, found \
+             model.layers.0.self_attn.k_proj.weight before model.layers.0.self_attn.v_proj.weight",
+        ),
+        (
+            &|l| l["units"][0]["params"].as_array_mut().unwrap().reverse(),
+            "the root unit: the flat layout differs between LAYOUT and MODEL: expected lm_head.weight before \
+             model.norm.weight",
+        ),
+        (
+            &|l| {
+                let (first, second) = (params(l, 1).to_string(), params(l, 2).to_string());
+                let other = |text: &str, from, to| serde_json::from_str::<Json>(&text.replace(from, to)).unwrap();
+                l["units"][1]["params"] = other(&second, "layers.1.self_attn.q_proj", "layers.0.self_attn.x_proj");
+                l["units"][1]["params"] = other(&l["units"][1]["params"].to_string(), "layers.1", "layers.0");
+                l["units"][2]["params"] = other(&first, "layers.0", "layers.1");
+            },
+            "model.layers.0.self_attn.x_proj.weight: the flat layout differs between LAYOUT and MODEL: expected a \
+             parameter of shape [12, 15], found no parameter of this name",
+        ),
+        (
+            &|l| {
+                l["units"][1]["params"][0]["fqn"] = json!("model.layers.0.base.model.layers.0.self_attn.q_proj.weight");
+            },
+            "found no parameter of this name, but `model.layers.0.self_attn.q_proj.weight`",
+        ),
+        (
+            &|l| l["units"][0]["params"][0]["shape"] = json!([15, 41]),
+            "model.embed_tokens.weight: the flat layout differs between LAYOUT and MODEL: expected shape [15, 41], \
+             found shape [41, 15]",
+        ),
+        (
+            &|l| drop(l["units"][1]["params"].as_array_mut().unwrap().pop()),
+            "model.layers.0.post_attention_layernorm.weight: the flat layout differs between LAYOUT and MODEL: \
+             expected no parameter of this name, found a parameter of shape [15]",
+        ),
+        (
+            &|l| {
+                let moved = l["units"][2]["params"].as_array_mut().unwrap().pop().unwrap();
+                l["units"][0]["params"].as_array_mut().unwrap().insert(1, moved);
+            },
+            "model.layers.1.post_attention_layernorm.weight: the flat layout differs between LAYOUT and MODEL: \
+             expected a parameter of the root unit, found a parameter of unit model.layers.1",
+        ),
+        (
+            &|l| {
+                // The first name of a tied parameter gives its position.
+                let shared = json!({"fqn": "model.embed_tokens.weight", "shared_with": "lm_head.weight"});
+                l["units"][0]["params"][0] = shared;
+            },
+            "the root unit: the flat layout differs between LAYOUT and MODEL: expected model.norm.weight before \
+             lm_head.weight, found lm_head.weight before model.norm.weight",
+        ),
+        (
+            &|l| {
+                let optimizer = &mut l["optimizer"][0];
+                let last = optimizer.as_array().unwrap().len() - 1;
+                // The weights of the two norms of a layer, or the flat parameters of the two layers.
+                let pair = if last == 2 { [1, 2] } else { [8, 9] };
+                swap(optimizer, pair[0], pair[1]);
+            },
+            "`optimizer`: the flat layout differs between LAYOUT and MODEL: expected model.layers.",
+        ),
+    ];
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        let model = source.join("global_step_2/actor/model_world_size_2_rank_0.pt").display().to_string();
+        for (change, expected) in cases {
+            write_changed(&fixture(&format!("trainers/{name}.flat_layout.json")), &file, change);
+            let given = format!("--flat-layout {}", file.display());
+            let expected = expected.replace("LAYOUT", &file.display().to_string()).replace("MODEL", &model);
+            let refused = expect(2, "unshard", &[&source, &made], &format!("--series model,optim {given}")).stderr;
+            assert_contains(&refused, &[&expected, "the flat layout"]);
+            assert!(!refused.contains("damaged") && !made.exists(), "{refused}");
+            let finding = expect(1, "verify", &[&source], &given).stdout;
+            assert_contains(&finding, &["the flat layout differs between"]);
+        }
+    }
+}
+
+/// A name in `optimizer` that no parameter has is an error, and so is a list of another length. The hints are about the
+/// layout, not about the files of the checkpoint.
+#[test]
+fn optimizer_of_the_layout_that_does_not_match_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, made) = (folder.path().join("layout.json"), folder.path().join("all.pt"));
+    let cases: [(Change<'_>, &str); 4] = [
+        (
+            &|l| l["optimizer"][0][0] = json!("nix"),
+            "nix: the optimizer lists this name, but the flat layout has no such",
+        ),
+        (&|l| drop(l["optimizer"][0].as_array_mut().unwrap().pop()), "expected parameter groups of the sizes ["),
+        (&|l| l["optimizer"][0][0] = l["optimizer"][0][1].clone(), "optimizer: expected each name once"),
+        (&|l| swap(&mut l["optimizer"][0], 0, 1), "expected state of "),
+    ];
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        for (change, expected) in cases {
+            write_changed(&fixture(&format!("trainers/{name}.flat_layout.json")), &file, change);
+            let given = format!("--series model,optim --flat-layout {}", file.display());
+            let refused = expect(2, "unshard", &[&source, &made], &given).stderr;
+            assert_contains(&refused, &[expected, "layout.json", "flat layout"]);
+            assert!(!refused.contains("was not completely written") && !refused.contains("--like"), "{refused}");
+        }
+    }
+}
+
+/// These layouts differ from the layout of the job, but assign the same bytes to each parameter.
+#[test]
+fn given_flat_layout_may_differ_where_the_model_has_the_value() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, made) = (folder.path().join("layout.json"), folder.path().join("made"));
+    let changes: [Change<'_>; 5] = [
+        &|l| drop(l.as_object_mut().unwrap().remove("optimizer")),
+        &|l| {
+            l["units"].as_array_mut().unwrap().reverse();
+            l.as_object_mut().unwrap().remove("optimizer");
+        },
+        &|l| l["world_size"] = json!(8),
+        &|l| {
+            l["use_orig_params"] = json!(!l["use_orig_params"].as_bool().unwrap());
+            for unit in l["units"].as_array_mut().unwrap() {
+                unit["align_numel"] = json!(8);
+            }
+        },
+        // A job may leave out a further name of a tied parameter.
+        &|l| {
+            let shared = json!({"fqn": "model.other.weight", "shared_with": "model.norm.weight"});
+            l["units"][0]["params"].as_array_mut().unwrap().push(shared);
+        },
+    ];
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        for (number, change) in changes.into_iter().enumerate() {
+            write_changed(&fixture(&format!("trainers/{name}.flat_layout.json")), &file, change);
+            let made = made.join(format!("{name}{number}"));
+            let run = succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --flat-layout {}", file.display()));
+            assert!(!run.stderr.contains("assumed"), "{}", run.stderr);
+            assert_same(&unsharded(&made), &truth(name), name);
+        }
+    }
+}
+
+/// A layout is compared with a model of `NO_SHARD`, too, whose tensors are plain.
+#[test]
+fn layout_that_contradicts_an_unsharded_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, made) = (folder.path().join("layout.json"), folder.path().join("all.pt"));
+    let source = fixture("flat_none/flat");
+    let cases: [(Change<'_>, &str); 3] = [
+        (
+            &|l| swap(&mut l["units"][1]["params"], 3, 4),
+            "expected layers.0.norm.bias before layers.0.norm.weight, found layers.0.norm.weight before layers.0.norm.bias",
+        ),
+        (&|l| l["units"][0]["params"][2]["fqn"] = json!("tok.weight"), "tok.weight: the flat layout differs between"),
+        (&|l| swap(&mut l["optimizer"][0], 1, 2), "expected layers.1._flat_param before layers.0._flat_param"),
+    ];
+    for (change, expected) in cases {
+        write_changed(&flat::layout_file("flat_none", "flat"), &file, change);
+        let given = format!("--series all --flat-layout {}", file.display());
+        assert_contains(&expect(2, "unshard", &[&source, &made], &given).stderr, &[expected]);
+    }
+}
+
+/// The numbers of several parameter groups do not follow the order of the model, so dtshard needs the names.
+#[test]
+fn parameter_groups_beside_a_sharded_model_need_a_layout() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, made) = (folder.path().join("source"), folder.path().join("made"));
+    fs::create_dir(&source).unwrap();
+    for rank in 0..2 {
+        for (series, from) in [("model", "sharded"), ("optim", "groups")] {
+            let file = format!("{series}_world_size_2_rank_{rank}.pt");
+            fs::copy(fixture(&format!("flat2/{from}/{file}")), source.join(&file)).unwrap();
+        }
+    }
+    let refused = expect(2, "reshard", &[&source, &made], "--mesh fsdp=3").stderr;
+    assert_contains(&refused, &["the parameters of its 2 groups are unknown", "--flat-layout FILE with `optimizer`"]);
+    let layout = flat::layout_file("flat2", "groups");
+    succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --flat-layout {}", layout.display()));
 }
 
 /// State of other lengths, and a rank without an optimizer file, are refused. The model can still be read.

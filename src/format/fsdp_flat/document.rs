@@ -23,6 +23,7 @@ use serde_json::{Value as Json, json};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
+use crate::format::error::FLAT_LAYOUT_HINT;
 use crate::format::{json, layout_file};
 use crate::json_text;
 use crate::layout::Dims;
@@ -88,6 +89,18 @@ struct EnclosingLayoutFile {
 /// # Errors
 /// `Malformed` naming the position in the file, `Unsupported` for a later version, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
+    read_document(path).map_err(with_hint)
+}
+
+/// Sets the hint of an error about the content of a flat layout, whatever the name of the file is.
+pub fn with_hint(mut error: Error) -> Error {
+    if let Some((_, hint)) = error.damaged_mut() {
+        hint.get_or_insert_with(|| FLAT_LAYOUT_HINT.into());
+    }
+    error
+}
+
+fn read_document(path: &Path) -> Result<FlatLayout> {
     let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));
     if is_toml || serde_json::from_slice::<EnclosingLayoutFile>(&text).is_ok() {

@@ -4,6 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
+use super::model_record::check_groups;
 use super::survey::{FlatPart, FlatState, PlainTensor, RankState};
 use super::totals::{self, LayoutMismatch};
 use crate::catalog::Fqn;
@@ -29,6 +30,7 @@ pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()>
     let flat_params: Vec<(&FlatUnit, FlatParameter)> =
         layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
     check_order(state, layout, misfit)?;
+    check_groups(layout, &optimizer_positions(state, layout), misfit)?;
     for rank in &state.ranks {
         check_rank(rank, layout, &flat_params, LayoutMismatch { file: &rank.file_path, source })?;
     }
@@ -51,6 +53,22 @@ fn check_order(state: &FlatState, layout: &FlatLayout, misfit: LayoutMismatch<'_
         }
     }
     Ok(())
+}
+
+/// Returns the length of each parameter that an optimizer may list, and its position in the order of registration; without
+/// parameters whose position the state dict does not record.
+fn optimizer_positions(state: &FlatState, layout: &FlatLayout) -> HashMap<Fqn, (u64, usize)> {
+    let Some(registered) = &state.module_positions else { return HashMap::new() };
+    if !layout.use_orig_params {
+        let unit = |unit: &FlatUnit| Some((unit.key(), (layout.flat(unit).total(), *registered.get(&unit.module)?)));
+        return layout.units.iter().filter_map(unit).collect();
+    }
+    let mut names: Vec<&Fqn> = state.view_names();
+    names.retain(|name| registered.contains_key(module_of(name.as_str())));
+    names.sort_by_key(|name| registered[module_of(name.as_str())]);
+    let lengths: HashMap<&Fqn, u64> = layout.params().map(|(_, param)| (&param.fqn, param.numel())).collect();
+    let positions = names.into_iter().zip(0..);
+    positions.filter_map(|(name, position)| Some((name.clone(), (*lengths.get(name)?, position)))).collect()
 }
 
 fn check_rank(

@@ -10,6 +10,7 @@
 //! `torch/distributed/fsdp/_flat_param.py`.
 
 use std::collections::HashMap;
+use std::path::Path as FilePath;
 
 use indexmap::IndexMap;
 
@@ -60,14 +61,14 @@ fn plain_tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, 
 ///
 /// # Errors
 /// `Malformed` for a gradient of an unexpected size.
-pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Result<()> {
+pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout, document: Option<&FilePath>) -> Result<()> {
     let slots = parameter_slots(layout);
     let names = GradientNames { layout, slots: &slots };
     let Some(known) = names.known_gradients(files, at) else { return Ok(()) };
     let flat_params = flat_parameters(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
-        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path);
+        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path, document);
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         let stored = std::mem::take(dict);
         let entries = names.entries(&stored, &known, &unflattener, &mut file.contents)?;

@@ -85,6 +85,15 @@ impl ModelKnowledge {
         Ok(layout.expect("a state dict with flat parameters"))
     }
 
+    /// Returns the path of the flat layout file.
+    #[must_use]
+    pub fn document(&self) -> Option<&Path> {
+        match self {
+            Self::Document { path, .. } => Some(path),
+            Self::Like(_) | Self::Unknown => None,
+        }
+    }
+
     /// Returns the origin of the layout, for messages.
     #[must_use]
     pub fn describe(&self) -> String {

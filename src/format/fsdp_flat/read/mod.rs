@@ -13,6 +13,7 @@ mod check;
 mod gradients;
 mod known;
 mod like;
+mod model_record;
 mod optimizer;
 mod recover;
 mod sharded_model;
@@ -30,6 +31,7 @@ use crate::format::FlatKnowledge;
 use crate::format::torch::RankFile;
 use known::ModelKnowledge;
 use like::LikeModel;
+use model_record::ModelRecord;
 use optimizer::OptimizerOrder;
 use sharded_model::{ShardedModel, assumed_ties};
 use survey::{FlatState, survey};
@@ -99,17 +101,26 @@ pub fn read(
         }
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
-    if let Some(model) = model {
-        layout = model.with_sizes(&layout);
-    }
     let source = known.describe();
-    check_counts(folder, series, &layout, &source)?;
+    if let (Some(model), Some((index, at))) = (&model, candidates.optimizers.first()) {
+        layout = model.adapt(&layout, &series[*index].files, at, &source)?;
+    }
+    check_counts(folder, series, &layout, (&source, known.document()))?;
     for state in &all {
         check::check(state, &layout, &source)?;
     }
-    let default = default_optimizer_order(all.first().copied(), &layout);
-    let plain = plain_names(&all);
-    let order = OptimizerOrder { default: default.as_deref(), plain: plain.as_ref() };
+    let beside = match (model, known.document()) {
+        (Some(model), _) => Some(model.record),
+        (None, Some(_)) if all.is_empty() => candidates.whole_model(series, &skipped_model, &layout),
+        _ => None,
+    };
+    if let Some(model) = &beside {
+        model.check(&layout, &source)?;
+    }
+    let recorded = beside.as_ref().and_then(|model| model.optimizer_order(&layout));
+    let default = recorded.or_else(|| default_optimizer_order(all.first().copied(), &layout));
+    let plain = beside.as_ref().map(ModelRecord::names).or_else(|| plain_names(&all));
+    let order = OptimizerOrder { default: default.as_deref(), plain: plain.as_ref(), document: known.document() };
     found.warnings.extend(candidates.unflatten(series, &mut layout, order, knowledge)?);
     match known {
         ModelKnowledge::Unknown => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
@@ -189,10 +200,11 @@ impl Candidates {
         knowledge: &FlatKnowledge,
     ) -> Result<Unflattened> {
         let mut found = Unflattened::default();
+        let document = known.document();
         for (index, at) in &self.optimizers {
             let files = &mut series[*index].files;
             let layout = match known {
-                ModelKnowledge::Document { layout, .. } => Ok(model.with_sizes(layout)),
+                ModelKnowledge::Document { layout, .. } => model.adapt(layout, files, at, &known.describe()),
                 ModelKnowledge::Like(_) | ModelKnowledge::Unknown => model.layout(files, at),
             };
             // Under NO_SHARD with use_orig_params no state is flat, so it is complete without a layout.
@@ -200,14 +212,15 @@ impl Candidates {
                 continue;
             }
             let unflattened = layout.and_then(|mut layout| {
-                let default = default_optimizer_order(None, &layout);
-                let order = OptimizerOrder { default: default.as_deref(), plain: None };
+                let default = model.record.optimizer_order(&layout).or_else(|| default_optimizer_order(None, &layout));
+                let plain = Some(&model.record.others);
+                let order = OptimizerOrder { default: default.as_deref(), plain, document };
                 layout.optimizer = Some(optimizer::unflatten(files, at, &layout, order)?);
                 Ok(layout)
             });
             match unflattened {
                 Ok(layout) => {
-                    found.warnings.extend(assumed_ties(&layout));
+                    found.warnings.extend(assumed_ties(&layout).into_iter().filter(|_| document.is_none()));
                     found.layout = Some(layout);
                 }
                 Err(Error::Format(FormatError::Unsupported { what, .. })) if knowledge.raw && !knowledge.is_strict => {
@@ -218,9 +231,19 @@ impl Candidates {
             }
         }
         if let Some(layout) = &found.layout {
-            check_counts(folder, series, layout, &known.describe())?;
+            check_counts(folder, series, layout, (&model.record.file.display().to_string(), None))?;
         }
         Ok(found)
+    }
+
+    /// Returns the record of a model that is not sharded, beside optimizer state of flat parameters. `skipped` has the files
+    /// of the model series, if no given series has the model.
+    fn whole_model(&self, series: &[SeriesFiles], skipped: &[RankFile], layout: &FlatLayout) -> Option<ModelRecord> {
+        if self.optimizers.is_empty() {
+            return None;
+        }
+        let mut files = series.iter().map(|own| &*own.files).chain([skipped]);
+        files.find_map(|files| ModelRecord::of_whole_model(files, layout))
     }
 
     /// Returns whether no series is a model, because every series has optimizer state or gradients.
@@ -254,7 +277,7 @@ impl Candidates {
             }
         }
         for (index, at) in &self.gradients {
-            gradients::unflatten(&mut series[*index].files, at, layout)?;
+            gradients::unflatten(&mut series[*index].files, at, layout, order.document)?;
         }
         Ok(warnings)
     }
@@ -286,19 +309,27 @@ fn raw_warning(layout: &FlatLayout) -> &'static str {
 }
 
 /// Checks that every rank has a file. Does not check a series for which `options::allow_missing` permits missing ranks.
-fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, source: &str) -> Result<()> {
+/// Messages use `source` as the origin of the layout; `document` is the flat layout file.
+fn check_counts(
+    folder: &Path,
+    series: &[SeriesFiles],
+    layout: &FlatLayout,
+    (source, document): (&str, Option<&Path>),
+) -> Result<()> {
     let expected = layout.world_size;
     match series.iter().find(|own| !own.has_missing_ranks && own.files.len() as u64 != u64::from(expected)) {
         None => Ok(()),
         Some(own) => {
             let at = format!("series `{}`", own.name);
             let found = format!("the files of {} ranks", own.files.len());
-            Err(Error::malformed(
-                folder,
-                at,
-                format!("the files of {expected} ranks (the world_size in {source})"),
-                found,
-            ))
+            let expected = format!("the files of {expected} ranks (the world_size in {source})");
+            let mut error = Error::malformed(folder, at, expected, found);
+            if let Some((_, hint)) = error.damaged_mut() {
+                let correct = document.map(|path| format!(", or correct the world_size in {}", path.display()));
+                let all = "copy the files of all ranks into the folder";
+                *hint = Some(format!("{all}{}", correct.unwrap_or_default()).into());
+            }
+            Err(error)
         }
     }
 }

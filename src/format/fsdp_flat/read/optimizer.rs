@@ -14,6 +14,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path as FilePath;
 
 use super::survey::visit_dicts;
+use super::totals::{LayoutMismatch, OPTIMIZER_HINT};
 use super::unflatten::{UnitShard, boxes, flat_parameters};
 use crate::catalog::flat::{FlatLayout, FlatUnit, flat_module};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
@@ -87,6 +88,25 @@ pub struct OptimizerOrder<'a> {
     /// The names of all tensors of the model that are not flat parameters; `None` if these names are not known. The
     /// parameters outside all units are among them, and an optimizer may update these parameters, too.
     pub plain: Option<&'a HashSet<Fqn>>,
+    /// The flat layout file, for messages; `None` if the layout comes from the files of the checkpoint.
+    pub document: Option<&'a FilePath>,
+}
+
+impl OptimizerOrder<'_> {
+    /// Returns the error for names that do not match the optimizer. `are_listed` is true if the layout lists these names in
+    /// `optimizer`.
+    fn wrong_names(self, what: String, are_listed: bool) -> Error {
+        let Some(path) = self.document else { return unknown_layout_error(what) };
+        let what = format!("{what} (the flat layout is {})", path.display());
+        if are_listed {
+            return Error::unsupported(what, OPTIMIZER_HINT);
+        }
+        Error::unsupported(
+            what,
+            "add `optimizer` to the flat layout, as flat_layout(model, optimizer) in docs/how-to/fsdp1.md writes it, or \
+             leave the optimizer out with options::series model",
+        )
+    }
 }
 
 /// The parameter names of an optimizer that numbers its parameters. There is one list per parameter group, in the order
@@ -107,7 +127,7 @@ pub fn unflatten(
     layout: &FlatLayout,
     order: OptimizerOrder<'_>,
 ) -> Result<Vec<Vec<Fqn>>> {
-    let numbered = NumberedParameters::new(files, at, layout, order.default)?;
+    let numbered = NumberedParameters::new(files, at, layout, order)?;
     let flat_params = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
@@ -118,14 +138,13 @@ pub fn unflatten(
     let slots = parameter_slots(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
-        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path);
+        let unflattener = RankUnflattener::new(layout, &flat_params, &slots, rank, &file.path, order.document);
         let Some(Value::Dict(mut state)) =
             optimizer_state_mut(&mut file.contents.value, at).map(|state| std::mem::replace(state, Value::None))
         else {
             continue;
         };
-        state.entries =
-            unflattener.named_states(&mut file.contents, &state.entries, &used, (&numbered, order.plain))?;
+        state.entries = unflattener.named_states(&mut file.contents, &state.entries, &used, (&numbered, order))?;
         let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {
@@ -139,7 +158,7 @@ pub fn unflatten(
 }
 
 impl NumberedParameters {
-    fn new(files: &[RankFile], at: &Path, layout: &FlatLayout, default: Option<&[Fqn]>) -> Result<Self> {
+    fn new(files: &[RankFile], at: &Path, layout: &FlatLayout, order: OptimizerOrder<'_>) -> Result<Self> {
         let mut counts: Option<Vec<usize>> = None;
         for file in files {
             let dict = at.find(&file.contents.value).and_then(Value::as_dict);
@@ -167,26 +186,36 @@ impl NumberedParameters {
             }
         }
         let counts = counts.unwrap_or_default();
-        let names: Vec<Vec<Fqn>> = match (&layout.optimizer, default, counts.as_slice()) {
+        let names: Vec<Vec<Fqn>> = match (&layout.optimizer, order.default, counts.as_slice()) {
             (Some(groups), ..) => groups.clone(),
             (None, Some(default), [_]) => vec![default.to_vec()],
             (None, ..) => {
-                return Err(Error::unsupported(
-                    format!("{}: the parameters of its {} groups are unknown", describe_path(at), counts.len()),
-                    "give a flat layout with `optimizer`, as flat_layout(model, optimizer) in docs/how-to/fsdp1.md writes \
-                     it, or leave the optimizer out with options::series model",
-                ));
+                return Err(unknown_groups(at, counts.len()));
             }
         };
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
-            return Err(unknown_layout_error(format!(
+            let what = format!(
                 "{}: expected parameter groups of the sizes {own:?}, found the sizes {counts:?}",
                 describe_path(at)
-            )));
+            );
+            return Err(order.wrong_names(what, layout.optimizer.is_some()));
         }
         Ok(Self { names })
     }
+}
+
+/// Returns the error for an optimizer whose parameter numbers have no known names.
+pub fn unknown_groups(at: &Path, groups: usize) -> Error {
+    let lacking = match groups {
+        1 => String::from("the order of its parameters is unknown"),
+        _ => format!("the parameters of its {groups} groups are unknown"),
+    };
+    Error::unsupported(
+        format!("{}: {lacking}", describe_path(at)),
+        "give options::flat_layout FILE with `optimizer`, as flat_layout(model, optimizer) in docs/how-to/fsdp1.md writes it, \
+         or leave the optimizer out with options::series model",
+    )
 }
 
 fn describe_path(at: &Path) -> String {
@@ -223,19 +252,22 @@ pub struct RankUnflattener<'a> {
     shard: u64,
     group: ProcessGroup,
     path: &'a FilePath,
+    document: Option<&'a FilePath>,
 }
 
 impl<'a> RankUnflattener<'a> {
-    /// Returns a converter for the file of a rank.
+    /// Returns a converter for the file of a rank. `document` is the flat layout file, for messages; `None` if the layout
+    /// comes from the files of the checkpoint.
     pub fn new(
         layout: &'a FlatLayout,
         flat_params: &'a [FlatParameter],
         slots: &'a HashMap<Fqn, ParameterSlot>,
         rank: Rank,
         path: &'a FilePath,
+        document: Option<&'a FilePath>,
     ) -> Self {
         let group = ProcessGroup { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
-        Self { layout, flat_params, slots, shard: layout.shard_of(rank.0), group, path }
+        Self { layout, flat_params, slots, shard: layout.shard_of(rank.0), group, path, document }
     }
 }
 
@@ -251,20 +283,24 @@ impl RankUnflattener<'_> {
     }
 
     /// Returns the flat parameter or the parameter with this name; `None` for a parameter outside all units.
-    fn find_slot(&self, name: &Fqn, plain: Option<&HashSet<Fqn>>) -> Result<Option<ParameterSlot>> {
+    fn find_slot(&self, name: &Fqn, order: OptimizerOrder<'_>) -> Result<Option<ParameterSlot>> {
         if let Some(slot) = self.slots.get(name) {
             return Ok(Some(*slot));
         }
         let is_flat = flat_module(name.as_str()).is_some();
         let is_in_unit = self.layout.params().any(|(_, param)| param.fqn == *name);
-        if !is_flat && !is_in_unit && plain.is_none_or(|plain| plain.contains(name)) {
+        if !is_flat && !is_in_unit && order.plain.is_none_or(|plain| plain.contains(name)) {
             return Ok(None);
         }
         let kind = if self.layout.use_orig_params { "parameter" } else { "flat parameter" };
-        let tensor = if is_flat || is_in_unit { "" } else { ", and the files have no tensor with this name" };
-        Err(unknown_layout_error(format!(
-            "{name}: the optimizer lists this name, but the flat layout has no such {kind}{tensor}"
-        )))
+        let shared = self.layout.units.iter().flat_map(|unit| &unit.shared).find(|shared| shared.fqn == *name);
+        let rest = match shared {
+            Some(shared) => format!(": it is a further name of {}", shared.with),
+            None if is_flat || is_in_unit => String::new(),
+            None => String::from(", and the files have no tensor with this name"),
+        };
+        let what = format!("{name}: the optimizer lists this name, but the flat layout has no such {kind}{rest}");
+        Err(order.wrong_names(what, self.layout.optimizer.is_some()))
     }
 
     /// Returns the optimizer state by parameter name. If this rank has no state for a parameter for which another rank
@@ -274,7 +310,7 @@ impl RankUnflattener<'_> {
         contents: &mut ArchiveContents,
         states: &[(Value, Value)],
         used: &BTreeSet<i64>,
-        (numbered, plain): (&NumberedParameters, Option<&HashSet<Fqn>>),
+        (numbered, order): (&NumberedParameters, OptimizerOrder<'_>),
     ) -> Result<Vec<(Value, Value)>> {
         let by_number: HashMap<i64, &Value> =
             states.iter().filter_map(|(key, value)| Some((key.as_i64()?, value))).collect();
@@ -287,7 +323,7 @@ impl RankUnflattener<'_> {
             };
             let empty = Value::Dict(Dict::default());
             let state = by_number.get(number).copied().unwrap_or(&empty);
-            match self.find_slot(name, plain)? {
+            match self.find_slot(name, order)? {
                 Some(ParameterSlot::Unit(unit)) => entries.extend(self.unflatten_unit_state(contents, unit, state)?),
                 Some(ParameterSlot::Param(unit, param)) => {
                     entries.push(self.unflatten_param_state(contents, unit, param, state)?);
@@ -382,7 +418,14 @@ impl RankUnflattener<'_> {
             Some(format!("{name}.{}", key_text(key)))
         });
         let at = key.unwrap_or_else(|| name.to_string());
-        Error::malformed(self.path, at, expected, format!("shape {:?}", view.sizes.as_slice()))
+        let found = format!("shape {:?}", view.sizes.as_slice());
+        match self.document {
+            Some(document) => {
+                let source = document.display().to_string();
+                LayoutMismatch { file: self.path, source: &source }.state_error(&at, expected, found)
+            }
+            None => Error::malformed(self.path, at, expected, found),
+        }
     }
 
     /// Replaces the parameter numbers in each parameter group by parameter names.

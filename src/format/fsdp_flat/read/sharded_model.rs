@@ -9,27 +9,26 @@
 //! Source: `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp/_flat_param.py`.
 
 use std::collections::{HashMap, HashSet};
-use std::path::{Path as FilePath, PathBuf};
+use std::path::Path as FilePath;
 
-use super::optimizer::{group_numbers, optimizer_state};
+use super::model_record::{ModelRecord, RecordedParam, TensorMeta, wrapped_modules};
+use super::optimizer::{group_numbers, optimizer_state, unknown_groups};
 use super::survey::{innermost_unit, visit_dicts};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
-use crate::catalog::modules::{metadata, module_of, registered_modules};
-use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
-use crate::catalog::{Dict, Dtype, Fqn, Path, Value};
+use crate::catalog::modules::module_of;
+use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
+use crate::format::fsdp_flat::document;
 use crate::format::torch::{RankFile, TensorNode};
 use crate::layout::{Dims, Placement, TensorDim, numel};
 
 /// The model of an FSDP1 job, as its state dict with sharded parameters describes it.
 #[derive(Debug)]
 pub struct ShardedModel {
-    file: PathBuf,
+    pub record: ModelRecord,
     /// The units with their parameters, in the order of registration. A tied parameter is in the list under each of its
     /// names. Empty if the state dict does not record which modules FSDP1 wraps.
     units: Vec<FlatUnit>,
-    /// The names of all parameters, in the order of registration.
-    names: Vec<Fqn>,
     /// The lengths of the 1-d tensors of the model: of each whole tensor, and of its part on one rank.
     vector_lengths: HashSet<u64>,
     /// The number of ranks that shard a parameter, and the number of ranks in the job.
@@ -65,53 +64,37 @@ impl ShardedModel {
     /// Finds the model in a state dict of a job with this number of ranks. Under `NO_SHARD`, which FSDP1 uses if a shard
     /// group has one rank, all tensors of the state dict are plain tensors.
     fn from_state_dict(file: &RankFile, dict: &Dict, ranks: usize) -> Option<Self> {
-        let paths = metadata(dict).into_iter().flat_map(|paths| &paths.entries).filter_map(|(path, _)| path.as_str());
-        let wrapped = |path: &str| Some(path.strip_suffix(FSDP_WRAPPED)?.trim_end_matches('.').to_owned());
-        let modules: Vec<String> = paths.filter_map(wrapped).map(|path| clean_name(&path)).collect();
-        let known: HashSet<&str> = modules.iter().map(String::as_str).collect();
-        let mut registered: HashMap<String, usize> = HashMap::new();
-        for (position, module) in registered_modules(dict).into_iter().flatten().enumerate() {
-            registered.entry(module).or_insert(position);
-        }
-        let node = |value: &Value| match value {
-            Value::Tensor(id) => Some(&file.contents.tensors[id.0 as usize]),
-            _ => None,
+        let records_units = !wrapped_modules(dict).is_empty();
+        let is_plain = |(_, value): &(_, Value)| match value {
+            Value::Tensor(id) => matches!(file.contents.tensors[id.0 as usize], TensorNode::Plain(_)),
+            _ => true,
         };
-        let is_plain = |(_, value): &(_, Value)| node(value).is_none_or(|node| matches!(node, TensorNode::Plain(_)));
-        let is_no_shard = !modules.is_empty() && dict.entries.iter().all(is_plain);
+        let is_no_shard = records_units && dict.entries.iter().all(is_plain);
         let unsharded = (1, u32::try_from(ranks).ok()?);
-        let mut sizes = None;
+        let mut sizes: Vec<(u32, u32)> = Vec::new();
         let mut vector_lengths = HashSet::new();
-        let mut params: Vec<(FlatParam, Dtype)> = Vec::new();
-        for (key, value) in &dict.entries {
-            let (Some(key), Some(node)) = (key.as_str(), node(value)) else { continue };
+        let record = ModelRecord::new(file, dict, !is_no_shard, |node| {
             vector_lengths.extend(lengths_of_vector(node));
-            let (shape, dtype, own_sizes) = match node {
-                TensorNode::Plain(view) if is_no_shard => (view.sizes.clone(), view.dtype, unsharded),
-                found => match sharded(found) {
-                    Some(found) => found,
-                    None => continue,
-                },
+            let (meta, own_sizes) = match node {
+                TensorNode::Plain(view) if is_no_shard => (TensorMeta::of_view(view), unsharded),
+                found => sharded(found)?,
             };
-            if *sizes.get_or_insert(own_sizes) != own_sizes {
-                return None;
-            }
-            params.push((FlatParam { fqn: clean_name(key).into(), shape, stride: None }, dtype));
-        }
-        params.sort_by_cached_key(|(param, _)| {
-            registered.get(module_of(param.fqn.as_str())).copied().unwrap_or(usize::MAX)
+            sizes.push(own_sizes);
+            Some(meta)
         });
-        let names = params.iter().map(|(param, _)| param.fqn.clone()).collect();
-        let mut units: Vec<FlatUnit> = modules.iter().map(|module| FlatUnit::new(module.as_str(), None)).collect();
-        let positions: HashMap<&str, usize> = modules.iter().map(String::as_str).zip(0..).collect();
-        for (param, dtype) in params.into_iter().filter(|_| !known.is_empty()) {
+        let sizes = sizes.iter().all(|own| *own == sizes[0]).then(|| sizes.first().copied()).flatten();
+        let sizes = sizes.filter(|(group, world)| *group > 0 && world.is_multiple_of(*group))?;
+        let known: HashSet<&str> = record.wrapped.iter().map(String::as_str).collect();
+        let mut units: Vec<FlatUnit> =
+            record.wrapped.iter().map(|module| FlatUnit::new(module.as_str(), None)).collect();
+        let positions: HashMap<&str, usize> = record.wrapped.iter().map(String::as_str).zip(0..).collect();
+        for RecordedParam { param, dtype } in record.params.iter().filter(|_| records_units) {
             let unit = &mut units[positions[innermost_unit(module_of(param.fqn.as_str()), &known)?]];
-            unit.dtype.get_or_insert(dtype);
-            unit.params.push(param);
+            unit.dtype.get_or_insert(*dtype);
+            unit.params.push(param.clone());
         }
         units.retain(|unit| !unit.params.is_empty());
-        let sizes = sizes.filter(|(group, world): &(u32, u32)| *group > 0 && world.is_multiple_of(*group))?;
-        Some(Self { file: file.path.clone(), units, names, vector_lengths, sizes })
+        Some(Self { record, units, vector_lengths, sizes })
     }
 
     /// Returns whether the optimizer at a path may have state of flat parameters: FSDP1 wraps modules of the model, or some
@@ -136,20 +119,25 @@ impl ShardedModel {
     /// otherwise it numbers flat parameters; the number of parameters and the lengths of their state show which.
     ///
     /// # Errors
-    /// `Unsupported` if no layout matches the number of parameters and the lengths, or if several match; `Malformed` if the
-    /// model is damaged.
+    /// `Unsupported` if no layout matches the number of parameters and the lengths, if several match, if the optimizer has
+    /// several parameter groups, or if the model does not record the memory order of every parameter; `Malformed` if the model
+    /// is damaged.
     pub fn layout(&self, files: &[RankFile], at: &Path) -> Result<FlatLayout> {
         if self.units.is_empty() {
             return Err(unknown_layout(format!(
                 "{}: the optimizer seems to have state of FSDP1's flat parameters, but the model in {} does not record which \
                  modules FSDP1 wraps (`_metadata` of its state dict)",
                 files.first().map_or(FilePath::new(""), |file| &file.path).display(),
-                self.file.display()
+                self.record.file.display()
             )));
         }
         let lengths = state_lengths(files, at);
         let first = files.first().and_then(|file| at.find(&file.contents.value)?.as_dict());
         let groups = first.and_then(group_numbers).unwrap_or_default();
+        // A parameter group may have any parameters, and the lengths of the state do not always show which.
+        if groups.len() > 1 {
+            return Err(unknown_groups(at, groups.len()));
+        }
         let count = groups.iter().flatten().count();
         let found = if count == self.units.len() { self.flat(&lengths) } else { None };
         let Some((mut layout, numbered)) = found.or_else(|| self.views(count, &lengths)) else {
@@ -158,15 +146,23 @@ impl ShardedModel {
                  the model in {}",
                 files.first().map_or(FilePath::new(""), |file| &file.path).display(),
                 self.units.len(),
-                self.names.len(),
-                self.file.display()
+                self.record.params.len(),
+                self.record.file.display()
             )));
         };
+        // DTensors of a checkpoint that dtshard wrote are row-major, so other strides are not recorded reliably.
+        if let Some(param) = self.record.params().find(|param| param.stride.is_some()) {
+            return Err(unknown_layout(format!(
+                "{}: {} is not row-major, so the order of its elements in the optimizer state of flat parameters must be given",
+                self.record.file.display(),
+                param.fqn
+            )));
+        }
         let name = |number: &i64| numbered.get(usize::try_from(*number).ok()?).cloned();
         layout.optimizer = groups.iter().map(|group| group.iter().map(name).collect()).collect();
         match layout.check() {
             Ok(()) => Ok(layout),
-            Err(wrong) => Err(Error::malformed(&self.file, wrong.at, wrong.expected, wrong.found)),
+            Err(wrong) => Err(Error::malformed(&self.record.file, wrong.at, wrong.expected, wrong.found)),
         }
     }
 
@@ -193,7 +189,8 @@ impl ShardedModel {
                 let layout = self.with_units(units, true);
                 let shared: HashSet<&Fqn> =
                     layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
-                let names: Vec<Fqn> = self.names.iter().filter(|name| !shared.contains(name)).cloned().collect();
+                let names = self.record.params().map(|param| &param.fqn);
+                let names: Vec<Fqn> = names.filter(|name| !shared.contains(name)).cloned().collect();
                 (names.len() == count && views_fit(&layout, &names, lengths)).then_some((layout, names))
             };
             // The default is 16 bytes of the parameter's dtype; mixed precision changes it to 16 bytes of another dtype.
@@ -203,7 +200,7 @@ impl ShardedModel {
             layout.has_assumed_alignment = fitting.any(|(other, _)| flat(&other) != flat(&layout));
             Some((layout, names))
         };
-        if count + 1 != self.names.len() {
+        if count + 1 != self.record.params.len() {
             return aligned(&self.units);
         }
         let with_tie = |index: usize| {
@@ -216,10 +213,29 @@ impl ShardedModel {
         only((0..self.units.len()).flat_map(with_tie))
     }
 
-    /// Returns `layout`, but with the size of shard groups and the number of ranks of the job that saved this model.
-    pub fn with_sizes(&self, layout: &FlatLayout) -> FlatLayout {
+    /// Returns the given layout, but with the number of ranks and the value of `use_orig_params` of the job that saved this
+    /// model and the optimizer at a path. Checks the layout against the model; messages use `source` as its origin.
+    ///
+    /// # Errors
+    /// `Conflict` for the first difference; `Malformed` if the layout is not consistent.
+    pub fn adapt(&self, layout: &FlatLayout, files: &[RankFile], at: &Path, source: &str) -> Result<FlatLayout> {
         let (shard_group_size, world_size) = self.sizes;
-        FlatLayout { world_size, shard_group_size, ..layout.clone() }
+        let mut layout = FlatLayout { world_size, shard_group_size, ..layout.clone() };
+        let first = files.first().and_then(|file| at.find(&file.contents.value)?.as_dict());
+        let count = first.and_then(group_numbers).unwrap_or_default().iter().flatten().count();
+        let units = layout.units.iter().filter(|unit| !unit.params.is_empty()).count();
+        let params = layout.params().count();
+        let (own, other) = if layout.use_orig_params { (params, units) } else { (units, params) };
+        if count == other && own != other {
+            layout.use_orig_params = !layout.use_orig_params;
+            // With `use_orig_params` an optimizer numbers parameters; without it, an optimizer numbers flat parameters.
+            layout.optimizer = None;
+        }
+        if let Err(wrong) = layout.check() {
+            return Err(document::with_hint(wrong.within(FilePath::new(source)).into()));
+        }
+        self.record.check(&layout, source)?;
+        Ok(layout)
     }
 
     fn with_units(&self, units: Vec<FlatUnit>, use_orig_params: bool) -> FlatLayout {
@@ -322,11 +338,14 @@ fn lengths_of_vector(node: &TensorNode) -> Vec<u64> {
     }
 }
 
-/// Returns the shape and dtype of a parameter that FSDP1 shards, the number of ranks that shard it, and the number of
-/// ranks in the job.
-fn sharded(node: &TensorNode) -> Option<(Dims, Dtype, (u32, u32))> {
+/// Returns the metadata of a parameter that FSDP1 shards, the number of ranks that shard it, and the number of ranks in
+/// the job.
+fn sharded(node: &TensorNode) -> Option<(TensorMeta, (u32, u32))> {
     match node {
-        TensorNode::Sharded { dtype, shape, group, .. } => Some((shape.clone(), *dtype, group.sizes?)),
+        // PyTorch makes ShardedTensors only of row-major parameters.
+        TensorNode::Sharded { dtype, shape, group, .. } => {
+            Some((TensorMeta { shape: shape.clone(), stride: None, dtype: *dtype }, group.sizes?))
+        }
         // Under `HYBRID_SHARD`, the first mesh dim has the replicas.
         TensorNode::Distributed { local, shape, mesh, placements } => {
             let mesh = &mesh.mesh;
@@ -335,7 +354,7 @@ fn sharded(node: &TensorNode) -> Option<(Dims, Dtype, (u32, u32))> {
                 && others.iter().all(|placement| *placement == Placement::Replicate)
                 && mesh.ranks_are_row_major();
             let sizes = (u32::try_from(*mesh.shape().last()?).ok()?, mesh.job_size());
-            is_fsdp.then(|| (shape.clone(), local.dtype, sizes))
+            is_fsdp.then(|| (TensorMeta::of_part(local, shape), sizes))
         }
         TensorNode::Plain(_) | TensorNode::Unreadable(_) => None,
     }

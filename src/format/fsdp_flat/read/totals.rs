@@ -7,6 +7,11 @@ use crate::catalog::flat::{FlatParam, FlatUnit};
 use crate::error::{CatalogError, Error, Result};
 use crate::layout::flat::FlatParameter;
 
+/// The hint for a wrong `optimizer` in a flat layout.
+pub const OPTIMIZER_HINT: &str = "correct `optimizer` in the flat layout: it has one list of names for each parameter group, in \
+                                  the order of the optimizer, as flat_layout(model, optimizer) in docs/how-to/fsdp1.md \
+                                  writes it; or leave the optimizer out with options::series model";
+
 /// The origin of a flat layout, and the path of a rank file, for errors about differences between the two.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutMismatch<'a> {
@@ -19,15 +24,30 @@ impl LayoutMismatch<'_> {
     /// Returns the error for the unit or parameter `name`: the layout has the value `expected`, and the file has the
     /// value `found`.
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
+        let hint = "give the flat layout of the job that saved the files: its units, use_orig_params and mixed precision \
+                    must match";
+        self.with_hint(name, expected, found, hint)
+    }
+
+    /// Returns the error for the optimizer state `name`, whose length does not match the layout.
+    pub fn state_error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
+        let hint = "give the flat layout of the job that saved the files: its units, `optimizer`, use_orig_params and mixed \
+                    precision must match; if the layout is right, the file is damaged";
+        self.with_hint(name, expected, found, hint)
+    }
+
+    /// Returns the error for `optimizer` in the layout.
+    pub fn optimizer_error(self, expected: impl Into<String>, found: impl Into<String>) -> Error {
+        self.with_hint("`optimizer`", expected, found, OPTIMIZER_HINT)
+    }
+
+    fn with_hint(self, name: &str, expected: impl Into<String>, found: impl Into<String>, hint: &str) -> Error {
         Error::Catalog(CatalogError::Conflict {
             fqn: name.to_owned(),
             what: "the flat layout",
             between: format!("{} and {}", self.source, self.file.display()),
             detail: format!("expected {}, found {}", expected.into(), found.into()),
-            hint: Some(String::from(
-                "give the flat layout of the job that saved the files: its units, use_orig_params and mixed precision \
-                 must match",
-            )),
+            hint: Some(hint.to_owned()),
         })
     }
 }
