@@ -140,7 +140,7 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
             between: format!("{} and {}, which share one value in a flat parameter", entry.fqn, kept_entry.fqn),
             detail: difference.clone(),
             hint: Some(String::from(
-                "give a flat layout (options::flat_layout) that separates the tensors, set options::use_orig_params to keep the \
+                "give units that separate the tensors with options::layout FILE, set options::use_orig_params to keep the \
                  state of each parameter, or leave one out with options::exclude",
             )),
         })),

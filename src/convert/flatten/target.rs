@@ -159,7 +159,8 @@ impl FlattenRequest {
             (true, Some(groups)) => Some(groups.clone()),
             (true, None) => {
                 let order = Self::order(source);
-                numbering::of_parameters(&base, &source.selection.catalog.state, order.as_deref())?
+                let flat = source.checkpoint.catalog.flat.as_ref().filter(|flat| !flat.use_orig_params);
+                numbering::of_parameters(&base, flat, &source.selection.catalog.state, order.as_deref())?
             }
         };
         let has_assumed_alignment = base.has_assumed_alignment && use_orig_params && self.forward_dtype.is_none();
@@ -257,7 +258,9 @@ impl FlattenRequest {
                 "omit options::wrap or the flat layout",
             ));
         }
-        let wrapping = WrapPolicy { wrap: &self.wrap, buffers: &self.buffers };
+        let of_source = of(&source.checkpoint).filter(|_| like.is_some());
+        let state = &source.selection.catalog.state;
+        let wrapping = WrapPolicy { wrap: &self.wrap, buffers: &self.buffers, source: of_source, state };
         let ordered = match like {
             Some(like) if like.format.keeps_order() => {
                 OrderedModel { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
@@ -323,8 +326,8 @@ fn order_not_kept(checkpoint: &Checkpoint) -> Error {
                 "options::wrap defines new units, but {root} has the order of parameters only within its own units"
             ),
             format!(
-                "omit options::wrap to keep the units of {root}; or give options::flat_layout FILE instead; or give \
-                 options::like CKPT, a torch file of the same model, which has the order of all parameters"
+                "omit options::wrap to keep the units of {root}; or give the new units with options::layout FILE instead; \
+                 or give options::like CKPT, a torch file of the same model, which has the order of all parameters"
             ),
         ),
         _ => units::unordered(&format!("{root} has format {format}, which does not keep the order of parameters")),

@@ -38,6 +38,12 @@ pub struct WrapPolicy<'a> {
     pub wrap: &'a [Pattern],
     /// Patterns of tensors that are buffers, not parameters.
     pub buffers: &'a [Pattern],
+    /// The flat layout of SRC, if SRC has flat parameters and another checkpoint gives the order. FSDP flattens parameters
+    /// only, so this layout shows which tensors are parameters, which of their names are tied, and their memory order.
+    pub source: Option<&'a FlatLayout>,
+    /// The state dict of SRC. If it has optimizer state with parameter names, the optimizer shows which tensors are
+    /// parameters.
+    pub state: &'a Value,
 }
 
 /// Last components of tensor names that PyTorch's modules and common models use for floating-point buffers.
@@ -47,13 +53,18 @@ const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original
 /// optimizer.
 ///
 /// # Errors
-/// `Unsupported` if the order of parameters or elements is not known, `Usage` for a pattern that matches nothing.
+/// `Unsupported` if the order of parameters or elements is not known, or if the model lacks a parameter of SRC; `Usage` for a
+/// pattern that matches nothing.
 pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = state_dict::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
     refuse_reordered(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
-    let ModelTensors { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
+    let ModelTensors { parameters, shared, mut notes } = match wrapping.source {
+        Some(source) => divide_like(model, &tensors, wrapping.buffers, source)?,
+        None => divide(model, &tensors, wrapping)?,
+    };
+    let known = wrapping.source.map(names_of).unwrap_or_default();
     let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
     let mut units: Vec<FlatUnit> = with_root.map(|module| FlatUnit::new(module, None)).collect();
     // The unit of a parameter is its innermost wrapped module.
@@ -64,6 +75,10 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     for (fqn, id, entry) in &parameters {
         let unit = &mut units[unit_of(fqn)];
         unit.dtype.get_or_insert(entry.dtype);
+        if let Some(param) = known.get(fqn) {
+            unit.params.push(FlatParam { fqn: fqn.clone(), ..(*param).clone() });
+            continue;
+        }
         let stride = match ElementOrder::from_entry(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
             ElementOrder::RowMajor => None,
             ElementOrder::Strides(stride) => Some(stride),
@@ -88,8 +103,10 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
         units,
         optimizer: None,
     };
-    let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
-    notes.extend(order::row_major_warning(&model.checkpoint.root, params));
+    if wrapping.source.is_none() {
+        let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
+        notes.extend(order::row_major_warning(&model.checkpoint.root, params));
+    }
     Ok((layout, notes))
 }
 
@@ -188,8 +205,14 @@ struct ModelTensors<'a> {
     notes: Vec<String>,
 }
 
-fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<ModelTensors<'a>> {
-    let trained: Option<HashSet<Fqn>> = named_groups(model.state).map(|groups| groups.into_iter().flatten().collect());
+fn divide<'a>(
+    model: &OrderedModel<'a>,
+    tensors: &[(Fqn, TensorId)],
+    wrapping: &WrapPolicy<'_>,
+) -> Result<ModelTensors<'a>> {
+    let buffers = wrapping.buffers;
+    let groups = named_groups(wrapping.state).or_else(|| named_groups(model.state));
+    let trained: Option<HashSet<Fqn>> = groups.map(|groups| groups.into_iter().flatten().collect());
     let mut used = vec![false; buffers.len()];
     let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
     let mut divided = ModelTensors { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
@@ -219,14 +242,8 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         first_names.insert(*id, fqn.clone());
         divided.parameters.push((fqn.clone(), *id, entry));
     }
-    if let Some(unused) = used.iter().position(|used| !used) {
-        let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
-        let pattern = buffers[unused].as_str();
-        return Err(Error::usage(
-            format!("options::buffers {pattern}: no tensor name of the model matches"),
-            nearest::pattern_hint(pattern, &names),
-        ));
-    }
+    let mut used = used.into_iter();
+    refuse_unused(buffers, tensors, |_| used.next() == Some(true))?;
     if !without_state.is_empty() {
         return Err(missing_state(&without_state, &divided.parameters));
     }
@@ -247,6 +264,79 @@ fn divide<'a>(model: &OrderedModel<'a>, tensors: &[(Fqn, TensorId)], buffers: &[
         ));
     }
     Ok(divided)
+}
+
+/// Maps every name of each parameter in a flat layout to the parameter.
+fn names_of(layout: &FlatLayout) -> HashMap<&Fqn, &FlatParam> {
+    let mut names: HashMap<&Fqn, &FlatParam> = layout.params().map(|(_, param)| (&param.fqn, param)).collect();
+    for SharedName { fqn, with } in layout.units.iter().flat_map(|unit| &unit.shared) {
+        if let Some(param) = names.get(with).copied() {
+            names.insert(fqn, param);
+        }
+    }
+    names
+}
+
+/// Divides the tensors of a model like the flat layout of SRC: the parameters of the layout are parameters, and all other
+/// tensors are not. A tied parameter has the first of its names in the model.
+fn divide_like<'a>(
+    model: &OrderedModel<'a>,
+    tensors: &[(Fqn, TensorId)],
+    buffers: &[Pattern],
+    source: &FlatLayout,
+) -> Result<ModelTensors<'a>> {
+    let known = names_of(source);
+    let mut first_names: HashMap<&Fqn, Fqn> = HashMap::new();
+    let mut divided = ModelTensors { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
+    for (fqn, id) in tensors {
+        let Some(param) = known.get(fqn) else { continue };
+        if let Some(pattern) = buffers.iter().find(|pattern| pattern.covers(fqn.as_str())) {
+            return Err(Error::usage(
+                format!(
+                    "options::buffers {}: SRC has `{fqn}` in a flat parameter, so it is a parameter",
+                    pattern.as_str()
+                ),
+                "omit options::buffers; every tensor that is not in a flat parameter of SRC is a buffer",
+            ));
+        }
+        if let Some(first) = first_names.get(&param.fqn) {
+            divided.shared.push(SharedName { fqn: fqn.clone(), with: first.clone() });
+            continue;
+        }
+        first_names.insert(&param.fqn, fqn.clone());
+        divided.parameters.push((fqn.clone(), *id, model.catalog.tensor(*id)));
+    }
+    refuse_unused(buffers, tensors, |pattern| tensors.iter().any(|(fqn, _)| pattern.covers(fqn.as_str())))?;
+    let missing = source.params().filter(|(_, param)| !first_names.contains_key(&param.fqn));
+    let missing: Vec<&str> = missing.map(|(_, param)| param.fqn.as_str()).collect();
+    if !missing.is_empty() {
+        return Err(Error::unsupported(
+            format!(
+                "{} lacks {} of the flat parameters of SRC: {}",
+                model.checkpoint.root.display(),
+                count(missing.len(), "parameter"),
+                short_list_of_counted(&missing, FEW)
+            ),
+            "give options::like CKPT with a torch file of the same model, with the names of SRC",
+        )
+        .naming(&missing));
+    }
+    Ok(divided)
+}
+
+/// Refuses a pattern of buffers that matches no tensor of the model.
+fn refuse_unused(
+    buffers: &[Pattern],
+    tensors: &[(Fqn, TensorId)],
+    mut is_used: impl FnMut(&Pattern) -> bool,
+) -> Result<()> {
+    let Some(unused) = buffers.iter().find(|pattern| !is_used(pattern)) else { return Ok(()) };
+    let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
+    let pattern = unused.as_str();
+    Err(Error::usage(
+        format!("options::buffers {pattern}: no tensor name of the model matches"),
+        nearest::pattern_hint(pattern, &names),
+    ))
 }
 
 /// Returns the error for floating-point tensors that have no optimizer state although other tensors have optimizer

@@ -301,6 +301,53 @@ fn flat_parameters_resharded_and_back_are_identical() {
     }
 }
 
+/// With `--wrap`, a torch file gives the order, and the flat parameters of SRC show which tensors are parameters. The file has
+/// a copy of the tied weight for each name, and buffers of floats.
+#[test]
+fn new_units_of_flat_parameters_have_no_buffers_and_keep_ties() {
+    let env = TestEnv::new();
+    let like = format!("--like {}", full().display());
+    let wrap = "--wrap layers.* --wrap layers.1.inner --wrap tiny";
+    for (name, views) in [("views", true), ("flat", false)] {
+        let source = folder(&env, "flat3", name);
+        let options = format!("--world-size 2 --use-orig-params={views} {like}");
+        let same = env.make("flatten", &source, &format!("{name}-same"), &format!("{options} {wrap}"));
+        check_files(&same.path, "flat2", name, &BOTH);
+        let options = options.replace("=false", "=true");
+        let fewer = env.make("flatten", &source, &format!("{name}-fewer"), &format!("{options} --wrap layers.*"));
+        let layout = flat::read_layout(&fewer.path.join("flat_layout.json"));
+        let names = |unit: usize| -> Vec<String> {
+            let params = layout["units"][unit]["params"].as_array().unwrap();
+            params.iter().map(|param| param["fqn"].as_str().unwrap().to_owned()).collect()
+        };
+        let root = ["emb", "conv", "proj", "proj", "norm", "norm", "tiny", "tiny", "head"];
+        assert_eq!(names(0).iter().map(|name| name.split('.').next().unwrap()).collect::<Vec<_>>(), root, "{name}");
+        assert_eq!(names(1).len(), 5, "{name}");
+        assert_eq!(layout["units"][0]["params"][8]["shared_with"], "emb.weight", "{name}");
+        assert_eq!(layout["units"][0]["params"][1]["stride"], json!([8, 1, 4, 2]), "{name}");
+        succeed("verify", &[&fewer.path, &source], "");
+    }
+    let source = folder(&env, "flat3", "views");
+    let refuse = |options: &str| {
+        env.refuse("flatten", &source, "x", &format!("--world-size 2 --use-orig-params {options}"));
+    };
+    refuse(&format!("--wrap layers.* {like} --buffers head.weight"));
+    refuse(&format!("--wrap layers.* --wrap head {like}"));
+    let other = fixture("llama_tiny/ranks");
+    refuse(&format!("--wrap model.layers.* --like {}", other.display()));
+}
+
+/// The optimizer of SRC has the names of all parameters, also if another checkpoint gives the order.
+#[test]
+fn optimizer_of_the_source_shows_buffers_of_the_ordered_model() {
+    let env = TestEnv::new();
+    let source = folder(&env, "flat3", "views");
+    let dcp = env.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=2").path;
+    let options = format!("--world-size 2 --use-orig-params --wrap layers.* --like {}", full().display());
+    env.refuse("flatten", &dcp, "x", &options);
+    env.refuse("flatten", &dcp, "x", &format!("{options} --buffers freqs --buffers **.scale"));
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Refusals
 // ---------------------------------------------------------------------------------------------------------------
