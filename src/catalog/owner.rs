@@ -11,9 +11,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE, listed_names};
+use super::optimizer::{self, GROUPS, OptimizerState, PARAMS, STATE, listed_names, numbers};
 use super::wrappers::clean_name;
-use super::{Catalog, Fqn, Path, TensorEntry, TensorId, Value, path, state_dict};
+use super::{Catalog, Dict, Fqn, Path, TensorEntry, TensorId, Value, path, state_dict};
 
 /// The parameter that an optimizer state tensor or a gradient belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -216,12 +216,48 @@ fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, 
     states.into_iter().flat_map(|states| &states.entries).any(|(number, state)| {
         let parameter = number.as_i64().and_then(|number| parameters.get(usize::try_from(number).ok()?));
         let (Some((_, parameter)), Some(state)) = (parameter, state.as_dict()) else { return false };
-        let tensors = ELEMENTWISE.iter().filter_map(|key| match state.get(key) {
-            Some(Value::Tensor(id)) => Some(catalog.tensor(*id)),
-            _ => None,
-        });
-        tensors.into_iter().any(|state| differs(state, catalog.tensor(*parameter)))
+        elementwise(catalog, Some(state)).any(|state| differs(state, catalog.tensor(*parameter)))
     })
+}
+
+/// Returns whether the names that the groups of an optimizer list contradict the shapes of its state. Returns `None` if the
+/// model lacks a listed name.
+pub(super) fn contradicts_listed(catalog: &Catalog, optimizer: &Value) -> Option<bool> {
+    Some(contradicts_shapes(catalog, optimizer, &listed_parameters(catalog, optimizer)?))
+}
+
+/// Returns whether the shapes of an optimizer's state contradict the order of the model's parameters: in some group, the
+/// parameters that the shapes permit cannot be found one after another in the model. Returns false if there is no model.
+pub(super) fn contradicts_order(catalog: &Catalog, optimizer: &Value) -> bool {
+    let model = state_dict::model(&catalog.state).tensors;
+    let parts = optimizer.as_dict().and_then(|dict| Some((numbers(dict)?, dict.get(STATE)?.as_dict()?)));
+    let Some((groups, states)) = parts.filter(|_| !model.is_empty()) else { return false };
+    let states: HashMap<i64, &Value> =
+        states.entries.iter().filter_map(|(key, state)| Some((key.as_i64()?, state))).collect();
+    let fits = |number: usize, parameter: TensorId| {
+        let parameter = catalog.tensor(parameter);
+        let state = i64::try_from(number).ok().and_then(|number| states.get(&number)?.as_dict());
+        parameter.dtype.may_be_trained()
+            && elementwise(catalog, state)
+                .all(|state| !are_comparable(state, parameter) || state.shape == parameter.shape)
+    };
+    groups.iter().any(|group| {
+        let mut rest = model.iter();
+        !group.iter().all(|number| rest.any(|(_, parameter)| fits(*number, *parameter)))
+    })
+}
+
+/// Returns the state tensors of a parameter that have one element for each element of the parameter ([`ELEMENTWISE`]).
+fn elementwise<'c>(catalog: &'c Catalog, state: Option<&'c Dict>) -> impl Iterator<Item = &'c TensorEntry> {
+    ELEMENTWISE.iter().filter_map(move |key| match state?.get(key) {
+        Some(Value::Tensor(id)) => Some(catalog.tensor(*id)),
+        _ => None,
+    })
+}
+
+/// Returns whether the shapes of a state tensor and of a parameter are both shapes of complete tensors.
+fn are_comparable(state: &TensorEntry, parameter: &TensorEntry) -> bool {
+    state.is_shared() == parameter.is_shared() && state.unreadable.is_none()
 }
 
 /// Returns the parameters that the groups of the optimizer list by name, if the model has all of them. All names of the
@@ -291,8 +327,8 @@ fn match_numbers(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::Dtype;
     use crate::catalog::state_dict::tests::{dict, tensor};
-    use crate::catalog::{Dict, Dtype};
     use crate::storage::FileId;
 
     /// Returns the owner of the state of each parameter of an optimizer.

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::optimizer::{GROUPS, PARAMS, STATE, by_number, clean, listed_names, names_of, numbers};
-use super::owner::numbered_parameters;
+use super::owner::{contradicts_listed, contradicts_order, numbered_parameters};
 use super::path::key_text;
 use super::{Catalog, Dict, Fqn, Key, Path, Value, state_dict};
 
@@ -61,6 +61,69 @@ pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> 
     };
     let has_model = !state_dict::model(&catalog.state).tensors.is_empty();
     of_model().or_else(|| listed_names(optimizer.as_dict()?).filter(|_| !has_model))
+}
+
+/// The parameter of each number in an optimizer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Numbering {
+    /// The parameter groups list the names (`param_names`). Item `i` is the name of parameter `i`.
+    Listed(Vec<Fqn>),
+    /// No names are listed, and exactly one assignment of the numbers to the model's parameters, in the order of the model,
+    /// has the shapes of the state. Item `i` is the name of parameter `i`.
+    InModelOrder(Vec<Fqn>),
+    /// The parameters are unknown.
+    Unknown,
+    /// The listed names contradict the shapes of the state.
+    ContradictsNames,
+    /// No names are listed, and the shapes of the state contradict the order of the model's parameters.
+    ContradictsOrder,
+}
+
+/// Returns the parameter of each number in an optimizer.
+#[must_use]
+pub fn numbering(catalog: &Catalog, optimizer: &Path) -> Numbering {
+    let Some(value) = optimizer.find(&catalog.state) else { return Numbering::Unknown };
+    let Some(listed) = value.as_dict().and_then(listed_names) else {
+        return match parameter_names(catalog, optimizer) {
+            Some(names) => Numbering::InModelOrder(names),
+            None if contradicts_order(catalog, value) => Numbering::ContradictsOrder,
+            None => Numbering::Unknown,
+        };
+    };
+    match contradicts_listed(catalog, value) {
+        Some(true) => Numbering::ContradictsNames,
+        Some(false) => Numbering::Listed(parameter_names(catalog, optimizer).unwrap_or(listed)),
+        None => Numbering::Listed(listed),
+    }
+}
+
+/// Returns the names in each parameter group of an optimizer: its keys, or the listed names of its numbers. Returns `None`
+/// if the optimizer has numbers without names.
+#[must_use]
+pub fn groups_of_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Vec<Fqn>>> {
+    let dict = optimizer.find(&catalog.state)?.as_dict()?;
+    if let Some(groups) = names_of(dict.get(GROUPS)?) {
+        return Some(groups);
+    }
+    let Numbering::Listed(names) = numbering(catalog, optimizer) else { return None };
+    let of_number = |number: &usize| names.get(*number).cloned();
+    numbers(dict)?.iter().map(|group| group.iter().map(of_number).collect()).collect()
+}
+
+/// Returns the first two neighbours in a group that are in the opposite order in the model.
+#[must_use]
+pub fn out_of_order(catalog: &Catalog, groups: &[Vec<Fqn>]) -> Option<(Fqn, Fqn)> {
+    let model = state_dict::model(&catalog.state).tensors;
+    let positions: HashMap<Fqn, usize> = model.iter().map(|(name, _)| clean(name.as_str())).zip(0..).collect();
+    let in_model = |group: &Vec<Fqn>| -> Vec<(usize, Fqn)> {
+        let known = group.iter().map(|name| clean(name.as_str()));
+        known.filter_map(|name| Some((*positions.get(&name)?, name))).collect()
+    };
+    groups.iter().find_map(|group| {
+        let group = in_model(group);
+        let pair = group.windows(2).find(|pair| pair[0].0 > pair[1].0)?;
+        Some((pair[0].1.clone(), pair[1].1.clone()))
+    })
 }
 
 /// Returns the names of the parameters of an optimizer of another checkpoint (`--like`) of the same job: the optimizer at

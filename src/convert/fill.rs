@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path as FilePath;
 
+use super::fill_optimizers::match_filler;
 use super::matching_names::{NameMatch, Names, of_all_ranks};
-use super::optimizer_names::match_filler;
 use super::run::Run;
 use super::source::{ConversionSource, Filled, announce};
 use super::source_options::read_options;
@@ -82,7 +82,7 @@ fn fill(
     wrappers: Wrappers,
     run: &Run<'_>,
 ) -> Result<ConversionSource> {
-    match_filler(&mut source, &filler.catalog)?;
+    match_filler(&mut source, &filler)?;
     let mut selection = select::select(&filler.catalog, &select::NameOptions::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;
@@ -154,6 +154,13 @@ fn not_taken(source: &ConversionSource) -> usize {
 fn is_list_of_parameters(path: &Path) -> bool {
     matches!(path.0.as_slice(), [.., Key::Name(groups), Key::Index(_), Key::Name(key)]
         if **groups == *GROUPS && [PARAMS, PARAM_NAMES].contains(&key.as_ref()))
+}
+
+/// Returns the path of the list `params` beside the list `param_names` at `path`.
+fn params_beside(path: &Path) -> Option<Path> {
+    let (last, above) = path.0.split_last()?;
+    let is_names = is_list_of_parameters(path) && matches!(last, Key::Name(key) if **key == *PARAM_NAMES);
+    is_names.then(|| Path(above.to_vec()).child(Key::Name(PARAMS.into())))
 }
 
 /// Returns the first item of the parameter list `list` that the list `of` does not have.
@@ -258,6 +265,8 @@ impl Filling<'_> {
             match known {
                 Some(name) => drop(given.insert(name, value)),
                 None if of_all() => self.own_values += 1,
+                // The group of FILLER has no names. DST has the parameter lists of FILLER.
+                None if params_beside(&path).is_some_and(|params| theirs.contains(&self.name(&params))) => {}
                 None => unknown.push(path),
             }
         }

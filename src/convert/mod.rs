@@ -16,6 +16,7 @@ pub(crate) mod error;
 mod estimate;
 mod execute;
 mod fill;
+mod fill_optimizers;
 mod flatten;
 mod matching_names;
 mod model_config;

@@ -9,13 +9,12 @@ use std::collections::HashMap;
 use super::source::ConversionSource;
 use crate::catalog::optimizer;
 use crate::catalog::parameter_names::{
-    has_equal_groups, has_numbers, named_optimizers, number_parameters, numbered_optimizers, parameter_names,
-    parameter_names_like, set_parameter_names, set_parameter_numbers,
+    named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
+    set_parameter_names,
 };
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, Path, TensorId, Value, state_dict};
-use crate::error::{Error, Result};
 use crate::quantity::count;
 
 /// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. If SRC does not have
@@ -62,56 +61,6 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
     notes
 }
 
-/// Makes the selected optimizers of SRC use the keys of FILLER (`--fill-from`) for each parameter: its name, if FILLER has
-/// names as keys, or the number that this parameter has in FILLER.
-///
-/// # Errors
-/// `Usage` if the optimizers of both checkpoints have numbers, and equal numbers may mean different parameters.
-pub fn match_filler(source: &mut ConversionSource, filler: &Catalog) -> Result<()> {
-    let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
-    if named_optimizers(&selected.state).is_empty() && !named_optimizers(&filler.state).is_empty() {
-        name_selected(stored, selected, Some(filler));
-        return Ok(());
-    }
-    let stored_optimizers = numbered_optimizers(&stored.state);
-    let new_names = new_names(stored, selected);
-    for optimizer in numbered_optimizers(&filler.state) {
-        let theirs = parameter_names(filler, &optimizer);
-        if !optimizer.find(&selected.state).is_some_and(has_numbers) {
-            if let Some(theirs) = theirs {
-                set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
-            }
-            continue;
-        }
-        let path = stored_path(stored, &stored_optimizers, selected, &optimizer);
-        let own = path.and_then(|path| parameter_names(stored, path)).map(|names| renamed(names, &new_names));
-        let has_equal_groups = || {
-            let own = path.and_then(|path| path.find(&stored.state));
-            own.zip(optimizer.find(&filler.state)).is_some_and(|(own, other)| has_equal_groups(own, other))
-        };
-        match (own, theirs) {
-            (Some(own), Some(theirs)) if own == theirs => {}
-            // A parameter that the filler lacks keeps its name as its key, so it is later reported as an unknown name.
-            (Some(own), Some(theirs)) => {
-                set_parameter_names(&mut selected.state, &optimizer, &own);
-                set_parameter_numbers(&mut selected.state, &optimizer, &theirs);
-            }
-            _ if has_equal_groups() => {}
-            _ => {
-                return Err(Error::usage(
-                    format!(
-                        "options::fill_from: the parameters of the optimizer `{optimizer}` have numbers, and their names are \
-                         unknown, so equal numbers may mean different parameters"
-                    ),
-                    "leave the optimizer out with options::exclude, or convert it together with its model",
-                ));
-            }
-        }
-    }
-    rename_entries(selected);
-    Ok(())
-}
-
 /// Replaces the parameter names of the selected optimizers by numbers, because optimizers with state of flat parameters have
 /// numbers in SRC, too. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model. Without the
 /// model, the names stay.
@@ -149,7 +98,7 @@ pub fn number_flat_optimizers(source: &mut ConversionSource) {
 
 /// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components. If a
 /// tied parameter has lost one of its names, the first remaining name replaces it.
-fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
+pub(super) fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
     let clean = |name: &Fqn| Fqn::from(clean_name(name.as_str()));
     let model = state_dict::model(&selected.state).tensors;
     let kept: HashMap<Fqn, TensorId> = model.iter().map(|(name, id)| (clean(name), *id)).collect();
@@ -159,13 +108,18 @@ fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
     changed.filter_map(|(name, id)| Some((name, clean(new.get(&id)?)))).collect()
 }
 
-fn renamed(names: Vec<Fqn>, new_names: &HashMap<Fqn, Fqn>) -> Vec<Fqn> {
+pub(super) fn renamed(names: Vec<Fqn>, new_names: &HashMap<Fqn, Fqn>) -> Vec<Fqn> {
     names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect()
 }
 
 /// Returns the path in the source of an optimizer of the selection: the optimizer with the same state tensors, or the only
 /// optimizer of the source.
-fn stored_path<'p>(stored: &Catalog, paths: &'p [Path], selected: &Catalog, optimizer: &Path) -> Option<&'p Path> {
+pub(super) fn stored_path<'p>(
+    stored: &Catalog,
+    paths: &'p [Path],
+    selected: &Catalog,
+    optimizer: &Path,
+) -> Option<&'p Path> {
     let of = |catalog: &Catalog, path: &Path| path.find(&catalog.state).map(Value::tensor_ids);
     let first = of(selected, optimizer)?.first().copied();
     let has_first = |path: &&Path| first.is_some_and(|id| of(stored, path).is_some_and(|ids| ids.contains(&id)));
@@ -197,7 +151,7 @@ fn name_like(catalog: &mut Catalog, named: &Catalog) {
 }
 
 /// Sets the name in the catalog entry of each optimizer tensor to the path of this tensor.
-fn rename_entries(catalog: &mut Catalog) {
+pub(super) fn rename_entries(catalog: &mut Catalog) {
     let mut names = Vec::new();
     tensors(&catalog.state, &Path::default(), &mut |path, id| {
         if optimizer::optimizer_state(path).is_some() {

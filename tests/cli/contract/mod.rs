@@ -14,7 +14,7 @@
 //! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; placements of PyTorch: `plans` |
 //! | `--layout`, `inspect --layout` | `layout_file` |
 //! | `--split`, splits and sizes of a layout file | `splits` |
-//! | `--like`, `--fill-from` | `fill` |
+//! | `--like`, `--fill-from` | `fill`, `fill_optimizers` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
 //! | declared layouts: `--src-mesh` to `--reduce` | `declared_layout` |
@@ -37,6 +37,7 @@ mod carried;
 mod consolidate;
 mod declared_layout;
 mod fill;
+mod fill_optimizers;
 mod flat;
 mod flat_back;
 mod formats;

@@ -1,0 +1,300 @@
+//! Matches the optimizer state of SRC to the optimizer state of FILLER (`--fill-from`).
+//!
+//! The keys of optimizer state are names or numbers of parameters. Equal numbers may mean different parameters in SRC and in
+//! FILLER, so numbers are matched by the names of their parameters ([`Numbering`]).
+//!
+//! Invariant: state whose names are not recorded is matched by position only if nothing contradicts this order, and a note
+//! reports it. Names in another order than the order of their model contradict it, and so do shapes of the state that do not
+//! follow the model.
+
+use std::collections::HashMap;
+
+use super::optimizer_names::{new_names, rename_entries, renamed, stored_path};
+use super::source::ConversionSource;
+use crate::catalog::optimizer::{PARAM_NAMES, STATE};
+use crate::catalog::parameter_names::{
+    Numbering, groups_of_names, has_equal_groups, has_numbers, named_optimizers, numbered_optimizers, numbering,
+    out_of_order, parameter_names_like, set_parameter_names, set_parameter_numbers,
+};
+use crate::catalog::{Catalog, Fqn, Key, Path, Value, path};
+use crate::error::{Error, Result};
+use crate::format::Checkpoint;
+
+/// Makes the selected optimizers of SRC use the keys of FILLER for each parameter: its name, if FILLER has names as keys, or
+/// the number that this parameter has in FILLER. Adds a note to the selection if state is matched by position.
+///
+/// # Errors
+/// `Usage` if a number of one checkpoint may mean another parameter than the same number, or a name, of the other.
+pub fn match_filler(source: &mut ConversionSource, filler: &Checkpoint) -> Result<()> {
+    let theirs = &filler.catalog;
+    let numbered = numbered_optimizers(&theirs.state).into_iter().map(|path| (path, true));
+    let named = named_optimizers(&theirs.state).into_iter().map(|path| (path, false));
+    let new_names = new_names(&source.checkpoint.catalog, &source.selection.catalog);
+    for (path, has_numbers) in numbered.chain(named) {
+        let Some(own) = SelectedKeys::read(&source.selection.catalog.state, &path) else { continue };
+        let stored = stored_optimizer(&source.checkpoint.catalog, &source.selection.catalog, &path);
+        let pair = Pair { source, filler, path: &path, stored: stored.as_ref(), new_names: &new_names };
+        let matched = match (own.kind, has_numbers) {
+            (KeyKind::Names, false) => continue,
+            (KeyKind::Names, true) => pair.names_with_numbers(),
+            (KeyKind::Numbers, true) => pair.numbers_with_numbers(),
+            (KeyKind::Numbers, false) => pair.numbers_with_names(),
+            (KeyKind::NumbersInNames, true) => pair.numbers_in_names(),
+            (KeyKind::NumbersInNames, false) => continue,
+        };
+        let matched = match matched {
+            // Parameter groups without state have no values that could be mixed up.
+            Err(_) if !own.has_state => continue,
+            matched => matched?,
+        };
+        let selection = &mut source.selection;
+        selection.notes.extend(matched.note.filter(|_| own.has_state));
+        if let Some(names) = &matched.own {
+            set_parameter_names(&mut selection.catalog.state, &path, names);
+        }
+        // A parameter that FILLER lacks keeps its name as its key, so it is later reported as an unknown name.
+        if let Some(names) = &matched.theirs {
+            set_parameter_numbers(&mut selection.catalog.state, &path, names);
+        }
+    }
+    rename_entries(&mut source.selection.catalog);
+    Ok(())
+}
+
+/// The keys of optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum KeyKind {
+    Names,
+    Numbers,
+    /// The keys are parts of names such as `optimizer.state.0.exp_avg`, because the file of SRC has no nesting.
+    NumbersInNames,
+}
+
+/// An optimizer in the selection of SRC.
+struct SelectedKeys {
+    kind: KeyKind,
+    has_state: bool,
+}
+
+impl SelectedKeys {
+    fn read(state: &Value, optimizer: &Path) -> Option<Self> {
+        if let Some(dict) = optimizer.find(state).and_then(Value::as_dict) {
+            let states = dict.get(STATE).and_then(Value::as_dict).map(|states| states.entries.as_slice());
+            let kind = if has_numbers(optimizer.find(state)?) { KeyKind::Numbers } else { KeyKind::Names };
+            return Some(Self { kind, has_state: states.is_some_and(|states| !states.is_empty()) });
+        }
+        let prefix = format!("{}.", optimizer.child(Key::Name(STATE.into())));
+        let mut found = false;
+        path::tensors(state, &Path::default(), &mut |path, _| {
+            let name = path.to_string();
+            let key = name.strip_prefix(&prefix).and_then(|rest| rest.split('.').next());
+            found |= key.is_some_and(|key| key.parse::<usize>().is_ok());
+        });
+        found.then_some(Self { kind: KeyKind::NumbersInNames, has_state: true })
+    }
+}
+
+/// Returns the path in SRC of an optimizer of the selection.
+fn stored_optimizer(stored: &Catalog, selected: &Catalog, optimizer: &Path) -> Option<Path> {
+    let paths = [numbered_optimizers(&stored.state), named_optimizers(&stored.state)].concat();
+    stored_path(stored, &paths, selected, optimizer).cloned()
+}
+
+/// The names that the keys of a selected optimizer are replaced by.
+#[derive(Default)]
+struct Matched {
+    /// Item `i` is the name of number `i` of SRC.
+    own: Option<Vec<Fqn>>,
+    /// Item `i` is the name of number `i` of FILLER. After the numbers of SRC have become names, the names become these
+    /// numbers.
+    theirs: Option<Vec<Fqn>>,
+    /// The note about state that is matched by position.
+    note: Option<String>,
+}
+
+/// An optimizer of SRC and the optimizer of FILLER at the same path.
+struct Pair<'a> {
+    source: &'a ConversionSource,
+    filler: &'a Checkpoint,
+    path: &'a Path,
+    /// The path of the optimizer in SRC before names are changed.
+    stored: Option<&'a Path>,
+    new_names: &'a HashMap<Fqn, Fqn>,
+}
+
+impl Pair<'_> {
+    fn numbers_with_numbers(&self) -> Result<Matched> {
+        let (own, theirs) = (self.own_numbering(), numbering(&self.filler.catalog, self.path));
+        match (own, theirs) {
+            (Numbering::Listed(own), Numbering::Listed(theirs)) => Ok(by_name(own, theirs, None)),
+            (Numbering::InModelOrder(own), Numbering::InModelOrder(theirs)) => {
+                Ok(by_name(own, theirs, Some(self.order_note(&[self.own_root(), self.filler_root()]))))
+            }
+            (Numbering::InModelOrder(own), Numbering::Listed(theirs)) => {
+                self.check_order_of_filler(&self.own_root())?;
+                Ok(by_name(own, theirs, Some(self.order_note(&[self.own_root()]))))
+            }
+            (Numbering::Listed(own), Numbering::InModelOrder(theirs)) => {
+                self.check_order_of_source(&self.filler_root())?;
+                Ok(by_name(own, theirs, Some(self.order_note(&[self.filler_root()]))))
+            }
+            (own, theirs) => {
+                self.check_contradiction(&own, &self.own_root())?;
+                self.check_contradiction(&theirs, &self.filler_root())?;
+                self.by_position()
+            }
+        }
+    }
+
+    fn numbers_with_names(&self) -> Result<Matched> {
+        let own = self.own_numbering();
+        self.check_contradiction(&own, &self.own_root())?;
+        let like = || parameter_names_like(&self.source.checkpoint.catalog, self.stored?, &self.filler.catalog);
+        let (names, note) = match own {
+            Numbering::Listed(names) => (names, None),
+            // FSDP1 lists names in the order of its flat parameters, so the order of names used as keys does not contradict
+            // an order of numbers.
+            Numbering::InModelOrder(names) => (names, Some(self.order_note(&[self.own_root()]))),
+            _ => {
+                let names = like().ok_or_else(|| self.other_groups())?;
+                self.check_order_of_filler(&self.own_root())?;
+                (names, Some(self.position_note()))
+            }
+        };
+        Ok(Matched { own: Some(names), theirs: None, note })
+    }
+
+    fn names_with_numbers(&self) -> Result<Matched> {
+        let theirs = numbering(&self.filler.catalog, self.path);
+        self.check_contradiction(&theirs, &self.filler_root())?;
+        match theirs {
+            Numbering::Listed(theirs) => Ok(Matched { theirs: Some(theirs), ..Matched::default() }),
+            Numbering::InModelOrder(theirs) => {
+                let note = Some(self.order_note(&[self.filler_root()]));
+                Ok(Matched { theirs: Some(theirs), note, own: None })
+            }
+            _ => Err(self.unknown(&format!("{} has numbers without names", self.filler_root()))),
+        }
+    }
+
+    /// Matches names of tensors that contain numbers, such as `optimizer.state.0.exp_avg`.
+    fn numbers_in_names(&self) -> Result<Matched> {
+        self.check_contradiction(&numbering(&self.filler.catalog, self.path), &self.filler_root())?;
+        self.check_order_of_filler(&self.own_root())?;
+        Ok(Matched { note: Some(self.position_note()), ..Matched::default() })
+    }
+
+    /// Matches equal numbers, although the names of some numbers are unknown.
+    fn by_position(&self) -> Result<Matched> {
+        let own = self.stored.and_then(|path| path.find(&self.source.checkpoint.catalog.state));
+        let are_equal =
+            own.zip(self.path.find(&self.filler.catalog.state)).map(|(own, other)| has_equal_groups(own, other));
+        if are_equal != Some(true) {
+            return Err(self.other_groups());
+        }
+        self.check_order_of_filler(&self.own_root())?;
+        self.check_order_of_source(&self.filler_root())?;
+        Ok(Matched { note: Some(self.position_note()), ..Matched::default() })
+    }
+
+    fn own_numbering(&self) -> Numbering {
+        let Some(path) = self.stored else { return Numbering::Unknown };
+        match numbering(&self.source.checkpoint.catalog, path) {
+            Numbering::Listed(names) => Numbering::Listed(renamed(names, self.new_names)),
+            Numbering::InModelOrder(names) => Numbering::InModelOrder(renamed(names, self.new_names)),
+            other => other,
+        }
+    }
+
+    /// Checks that the names of FILLER follow the order of its model. `other` has numbers without names.
+    fn check_order_of_filler(&self, other: &str) -> Result<()> {
+        self.check_order(&self.filler.catalog, self.path, &self.filler_root(), other)
+    }
+
+    /// Checks that the names of SRC follow the order of its model. `other` has numbers without names.
+    fn check_order_of_source(&self, other: &str) -> Result<()> {
+        let Some(path) = self.stored else { return Ok(()) };
+        self.check_order(&self.source.checkpoint.catalog, path, &self.own_root(), other)
+    }
+
+    fn check_order(&self, catalog: &Catalog, path: &Path, root: &str, other: &str) -> Result<()> {
+        match groups_of_names(catalog, path).and_then(|groups| out_of_order(catalog, &groups)) {
+            None => Ok(()),
+            Some((first, second)) => Err(self.unknown(&format!(
+                "{other} has numbers without names, and {root} lists `{first}` before `{second}`, which is not the order of its \
+                 model"
+            ))),
+        }
+    }
+
+    fn check_contradiction(&self, numbering: &Numbering, root: &str) -> Result<()> {
+        match numbering {
+            Numbering::ContradictsNames => {
+                Err(self
+                    .unknown(&format!("in {root}, the shapes of the state contradict the names in `{PARAM_NAMES}`")))
+            }
+            Numbering::ContradictsOrder => Err(self.unknown(&format!(
+                "{root} has numbers without names, and the shapes of the state contradict the order of the model"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn other_groups(&self) -> Error {
+        self.unknown(&format!(
+            "not all numbers have names, and {} and {} have different parameter groups",
+            self.own_root(),
+            self.filler_root()
+        ))
+    }
+
+    /// Returns the error for an optimizer whose state cannot be matched.
+    fn unknown(&self, why: &str) -> Error {
+        let path = self.stored.unwrap_or(self.path);
+        let pattern = if path.0.is_empty() { STATE.to_owned() } else { path.to_string() };
+        Error::usage(
+            format!("options::fill_from: the parameters of the optimizer `{}` cannot be matched: {why}", self.path),
+            format!(
+                "leave the optimizer of SRC out with options::exclude '{pattern}', or save it with get_optimizer_state_dict, \
+                 which records the names of parameters"
+            ),
+        )
+    }
+
+    /// Returns the note about numbers that become names in the order of the model.
+    fn order_note(&self, without_names: &[String]) -> String {
+        format!(
+            "the optimizer `{}` has numbers without names in {}, so its state is matched by position: dtshard assumes that the \
+             numbers follow the order of the model",
+            self.path,
+            without_names.join(" and ")
+        )
+    }
+
+    /// Returns the note about equal numbers that are matched.
+    fn position_note(&self) -> String {
+        format!(
+            "the optimizer `{}` has numbers without names, so its state is matched by position: dtshard assumes that {} and {} \
+             have the same parameters in the same order",
+            self.path,
+            self.own_root(),
+            self.filler_root()
+        )
+    }
+
+    fn own_root(&self) -> String {
+        self.source.checkpoint.root.display().to_string()
+    }
+
+    fn filler_root(&self) -> String {
+        self.filler.root.display().to_string()
+    }
+}
+
+fn by_name(own: Vec<Fqn>, theirs: Vec<Fqn>, note: Option<String>) -> Matched {
+    if own == theirs {
+        Matched { note, ..Matched::default() }
+    } else {
+        Matched { own: Some(own), theirs: Some(theirs), note }
+    }
+}
