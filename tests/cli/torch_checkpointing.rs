@@ -208,6 +208,33 @@ fn changed_metadata_of_a_fixture_is_refused() {
     }
 }
 
+/// On the mesh dp=2,tp=2, the placements `_S(0,2),S(0)` mean that tp splits the rows first. No later mesh dim splits them into
+/// 3 or 7 parts.
+#[test]
+fn split_factor_that_no_mesh_dim_explains_is_refused() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/torch_checkpointing_tp/step-30");
+    let metadata = folder.join("metadata.pkl");
+    let original = fs::read(&metadata).unwrap();
+    let first = b"split_factor";
+    let at = crate::common::corrupt::find(&original, first).unwrap() + first.len();
+    let number = at + original[at..].iter().position(|byte| *byte == b'K').unwrap() + 1;
+    assert_eq!(original[number], 2);
+    for value in [3, 7] {
+        let mut changed = original.clone();
+        changed[number] = value;
+        fs::write(&metadata, changed).unwrap();
+        let refused = dtshard(&[&"unshard", &folder, &env.path("out.pt")]);
+        refused.assert_refused(&["model.embed.weight", "a split factor that is", "such as _S(0,2)", "on mesh dim 0"]);
+        assert_eq!(dtshard(&[&"verify", &folder]).code, Some(1));
+    }
+    // A checkpoint that could not be read again is not written.
+    let strided = |factor| format!("--mesh dp=2,tp=2 --placements _S(0,{factor}),S(0) --to torch-checkpointing");
+    env.refuse("reshard", "fsdp4/dcp", "strange", &strided(3));
+    let made = env.make("reshard", "fsdp4/dcp", "usual", &strided(2));
+    succeed("verify", &[&fixture("fsdp4/dcp"), &made.path], "");
+}
+
 // ------------------------------------------------------------------------------------------------- metadata of the tests
 
 /// Returns the pickle of JSON.

@@ -316,6 +316,18 @@ fn lost_shard_of_a_rank_is_an_error() {
 }
 
 #[test]
+fn rank_without_entries_is_an_error() {
+    for world_size in [5, u32::MAX] {
+        let damaged = Damaged::new();
+        damaged.edit(|manifest| manifest["world_size"] = json!(world_size));
+        damaged.assert_refused(&[&format!("entries of all {world_size} ranks"), "no entry of rank 4"]);
+    }
+    let dict = json!({"type": "dict", "keys": ["w"]});
+    let entries = json!({"1/m": dict, "1/m/w": tensor_entry("f0", false)});
+    refuse_entries(entries, 2, &["no entry of rank 0"]);
+}
+
+#[test]
 fn chunks_at_other_places_on_another_rank_differ() {
     let dict = json!({"type": "dict", "keys": ["a"]});
     let chunked = |files: [&str; 2]| {

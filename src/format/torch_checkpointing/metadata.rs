@@ -12,7 +12,8 @@ use foldhash::fast::RandomState;
 use crate::catalog::{Dtype, Fqn, Key, Path as StatePath, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::format::torch::reader::pickle_error;
-use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, TensorDim};
+use crate::layout::strided::find_unknown_split_factor;
+use crate::layout::{DeviceMesh, Dims, Placement, PlacementSpec, Rank, Region, TensorDim};
 use torch_pickle::pickle::{self, NoVisitor, NodeId, Ref};
 
 /// The content of `metadata.pkl`.
@@ -361,6 +362,7 @@ impl Parser<'_> {
             let expected = format!("{} placements, one for each mesh dim", mesh.ndim());
             return Err(self.wrong(name, expected, placements.len().to_string()));
         }
+        check_split_factors(&placements, &mesh).map_err(|(expected, found)| self.wrong(name, expected, found))?;
         if let Some(outside) = ranks.iter().find(|rank| mesh.coordinate(**rank).is_none()) {
             return Err(self.wrong(name, "ranks of the mesh", format!("rank {outside}")));
         }
@@ -432,6 +434,21 @@ impl Parser<'_> {
         }
         Ok(boxes)
     }
+}
+
+/// Checks that each split factor is the number of parts that other mesh dims split the tensor dim into before: "how many
+/// same-dimension shards are logically applied after this placement" (`StridedShardSpec` in `dtensor_metadata.py`). The
+/// error has the expected placement and the placement found.
+pub fn check_split_factors(placements: &[Placement], mesh: &DeviceMesh) -> Result<(), (String, String)> {
+    let placements: Vec<PlacementSpec> = placements.iter().copied().map(PlacementSpec::from).collect();
+    let Some(unknown) = find_unknown_split_factor(&placements, mesh) else { return Ok(()) };
+    Err((
+        format!(
+            "a split factor that is a product of sizes of later mesh dims that shard the same tensor dim, such as {}",
+            unknown.expected
+        ),
+        format!("{} on mesh dim {}", unknown.spec, unknown.at),
+    ))
 }
 
 /// Returns the name of a tensor for messages: the item and the path, joined with dots.

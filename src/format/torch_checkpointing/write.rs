@@ -10,6 +10,7 @@ use std::path::{Path as FilePath, PathBuf};
 use serde_json::{Value as Json, json};
 
 use super::METADATA;
+use super::metadata::check_split_factors;
 use crate::catalog::path::key_text;
 use crate::catalog::{
     Catalog, Dict, Dtype, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value, contiguous_strides,
@@ -46,7 +47,7 @@ pub fn reserve(target: ShardedTarget<'_>) -> Result<Reservation> {
             layout: &mut |_, path, entry| {
                 let whole_path = Path(prefix.iter().chain(&path.0).cloned().collect());
                 let layout = layouts.rank_layout(&whole_path, entry)?;
-                check_layout(&whole_path, &layout)?;
+                check_layout(&whole_path, &layout, mesh)?;
                 Ok(layout)
             },
         };
@@ -87,11 +88,17 @@ fn items_of<'s>(state: &'s Value) -> Vec<(&'s str, &'s Value, Vec<Key>)> {
     }
 }
 
-fn check_layout(path: &Path, layout: &RankLayout) -> Result<()> {
+fn check_layout(path: &Path, layout: &RankLayout, mesh: &DeviceMesh) -> Result<()> {
     let partial = |placements: &[Placement]| placements.iter().any(|placement| placement.is_partial());
     match layout {
         RankLayout::Plain => Ok(()),
-        RankLayout::Distributed { placements, .. } if !partial(placements) => Ok(()),
+        RankLayout::Distributed { placements, .. } if !partial(placements) => check_split_factors(placements, mesh)
+            .map_err(|(expected, found)| {
+                Error::unsupported(
+                    format!("{path}: torch_checkpointing expects {expected}, found {found}"),
+                    "give the tensor other placements with options::placements",
+                )
+            }),
         RankLayout::Distributed { .. } => Err(Error::unsupported(
             format!("{path}: torch_checkpointing does not store the placement Partial"),
             "give the tensor other placements with options::placements",

@@ -203,7 +203,25 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
         entries.push(ManifestEntry { rank, path: logical.to_owned(), content });
     }
     entries.sort_by_key(|entry| entry.rank);
+    check_ranks(path, document.world_size, &entries)?;
     Ok(Manifest { entries, files })
+}
+
+/// Checks that every rank of the job has entries: torchsnapshot writes the dicts and lists of each rank. `entries` is sorted by
+/// rank.
+fn check_ranks(path: &Path, world_size: u32, entries: &[ManifestEntry]) -> Result<()> {
+    let ranks = entries.chunk_by(|entry, next| entry.rank == next.rank).map(|entries| entries[0].rank);
+    let mut all = (0..world_size).map(Rank);
+    let missing = ranks.zip(all.by_ref()).find(|(rank, expected)| rank != expected).map(|(_, expected)| expected);
+    match missing.or_else(|| all.next()) {
+        None => Ok(()),
+        Some(rank) => Err(Error::malformed(
+            path,
+            "manifest",
+            format!("entries of all {world_size} ranks (`world_size`)"),
+            format!("no entry of rank {rank}"),
+        )),
+    }
 }
 
 /// Splits the key of an entry into the rank and the path in the state dict of that rank.
