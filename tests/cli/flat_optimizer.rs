@@ -185,6 +185,39 @@ fn files_for_other_ranks_equal_those_of_pytorch() {
     }
 }
 
+/// A parameter that is left out has no state in the flat parameters, and a new name of a parameter applies to its state.
+#[test]
+fn filters_and_renames_apply_to_state_of_flat_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("made");
+    for (name, _) in CHECKPOINTS {
+        let source = fixture(&format!("trainers/{name}"));
+        for options in [
+            "--exclude **.lm_head",
+            "--exclude **.norm.**",
+            "--include **.layers.0",
+            "--include **.lm_head.weight --include model.**.mlp",
+            "--rename lm_head=head",
+            "--rename layers\\.(\\d+)=blocks.\\1",
+        ] {
+            let run = succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --overwrite {options}"));
+            assert_contains(&run.stderr, &["`optim` is for a job with FSDP1"]);
+            succeed("verify", &[&source, &made], &format!("--series all {options}"));
+        }
+        // The names of the optimizer without its model follow, too.
+        let options = "--mesh fsdp=3 --overwrite --series optim --rename lm_head=head";
+        succeed("reshard", &[&source, &made], options);
+        // A flat parameter has state for all its parameters, or for none.
+        let options = "--mesh fsdp=3 --overwrite --exclude optim.state.lm_head.weight";
+        if name == "verl_fsdp1" {
+            let refused = expect(2, "reshard", &[&source, &made], options);
+            assert_contains(&refused.stderr, &["only one of them has state", "leave out the parameters together"]);
+        } else {
+            succeed("reshard", &[&source, &made], options);
+        }
+    }
+}
+
 /// For a job with FSDP2, the state is in DTensors with numbers in the order of the model.
 #[test]
 fn optimizer_of_another_layout_has_numbers_of_parameters() {

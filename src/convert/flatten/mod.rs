@@ -140,8 +140,8 @@ fn require_same(source: &ConversionSource, kept: TensorId, other: TensorId, run:
             between: format!("{} and {}, which share one value in a flat parameter", entry.fqn, kept_entry.fqn),
             detail: difference.clone(),
             hint: Some(String::from(
-                "give units that separate the tensors with options::layout FILE, set options::use_orig_params to keep the \
-                 state of each parameter, or leave one out with options::exclude",
+                "give units that separate the tensors with options::layout FILE, or leave one out with options::exclude; \
+                 `flatten` can keep the state of each parameter (options::use_orig_params)",
             )),
         })),
     }

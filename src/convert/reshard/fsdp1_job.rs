@@ -11,6 +11,7 @@ use std::collections::HashSet;
 use super::super::flatten::{FlattenRequest, GroupSize, unknown_padding};
 use super::super::source::ConversionSource;
 use super::super::target_parts::{PartTarget, example_of, fsdp_version, parts};
+use super::flat_selection::select_parameters;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::{metadata, metadata_mut};
 use crate::catalog::parameter_names::named_optimizers;
@@ -60,9 +61,13 @@ impl Fsdp1Job {
         let mut request = FlattenRequest::default();
         request.world_size = Some(self.world_size);
         request.group = GroupSize::Of(self.shard_group_size);
-        let (layout, _) = request.layout(source)?;
+        let (mut layout, _) = request.layout(source)?;
+        let is_of_source = source.like.as_ref().is_none_or(|like| like.catalog.flat.is_none());
+        let lacks_parameters =
+            is_of_source && select_parameters(&mut layout, &source.checkpoint.catalog, &source.selection.catalog);
         let sizes = |layout: &FlatLayout| (layout.world_size, layout.shard_group_size);
-        if layout.has_assumed_alignment && layout.shard_group_size > 1 && sizes(&layout) != sizes(own) {
+        let is_changed = lacks_parameters || sizes(&layout) != sizes(own);
+        if layout.has_assumed_alignment && layout.shard_group_size > 1 && is_changed {
             return Err(unknown_padding(source));
         }
         Ok(Some(layout))

@@ -5,6 +5,7 @@
 mod attention_heads;
 mod class;
 mod flat;
+mod flat_selection;
 mod fsdp1_job;
 mod like;
 mod mesh_and_rules;

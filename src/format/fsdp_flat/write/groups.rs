@@ -186,7 +186,7 @@ impl<'v> SourceOptimizer<'v> {
                         plan.param(*other).fqn,
                         place(other)
                     ),
-                    "use options::use_orig_params, or leave the optimizer out",
+                    "leave the optimizer out; `flatten` can keep the state of each parameter (options::use_orig_params)",
                 ));
             }
         }
@@ -217,7 +217,7 @@ impl<'v> SourceOptimizer<'v> {
             self.group_of.get(at).copied().ok_or_else(|| {
                 self.unsupported_error(
                     format!("`{}` is in no parameter group", plan.trained_name(*at)),
-                    "list everything that the optimizer of SRC updates, or remove `optimizer` from the layout",
+                    "in the flat layout, list only parameters that the optimizer of SRC updates, or remove `optimizer` from the layout",
                 )
             })
         };

@@ -112,7 +112,8 @@ impl SourceOptimizer<'_> {
             let (own, other) = (&plan.param(first).fqn, &plan.param(other).fqn);
             self.unsupported_error(
                 format!("`{own}` and `{other}` are in one flat parameter, but {what}"),
-                "use options::use_orig_params, or leave the optimizer out",
+                "leave out the parameters together with their state, or leave the optimizer out; `flatten` can keep the state \
+                 of each parameter (options::use_orig_params)",
             )
         };
         if let Some(other) = params.iter().find(|at| !self.states.contains_key(&TrainedParameter::InUnit(**at))) {
