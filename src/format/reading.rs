@@ -1,7 +1,7 @@
 //! Reads the folders of one checkpoint, each with the reader of its format. All readers add their findings to a single
 //! [`ReadFindings`]: open files, series, ranks, and names of missing files.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,6 +30,8 @@ pub struct ReadFindings<'a> {
     pub missing: Vec<String>,
     /// The ranks that have a file, for formats with one file per rank.
     pub ranks: BTreeSet<Rank>,
+    /// For each series, the ranks that have a file.
+    pub ranks_of_series: BTreeMap<String, BTreeSet<Rank>>,
     /// Files that belong to the checkpoint and were not opened to read tensors, such as an index.
     pub other_files: Vec<PathBuf>,
 }
@@ -44,6 +46,7 @@ impl<'a> ReadFindings<'a> {
             skipped_series: Vec::new(),
             missing: Vec::new(),
             ranks: BTreeSet::new(),
+            ranks_of_series: BTreeMap::new(),
             other_files: Vec::new(),
         }
     }
@@ -106,7 +109,10 @@ impl<'a> ReadFindings<'a> {
         self.series.extend(chosen.names());
         self.skipped_series.extend(chosen.skipped());
         self.other_files.extend(chosen.skipped_files().cloned());
-        self.ranks.extend(chosen.ranks());
+        for (series, rank) in chosen.ranks() {
+            self.ranks.insert(rank);
+            self.ranks_of_series.entry(series.to_owned()).or_default().insert(rank);
+        }
         Ok(chosen)
     }
 

@@ -248,9 +248,10 @@ impl SeriesSet {
         self.series.iter().filter_map(|series| sized(series).transpose()).collect()
     }
 
-    /// Returns the rank of each file of the chosen series.
-    pub fn ranks(&self) -> impl Iterator<Item = Rank> {
-        self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
+    /// Returns the series and the rank of each file of the chosen series.
+    pub fn ranks(&self) -> impl Iterator<Item = (&str, Rank)> {
+        let files = self.series.iter().flat_map(|series| series.files.iter().map(move |(name, _)| (series, name)));
+        files.map(|(series, name)| (series.name.as_str(), Rank(name.rank)))
     }
 
     /// Returns the set with the series that `choice` selects as the chosen series; all other series become skipped
@@ -464,6 +465,12 @@ impl Series {
                 if self.name.is_empty() { "are" } else { "is" },
                 gap.ranks
             )),
+            Some(gap) if options.declared_layout.is_some() => {
+                return Err(gap.error.missing_hint(
+                    "copy the missing files into the folder; or use options::allow_missing to continue without these files, if \
+                     other ranks hold replicas of their shards",
+                ));
+            }
             Some(gap) => {
                 return Err(if covers(&ranks) { gap.error.missing_hint(ALLOW_MISSING_HINT) } else { gap.error });
             }
@@ -492,7 +499,6 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && options.declared_layout.is_none()
             && merge(&loaded, PlainKind::Replicas)
                 .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }

@@ -18,7 +18,7 @@ use crate::catalog::path::tensors;
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::wrappers::ModelWrappers;
 use crate::catalog::{
-    Catalog, Chunk, Fqn, MeshId, Path, TensorEntry, TensorId, Unreadable, checked_len_bytes, state_dict,
+    Catalog, Chunk, Fqn, Key, MeshId, Path, TensorEntry, TensorId, Unreadable, checked_len_bytes, state_dict,
 };
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
@@ -245,7 +245,8 @@ impl<'a> LayoutResolver<'a> {
             usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
         let parts = entry.local_shapes();
         let mesh = &self.layout.mesh;
-        let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
+        let ranks = self.ranks_with_file(id);
+        let is_missing = |rank: Rank| !ranks.contains(&rank);
         let found = assemble(mesh, &shared, &parts, &is_missing).map_err(|error| {
             let file = self.file_of_rank(entry, rank_of(&error));
             let name = tensor_names.names.last().map_or(entry.fqn.as_str(), String::as_str);
@@ -260,6 +261,17 @@ impl<'a> LayoutResolver<'a> {
             ));
         }
         Ok(Some(entry.joined((self.mesh, mesh), shared, &parts, found)?))
+    }
+
+    /// Returns the ranks that have a file of the series of the tensor. If SRC has several series, they are the top level of the
+    /// state dict.
+    fn ranks_with_file(&self, id: TensorId) -> &'a BTreeSet<Rank> {
+        let reading = self.reading;
+        let series = match self.paths[id.0 as usize].first().and_then(|path| path.0.first()) {
+            Some(Key::Name(name)) if reading.ranks_of_series.len() > 1 => reading.ranks_of_series.get(name.as_ref()),
+            _ => None,
+        };
+        series.unwrap_or(&reading.ranks)
     }
 
     /// Returns the entry of a tensor with its layout. If its layout is unknown or does not match its parts, returns an
@@ -363,13 +375,15 @@ impl<'a> LayoutResolver<'a> {
         tensor_names
     }
 
-    /// Returns whether each rank that has the optimizer state has the same local shape of the parameter. If the state of
-    /// other ranks is missing, it is still a shard, and not a whole tensor.
+    /// Returns whether each rank that has the optimizer state and the parameter has the same local shape of both. If the
+    /// state or the parameter of other ranks is missing, the state is still a shard, and not a whole tensor.
     fn has_local_shapes_of(&self, state: TensorId, parameter: TensorId) -> bool {
-        let shapes_of = |id| self.catalog.tensor(id).local_shapes();
-        let (state, parameter) = (shapes_of(state), shapes_of(parameter));
+        let parameter = self.catalog.tensor(parameter).local_shapes();
+        let ranks: HashSet<Rank> = parameter.iter().map(|part| part.rank).collect();
         let known: HashSet<_> = parameter.iter().map(|part| (part.rank, part.sizes.as_slice())).collect();
-        state.iter().all(|part| known.contains(&(part.rank, part.sizes.as_slice())))
+        let mut common = self.catalog.tensor(state).local_shapes();
+        common.retain(|part| ranks.contains(&part.rank));
+        !common.is_empty() && common.iter().all(|part| known.contains(&(part.rank, part.sizes.as_slice())))
     }
 
     /// Returns the path of the file in which a rank stores a chunk of the tensor.

@@ -369,6 +369,33 @@ fn missing_shard_of_optimizer_state_is_refused() {
     assert_contains(&run.stderr, &["exp_avg", "the files have no shard of rank 1"]);
 }
 
+/// On the mesh dp=2,tp=2, ranks 1 and 3 have the same shards. A missing file of one series is no loss, although rank 3 has a
+/// file of the other series.
+#[test]
+fn missing_file_of_one_series_is_read_from_replicas() {
+    let env = TestEnv::new();
+    let local = "--mesh dp=2,tp=2 --placements **.weight=R,S(0) --placements R,R --tensor-class local";
+    let source = env.make("reshard", "fsdp4/ranks", "out", local).path;
+    let options = "--series model,optim --src-mesh dp=2,tp=2 --src-placements **.weight=R,S(0)";
+    let (whole, made) = (env.path("whole.pt"), env.path("made.pt"));
+    succeed("unshard", &[&source, &whole], options);
+    let file = |series: &str, rank: u32| source.join(format!("{series}_world_size_4_rank_{rank}.pt"));
+    let kept = env.path("kept");
+    for series in ["optim", "model"] {
+        fs::rename(file(series, 3), &kept).unwrap();
+        let refused = expect(2, "unshard", &[&source, &made], options);
+        assert_contains(&refused.stderr, &[series, "missing: rank 3", "hint: ", "--allow-missing"]);
+        succeed("unshard", &[&source, &made], &format!("{options} --allow-missing --overwrite"));
+        succeed("verify", &[&made, &whole], "");
+        let other = env.path("other");
+        fs::rename(file(series, 1), &other).unwrap();
+        let refused = expect(2, "unshard", &[&source, &made], &format!("{options} --allow-missing --overwrite"));
+        assert_contains(&refused.stderr, &["the files have no shard of rank 1"]);
+        fs::rename(&other, file(series, 1)).unwrap();
+        fs::rename(&kept, file(series, 3)).unwrap();
+    }
+}
+
 #[test]
 fn optimizer_state_and_gradients_get_the_layout_of_their_parameter() {
     let env = TestEnv::new();
