@@ -218,6 +218,28 @@ fn filters_and_renames_apply_to_state_of_flat_parameters() {
     }
 }
 
+/// Without the model's DTensors, only the name `fsdp` shows which mesh dim shards the flat parameters.
+#[test]
+fn optimizer_without_its_model_needs_a_mesh_with_known_dims() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, made) = (fixture("trainers/verl_fsdp1"), folder.path().join("made"));
+    let optimizer = "--overwrite --series optim";
+    let refused = expect(2, "reshard", &[&source, &made], &format!("{optimizer} --mesh replicate=2,shard=2"));
+    assert_contains(&refused.stderr, &["without the model", "--mesh ddp=2,fsdp=2"]);
+    succeed("reshard", &[&source, &made], &format!("{optimizer} --mesh ddp=2,fsdp=2"));
+    succeed("reshard", &[&source, &made], &format!("{optimizer} --mesh shard=4"));
+    succeed("reshard", &[&source, &made], "--overwrite --series model,optim --mesh ddp=2,fsdp=2");
+}
+
+/// A job of FSDP1 with one rank loads plain tensors.
+#[test]
+fn notes_about_dtensors_are_left_out_if_dst_has_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, made) = (fixture("trainers/verl_fsdp1"), folder.path().join("made"));
+    let run = succeed("reshard", &[&source, &made], "--mesh tp=1");
+    assert!(!run.stderr.contains("DTensors of DST") && !run.stderr.contains("S(0)"), "{}", run.stderr);
+}
+
 /// For a job with FSDP2, the state is in DTensors with numbers in the order of the model.
 #[test]
 fn optimizer_of_another_layout_has_numbers_of_parameters() {

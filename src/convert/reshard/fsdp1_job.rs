@@ -145,6 +145,12 @@ fn keeps_optimizer(source: &ConversionSource, to: Format) -> bool {
     !has_state || parts(source, to).iter().any(is_optimizer)
 }
 
+/// Returns whether only an optimizer with state of flat parameters is read, and not its model.
+pub fn lacks_its_model(source: &ConversionSource) -> bool {
+    let catalog = &source.checkpoint.catalog;
+    catalog.flat.is_some() && named_optimizers(&catalog.state) == [Path::default()]
+}
+
 /// Returns whether a part of the target is an optimizer without its model.
 pub fn is_optimizer(part: &PartTarget) -> bool {
     named_optimizers(&part.state) == [Path::default()]

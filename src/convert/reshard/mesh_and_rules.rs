@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::fsdp1_job::{is_hybrid_shard, is_of_fsdp1};
+use super::fsdp1_job::{is_hybrid_shard, is_of_fsdp1, lacks_its_model};
 use super::sharded_tensor_mesh::{mesh_of_rows, rows};
 use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
@@ -208,12 +208,24 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
         {
             Fallback::Placements(parse_placements("R,S(0)")?)
         }
-        None => default_fallback(&mesh, catalog, !rules.is_empty())?,
+        None => default_fallback(&mesh, catalog, !rules.is_empty())
+            .map_err(|error| if lacks_its_model(source) { without_model(&mesh) } else { error })?,
     };
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
     notes.extend(unsaid(&layout).filter(|_| !is_declared && !is_own));
     Ok(TargetLayout { layout, has_default_fallback: !is_declared, notes })
+}
+
+/// Returns the error for state of flat parameters without the model, on a mesh of several dims.
+fn without_model(mesh: &DeviceMesh) -> Error {
+    Error::usage(
+        format!(
+            "options::mesh {mesh}: the optimizer has state of FSDP1's flat parameters, and without the model it is unknown which \
+             mesh dim shards them"
+        ),
+        "give options::mesh one dim, or two dims of which the last is `fsdp`, such as options::mesh ddp=2,fsdp=2",
+    )
 }
 
 /// Name of a mesh dimension for tensor parallelism. A user with such a dimension probably wants a parallelize plan, but

@@ -79,14 +79,19 @@ pub fn prepare(
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
     let TargetLayout { layout, has_default_fallback, notes: notes_of_layout } = target_layout(args, &source)?;
+    let fsdp1 = Fsdp1Job::new(args, &source, &layout.mesh, to);
+    let no_shard = fsdp1.as_ref().is_some_and(Fsdp1Job::is_no_shard);
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
     let mut notes = source.conflicts.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
-    let renamed = renamed_dims(&source.selection.catalog, &layout.mesh);
     notes.extend(notes_of_names);
-    notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
-    notes.extend(notes_of_layout);
+    // A job with NO_SHARD gets no DTensors.
+    if !no_shard {
+        let renamed = renamed_dims(&source.selection.catalog, &layout.mesh);
+        notes.extend(renamed.filter(|_| ranks == TargetFiles::Apart && source.like.is_none()));
+        notes.extend(notes_of_layout);
+    }
     if to.tensors() == TensorStorage::Boxes {
         notes.extend(tied::note_for_dcp(&source.checkpoint, &source.selection.catalog.state)?);
     }
@@ -95,7 +100,6 @@ pub fn prepare(
     if to.entry().names_tensors_by_rank {
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
-    let fsdp1 = Fsdp1Job::new(args, &source, &layout.mesh, to);
     let flat_optimizer = fsdp1.as_ref().map(|job| job.flat_layout(&source)).transpose()?.flatten();
     let has_sharded_tensors = class == Some(Class::ShardedTensor) || has_sharded_tensors(&source.checkpoint);
     let changes_to_fsdp2 =
@@ -107,7 +111,6 @@ pub fn prepare(
             "the optimizer of DST has state of parameters, for a job with FSDP2; in SRC it is for a job with FSDP1",
         ));
     }
-    let no_shard = fsdp1.as_ref().is_some_and(Fsdp1Job::is_no_shard);
     let flat_optimizer = flat_optimizer.as_ref();
     let form = TargetForm { to, class, wrappers, has_default_fallback, flat_optimizer, no_shard };
     let (mut reservation, more) = reserve(&source, &layout, &job, &form, run)?;
