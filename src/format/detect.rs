@@ -7,7 +7,7 @@ use super::foreign::{self, first_bytes};
 use super::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use super::series::SeriesSet;
 use super::torch::is_no_model;
-use super::{Format, name_of};
+use super::{Format, name_of, natural_order};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
@@ -70,12 +70,37 @@ fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
 
-/// Returns the error for a path that contains no checkpoint of the required format `from`.
+/// Returns the error for a path that contains no checkpoint of the required format `from`. The hint names the subfolders that
+/// contain one.
 pub fn not_that_format(path: &Path, from: Format) -> Error {
-    Error::usage(
-        format!("{} contains no checkpoint of format {from}", path.display()),
-        "remove options::from to detect the format",
-    )
+    let below = subfolders_with(path, from);
+    let hint = match below.as_slice() {
+        [] => String::from("remove options::from to detect the format"),
+        [only] => format!("give the folder {only}, or remove options::from to detect the format"),
+        several => {
+            format!(
+                "give one of the folders {}, or remove options::from to detect the format",
+                short_list(several, FEW)
+            )
+        }
+    };
+    Error::usage(format!("{} contains no checkpoint of format {from}", path.display()), hint)
+}
+
+/// Returns the subfolders of a folder that contain a checkpoint of a format, in natural order. Subfolders that cannot be read
+/// are left out, because the list is only for a hint.
+fn subfolders_with(folder: &Path, format: Format) -> Vec<String> {
+    let mut found: Vec<String> = (lookup::list(folder).into_iter().flatten())
+        .filter(|entry| entry.is_folder().unwrap_or(false))
+        .map(|entry| folder.join(&entry.name))
+        .filter(|below| {
+            let found = look_in(below, Some(format)).unwrap_or_default();
+            found.iter().any(|found| can_be(found.format, format))
+        })
+        .map(|below| below.display().to_string())
+        .collect();
+    found.sort_by(|left, right| natural_order(left, right));
+    found
 }
 
 /// Returns the checkpoint file of a folder in which no file shows its format by its name: the only file that may be a

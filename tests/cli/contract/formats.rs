@@ -238,6 +238,20 @@ fn reshard_writes_model_and_optimizer_into_sibling_folders() {
 }
 
 #[test]
+fn required_format_in_a_subfolder_is_named_in_the_hint() {
+    let env = TestEnv::new();
+    let folder = env.path("saved");
+    copy_tree(&fixture("accelerate_llama"), &folder);
+    fs::copy(fixture("safetensors/truth.safetensors"), folder.join("model.safetensors")).unwrap();
+    let refused = expect(2, "inspect", &[&folder], "--from dcp");
+    assert_contains(&refused.stderr, &["saved/optimizer_0, ", "saved/pytorch_model_fsdp_0, or remove --from"]);
+    fs::remove_dir_all(folder.join("optimizer_0")).unwrap();
+    let refused = expect(2, "inspect", &[&folder], "--from dcp");
+    assert_contains(&refused.stderr, &["give the folder ", "saved/pytorch_model_fsdp_0, or remove --from"]);
+    succeed("inspect", &[&folder.join("pytorch_model_fsdp_0")], "--from dcp");
+}
+
+#[test]
 fn consolidate_reads_the_model_of_sibling_folders() {
     let env = TestEnv::new();
     let made = env.make("consolidate", "accelerate_llama", "out", "");
