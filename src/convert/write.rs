@@ -361,6 +361,7 @@ impl DestinationWriter<'_> {
                 known.map_or(Ok(()), |known| self.records.invalidate(&known, &wrong.bytes))?;
                 return Err(wrong.error);
             }
+            run.progress.note("verified: DST was read back, and all its bytes are as expected");
         }
         run.stop.check()?;
         staging.check()?;

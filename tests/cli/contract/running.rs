@@ -338,7 +338,7 @@ fn verify_option_reads_the_output_back() {
     for (verb, name, options) in WAYS {
         let env = TestEnv::new();
         let made = env.make(verb, "fsdp4/dcp", name, &format!("{options} --verify --progress always"));
-        assert_contains(&made.run.stderr, &["verifying"]);
+        assert_contains(&made.run.stderr, &["verifying", "note: verified: DST was read back"]);
     }
 }
 
