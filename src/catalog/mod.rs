@@ -42,7 +42,7 @@ use crate::layout::distinct_tiles::{MeshPlacement, SharedTensor};
 use crate::layout::partial::{PartialReduction, partial_index};
 use crate::layout::whole::{AssembledTensor, RankPart};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile, comma_list};
-use crate::name_list::{FEW, short_list};
+use crate::name_list::FEW;
 use crate::storage::{FileId, FileRange};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Clones of an FQN share
@@ -281,13 +281,19 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
 /// the catalog.
 #[must_use]
 pub fn conflict_error(path: &Path, rank_values: &[RankValue], tensors: &[TensorEntry]) -> Error {
-    let between: Vec<String> = rank_values.iter().map(|rank_value| list_ranks(&rank_value.ranks)).collect();
+    let between = if rank_values.len() > FEW {
+        let mut ranks: Vec<Rank> = rank_values.iter().flat_map(|rank_value| &rank_value.ranks).copied().collect();
+        ranks.sort_unstable();
+        list_ranks(&ranks)
+    } else {
+        rank_values.iter().map(|rank_value| list_ranks(&rank_value.ranks)).collect::<Vec<_>>().join(" and ")
+    };
     let show = |rank_value: &RankValue| match &rank_value.value {
         Value::Tensor(id) => {
             let TensorEntry { dtype, shape, .. } = &tensors[id.0 as usize];
             format!("{dtype} {:?}", shape.as_slice())
         }
-        value => format!("{value:.60}"),
+        value => value::describe(value, tensors, 60),
     };
     let mut shown: Vec<String> = rank_values.iter().map(show).collect();
     let is_tensor = rank_values.iter().all(|rank_value| matches!(rank_value.value, Value::Tensor(_)));
@@ -295,13 +301,16 @@ pub fn conflict_error(path: &Path, rank_values: &[RankValue], tensors: &[TensorE
     if look_equal {
         shown.fill(format!("a different {}", rank_values[0].value.type_name()));
     }
-    let has = |(rank_value, text): (&RankValue, &String)| format!("{} has {text}", list_ranks(&rank_value.ranks));
+    let has = |(rank_value, text): (&RankValue, &String)| {
+        let verb = if rank_value.ranks.len() == 1 { "has" } else { "have" };
+        format!("{} {verb} {text}", list_ranks(&rank_value.ranks))
+    };
     let entries: Vec<String> = rank_values.iter().zip(&shown).map(has).collect();
     let more = if entries.len() > FEW { format!("; and {} more values", entries.len() - FEW) } else { String::new() };
     Error::Catalog(CatalogError::Conflict {
         fqn: path.to_string(),
         what: if is_tensor { "a tensor" } else { "an object" },
-        between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
+        between,
         detail: entries[..entries.len().min(FEW)].join("; ") + &more,
         hint: Some(String::from(
             if is_tensor {

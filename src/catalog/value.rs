@@ -11,6 +11,7 @@ use std::fmt;
 
 pub use torch_pickle::{Construct, DictKind, Symbol};
 
+use super::TensorEntry;
 use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
 
@@ -81,6 +82,20 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
         }
         out.write_str(">")
     }
+}
+
+/// Formats a value for messages, in at most `limit` characters. A tensor is shown with its dtype and shape, such as
+/// `<f32 [2, 3]>`. `tensors` are the tensors of the catalog.
+#[must_use]
+pub fn describe(value: &Value, tensors: &[TensorEntry], limit: usize) -> String {
+    let mut shown = value.clone();
+    shown.replace_tensors(&mut |id| {
+        let TensorEntry { dtype, shape, .. } = &tensors[id.0 as usize];
+        let name = format!("<{dtype} {:?}>", shape.as_slice());
+        // A name of the module `builtins` is printed without its module.
+        Value::Symbol(Symbol { module: "builtins".into(), name: name.into() })
+    });
+    format!("{shown:.limit$}")
 }
 
 /// Adds `by` to every tensor id in a value. This is needed if the tensors of the value were appended to a list that

@@ -233,7 +233,7 @@ mod tests {
         let error = resolve(&mut state(), None, TargetFiles::Apart).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "step: an object differs between ranks 0, 2 and rank 1: ranks 0, 2 has 7; rank 1 has 8"
+            "step: an object differs between ranks 0, 2 and rank 1: ranks 0, 2 have 7; rank 1 has 8"
         );
         let mut only_rng = state();
         path::edit_leaves(&mut only_rng.state, &mut |path, _| {

@@ -19,6 +19,7 @@ use super::source::{ConversionSource, Filled, announce};
 use super::source_options::read_options;
 use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS};
 use crate::catalog::path::{self, LeafAction, key_text};
+use crate::catalog::value::describe;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::convert::options::ConvertOptions;
@@ -392,7 +393,8 @@ impl Filling<'_> {
     /// Returns the error for an object of SRC that cannot replace the object of FILLER at the same path.
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
         let hint = "leave this name out with options::exclude to keep the value of options::fill_from";
-        let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
+        let show = |value, catalog: &Catalog| describe(value, &catalog.tensors, 60);
+        let (theirs, ours) = (show(theirs, &self.filler.catalog), show(ours, &self.source.selection.catalog));
         self.misfit(path, what, &theirs, &ours, hint)
     }
 

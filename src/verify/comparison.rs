@@ -10,6 +10,7 @@ use serde_json::Value as Json;
 use super::ComparedNames;
 use super::findings::Findings;
 use super::saved_digests::{DigestListing, ListedTensor};
+use crate::catalog::value::describe;
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, path, state_dict};
 use crate::convert::Run;
 use crate::convert::options::VerifyOptions;
@@ -81,11 +82,11 @@ impl Comparison<'_> {
         if found.hints.is_empty() {
             self.suggest_common(&[(source, ours, "OTHER"), (other, theirs, "SRC")], found)?;
         }
-        let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
         if source.format.holds_objects() && other.format.holds_objects() {
             found.same_objects(ours, theirs, args);
         } else {
-            found.not_comparable.extend(ours.into_keys().chain(theirs.into_keys()));
+            let names = [ours, theirs].map(|catalog| objects(&catalog.state).into_keys());
+            found.not_comparable.extend(names.into_iter().flatten());
         }
         Ok(())
     }
@@ -244,12 +245,8 @@ impl Findings {
         ours == theirs
     }
 
-    fn same_objects(
-        &mut self,
-        ours: BTreeMap<String, &Value>,
-        mut theirs: BTreeMap<String, &Value>,
-        args: &VerifyOptions,
-    ) {
+    fn same_objects(&mut self, source: &Catalog, other: &Catalog, args: &VerifyOptions) {
+        let (ours, mut theirs) = (objects(&source.state), objects(&other.state));
         for (name, value) in ours {
             match theirs.remove(&name) {
                 None => self.removed(name, args),
@@ -260,7 +257,11 @@ impl Findings {
                 Some(other) if name.ends_with(".params") && same_names(value, other) => {}
                 // Random state differs between ranks, and the number of ranks may have changed.
                 Some(_) if state_dict::is_random_state(&name) => self.not_comparable.push(name),
-                Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
+                Some(their_value) => {
+                    let value = describe(value, &source.tensors, 60);
+                    let their_value = describe(their_value, &other.tensors, 60);
+                    self.add(name, "object", format!("{value} in SRC, {their_value} in OTHER"));
+                }
             }
         }
         for name in theirs.into_keys() {

@@ -190,9 +190,17 @@ impl<T, X: Extension<T>> Value<T, X> {
     where
         T: Copy,
     {
+        self.replace_tensors(&mut |tensor| Self::Tensor(renumber(tensor)));
+    }
+
+    /// Replaces every tensor in the value by the value that `replacement` returns.
+    pub fn replace_tensors(&mut self, replacement: &mut dyn FnMut(T) -> Self)
+    where
+        T: Copy,
+    {
         let mut values: Vec<&mut Self> = Vec::new();
         match self {
-            Self::Tensor(id) => *id = renumber(*id),
+            Self::Tensor(id) => *self = replacement(*id),
             Self::List(items) | Self::Tuple(items) | Self::Set(items) | Self::FrozenSet(items) => {
                 values.extend(items);
             }
@@ -211,7 +219,7 @@ impl<T, X: Extension<T>> Value<T, X> {
             _ => {}
         }
         for value in values {
-            value.map_tensors(renumber);
+            value.replace_tensors(replacement);
         }
     }
 

@@ -65,6 +65,30 @@ fn differing_kinds_and_dtypes_of_ranks_are_refused() {
     env.assert_bad_input(&source);
 }
 
+/// Messages show the dtype and the shape of a tensor in an object, and list the ranks once.
+#[test]
+fn differing_objects_of_many_ranks_are_refused() {
+    let values_of = |value: fn(i64) -> i64| {
+        let env = TestEnv::new();
+        for rank in 0..6 {
+            let pickle = dict_of("pair", |writer| {
+                VIEW.write(writer);
+                writer.int(value(rank)).tuple(2);
+            });
+            let file = torch_file(pickle, &[("0", b"0123456789abcdef")]);
+            env.write(&format!("src/model_world_size_6_rank_{rank}.pt"), file);
+        }
+        let refused = dtshard(&[&"unshard", &env.path("src"), &env.path("out.pt")]);
+        refused.assert_refused(&["pair: an object differs between ranks "]);
+        refused.err
+    };
+    let message = values_of(|rank| rank % 2);
+    assert!(message.contains("ranks 0, 2, 4 have (<f32 [4]>, 0); ranks 1, 3, 5 have (<f32 [4]>, 1)\n"), "{message}");
+    let message = values_of(|rank| rank);
+    assert!(message.contains("between ranks 0, 1, 2, 3, 4, 5: rank 0 has (<f32 [4]>, 0); rank 1 has "), "{message}");
+    assert!(message.contains("and 2 more values"), "{message}");
+}
+
 fn torch_list() -> Vec<u8> {
     let mut writer = torch_pickle::pickle::Writer::new();
     writer.empty_list();
