@@ -39,7 +39,7 @@ pub struct Owners<'a> {
     /// A cache: the names of parameters in optimizers whose names differ from those of the model. `None` if no such
     /// name was looked up.
     named: Option<OptimizerNames>,
-    /// True if a plain state tensor matches a sharded parameter of the same local shape.
+    /// True if a plain state tensor of a numbered parameter may match a sharded parameter with equal local shapes.
     by_local_shape: bool,
 }
 

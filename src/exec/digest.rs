@@ -28,8 +28,7 @@ pub const MIN_COMBINE_BYTES: u64 = 16 << 10;
 pub struct Digest {
     hasher: Hasher,
     at: u64,
-    /// The offsets of checksums that are stored in the part of the range that is still to be added, in descending
-    /// order.
+    /// The offsets of the stored checksums that [`Digest::update`] has not passed yet, in descending order.
     sites: Vec<u64>,
 }
 

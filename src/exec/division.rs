@@ -6,9 +6,9 @@
 //! the cut moves to a multiple of 64 KiB within its file, which is the largest page size in use: network file systems
 //! write complete pages, so no page may have two writers.
 //!
-//! If processes exchange source data, the output is divided in another way: the ranks of DST are assigned to the
-//! processes, and each process writes the files of its ranks. Data that stays on its rank is then not sent, as in
-//! PyTorch's `DTensor.redistribute`.
+//! If processes exchange source data, and the ranks of DST divide evenly among them, each process writes the files of
+//! its ranks. Data that stays on its rank is then not sent, as in PyTorch's `DTensor.redistribute`. If one process
+//! would then write more than twice an equal part, the bytes are divided as described above.
 //!
 //! Invariant: the parts cover the output without overlap. A cut is at most a sixteenth of a part, or 64 KiB, away from
 //! the cut of equal parts. If each process writes the files of its ranks, a part is at most twice as long as an equal

@@ -347,9 +347,14 @@ impl<'a, 'o> Naming<'a, 'o> {
         if let Some(index) = unused(&self.renames_used) {
             let rename = &self.options.renames[index];
             let names: Vec<String> = self.survey.leaves.iter().map(|leaf| self.survey.named(*leaf).name).collect();
+            let before = if index > 0 {
+                "each rename applies to the result of earlier renames; before any rename, "
+            } else {
+                ""
+            };
             return Err(Error::usage(
                 format!("options::rename {}: no name matches", rename.as_str()),
-                format!("the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
+                format!("{before}the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
             ));
         }
         Ok(())

@@ -85,8 +85,8 @@ impl FlattenRequest {
             }
             (Some(_), Some(_)) => {
                 return Err(Error::usage(
-                    "options::shard_group_size needs options::strategy hybrid-shard",
-                    "omit options::shard_group_size or options::strategy",
+                    "options::shard_group_size cannot be used with options::strategy full-shard or no-shard",
+                    "use options::strategy hybrid-shard, or omit options::shard_group_size",
                 ));
             }
         };

@@ -186,7 +186,7 @@ impl<'v> SourceOptimizer<'v> {
                         plan.param(*other).fqn,
                         place(other)
                     ),
-                    "leave the optimizer out; `flatten` can keep the state of each parameter (options::use_orig_params)",
+                    "leave the optimizer out with options::exclude; `flatten` can keep the state of each parameter (options::use_orig_params)",
                 ));
             }
         }
