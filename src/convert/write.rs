@@ -312,7 +312,7 @@ impl DestinationWriter<'_> {
         // If no journal is kept, this process has written everything.
         let known = if staging.is_kept() { self.records.known_yet()? } else { None };
         let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
-        if !is_all_there || !self.has_everybody_begun()? {
+        if !is_all_there || !self.are_others_finished()? {
             return Ok(false);
         }
         let Some(right) = staging.try_seal(&run.stop)? else { return Ok(false) };
@@ -400,9 +400,9 @@ impl DestinationWriter<'_> {
     /// Returns true if every other process has finished its work or has ended, so that no process will start or write
     /// any more. A process without work may start late; if the destination were already published, that process would
     /// fail. Always true if processes do not wait for each other.
-    fn has_everybody_begun(&self) -> Result<bool> {
-        let is_to_come = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
-        Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
+    fn are_others_finished(&self) -> Result<bool> {
+        let is_active = |other: &OtherPart| matches!(other.state, OtherState::NotStarted | OtherState::Working);
+        Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_active))
     }
 
     /// Describes the work of this process that the next run can skip, for example `12.30 GB of 40.00 GB`. Leaves out
