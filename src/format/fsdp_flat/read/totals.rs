@@ -24,7 +24,7 @@ impl LayoutMismatch<'_> {
     /// Returns the error for the unit or parameter `name`: the layout has the value `expected`, and the file has the
     /// value `found`.
     pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
-        let hint = "give the flat layout of the job that saved the files: its units, use_orig_params and mixed precision \
+        let hint = "give the flat layout of the job that saved the files: its units, dtypes and mixed precision \
                     must match";
         self.with_hint(name, expected, found, hint)
     }
