@@ -29,6 +29,12 @@ pub(super) const TRASH: &str = "gone-";
 /// The prefix in the name of a replaced checkpoint that may not be deleted yet.
 pub(super) const BACKUP: &str = "aside-";
 
+/// The largest length of a file name in bytes (`NAME_MAX` of Linux).
+const MAX_NAME: usize = 255;
+
+/// The number of bytes that the longest hidden name beside a destination adds to the destination's name.
+const HIDDEN_NAME: usize = ".".len() + ".dtshard-".len() + BACKUP.len() + UNIQUE;
+
 /// The number of file descriptors that are kept open as a reserve for a deletion. A deletion opens at most this many
 /// folders at a time.
 const RESERVED_DESCRIPTORS: usize = 8;
@@ -51,7 +57,8 @@ pub(super) struct Destination {
 }
 
 impl Destination {
-    /// Returns the destination at `path`. Fails with `Usage` if the path does not end in a name.
+    /// Returns the destination at `path`. Fails with `Usage` if the path does not end in a name, or if the name is too long
+    /// for the hidden names beside it.
     pub fn new(path: &Path, pace: Pace, reporter: WaitReporter) -> Result<Self> {
         let Some(name) = path.file_name() else {
             return Err(Error::usage(
@@ -59,6 +66,18 @@ impl Destination {
                 "choose a destination that ends in a file or folder name",
             ));
         };
+        if name.len() > MAX_NAME - HIDDEN_NAME {
+            return Err(Error::usage(
+                format!(
+                    "{}: expected a name of at most {} bytes, found {}; dtshard creates hidden files beside the destination, and \
+                     their names contain its name",
+                    path.display(),
+                    MAX_NAME - HIDDEN_NAME,
+                    name.len()
+                ),
+                "choose a shorter name for the destination",
+            ));
+        }
         let parent = match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
             _ => PathBuf::from("."),
@@ -215,11 +234,14 @@ impl Destination {
     }
 }
 
+/// The length of a [`unique`] name in bytes.
+const UNIQUE: usize = 12;
+
 /// Returns a name that no other process generates, on this node or on another node.
 pub(super) fn unique() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
-    blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
+    blake3::hash(text.as_bytes()).to_hex()[..UNIQUE].to_owned()
 }
 
 /// Returns true if an error means that a file name does not exist.

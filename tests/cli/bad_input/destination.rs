@@ -104,7 +104,13 @@ fn unusable_destinations_are_refused() {
     assert_refused(&env, &[&"unshard", &source, &"/"], &["hint: "]);
     assert_refused(&env, &[&"unshard", &source, &""], &["DST"]);
     assert_refused(&env, &[&"unshard", &source, &"/proc/out.pt"], &["/proc"]);
+    // Hidden names beside the destination are 28 bytes longer.
+    assert_refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(228))], &["a name of at most 227 bytes"]);
     assert_refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(300))], &[]);
+    let longest = env.path(&"x".repeat(227));
+    for _ in 0..2 {
+        dtshard(&[&"unshard", &source, &longest, &"--overwrite"]).assert_succeeded();
+    }
     assert_refused(&env, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
     assert_refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
     // A trailing slash requests a folder.
