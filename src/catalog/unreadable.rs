@@ -79,8 +79,9 @@ impl Unreadable {
         let quoted = if name.is_empty() { String::from("the pickled object") } else { format!("`{name}`") };
         match &self.kind {
             UnreadableKind::Tensor(what) => Error::unsupported(
-                format!("{file}: {quoted} is {what}"),
-                "leave this tensor out with options::exclude, or save it again as a dense tensor",
+                format!("{file}: cannot read {quoted}: it is {what}"),
+                "leave this tensor out with options::exclude, or convert it before saving: dtshard reads dense tensors, but \
+                 not quantized, sparse or nested ones",
             ),
             UnreadableKind::Object(symbol) => Error::unsupported(
                 format!("{file}: {quoted} needs the Python object `{symbol}`, which is not known to be plain data"),

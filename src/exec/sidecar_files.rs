@@ -102,7 +102,8 @@ fn record_state(copy: &File) {
     }
 }
 
-/// Returns whether an earlier run copied this file and nobody has written to it since then.
+/// Returns true if the extended attribute of this file shows that an earlier run copied it, and that nobody has written
+/// to it since then. False proves nothing: some file systems do not store the attribute.
 #[must_use]
 pub fn is_unchanged_copy(path: &Path) -> bool {
     let mut value = [0_u8; 64];

@@ -131,7 +131,7 @@ pub enum LayoutError {
     PlacementList { placements: String, mesh: String },
 
     /// A tensor is on a slice of the mesh, but has a placement other than R on a mesh dim outside this slice.
-    #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
+    #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, because `slice` does not contain this dim")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
     /// An error in a layout file; `position` is the file, line and key, such as `layout.toml line 12: rules "**.norm"`.

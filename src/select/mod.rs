@@ -236,10 +236,11 @@ fn rename(survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Resu
     }
     // Lists of parameters lose the excluded parameters, but keep parameters outside the root.
     let filtered = kept.to_vec();
+    let listed = KeptParameters::new(survey, &filtered);
     let mut rebuild = Rebuild::new(survey);
     for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
         match naming.path(*leaf)? {
-            Some(steps) => rebuild.insert(*leaf, value(survey, &naming, *leaf, &filtered), &steps)?,
+            Some(steps) => rebuild.insert(*leaf, value(survey, &naming, *leaf, &listed), &steps)?,
             None => kept[index] = false,
         }
     }
@@ -261,9 +262,50 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
     }
 }
 
+/// The parameters that the filters keep, in the model or in optimizers.
+struct KeptParameters<'k> {
+    /// For each leaf, whether it is kept.
+    leaves: &'k [bool],
+    /// The parameters whose optimizer state is kept, each with the number of its optimizer.
+    with_state: HashSet<(u32, String)>,
+    /// The numbers of the optimizers of which some state is kept.
+    optimizers: HashSet<u32>,
+    /// Whether some parameter of the model is kept.
+    has_model: bool,
+}
+
+impl<'k> KeptParameters<'k> {
+    fn new(survey: &Survey<'_>, leaves: &'k [bool]) -> Self {
+        let mut kept = Self { leaves, with_state: HashSet::new(), optimizers: HashSet::new(), has_model: true };
+        if leaves.iter().all(|kept| *kept) {
+            return kept;
+        }
+        for leaf in zip(&survey.leaves, leaves).filter_map(|(leaf, kept)| kept.then_some(leaf)) {
+            let Some((number, _)) = leaf.optimizer.filter(|_| leaf.in_state()) else { continue };
+            kept.optimizers.insert(number);
+            let named = survey.named(*leaf);
+            kept.with_state.extend(named.parameter().map(|name| (number, survey.clean(name))));
+        }
+        kept.has_model = survey.parameters.values().any(|index| leaves[*index as usize]);
+        kept
+    }
+
+    /// Returns whether an optimizer keeps a parameter in its groups: a parameter that the model keeps, or of which state is
+    /// kept. If neither the model nor the state of the optimizer is selected, the groups keep all parameters.
+    fn is_listed(&self, survey: &Survey<'_>, optimizer: Option<u32>, name: &str) -> bool {
+        let in_model = survey.parameters.get(name).is_none_or(|index| self.leaves[*index as usize]);
+        let has_state = |number: u32| {
+            self.with_state.contains(&(number, name.to_owned()))
+                || !self.has_model && !self.optimizers.contains(&number)
+        };
+        in_model || optimizer.is_some_and(has_state)
+    }
+}
+
 /// Returns the value of a leaf in the result. In the lists `params` and `param_names` of an optimizer, each name
-/// changes like the name of the parameter. Names of left-out parameters are removed from `params`.
-fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]) -> Value {
+/// changes like the name of the parameter. The names of parameters are removed from `params` if the parameters and their
+/// state are left out.
+fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &KeptParameters<'_>) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };
@@ -276,8 +318,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
     let rename = |item: &Value| {
         let Value::Str(name) = item else { return Some(item.clone()) };
         let name = survey.clean(name);
-        let parameter = survey.parameters.get(&name);
-        if may_drop && parameter.is_some_and(|index| !kept[*index as usize]) {
+        if may_drop && !kept.is_listed(survey, leaf.optimizer.map(|(number, _)| number), &name) {
             return None;
         }
         Some(Value::Str(naming.parameter(&name, &head).into_owned().into()))

@@ -50,8 +50,9 @@ impl Buffer {
         &mut self.0[start..start + len]
     }
 
-    /// Moves `len` bytes inside the buffer: from the position for offset `from` of one file, to the position for offset
-    /// `to` of another file. The buffer must have been prepared for `len` bytes.
+    /// Moves `len` bytes inside the buffer, so that they can be written at another file offset: from the place that
+    /// [`prepare`](Self::prepare) returns for file offset `from`, to its place for file offset `to`. The buffer must have
+    /// been prepared for at least `len` bytes.
     pub fn move_to(&mut self, from: u64, to: u64, len: usize) -> &mut [u8] {
         let (old, new) = (self.start(from), self.start(to));
         if old != new {

@@ -174,14 +174,53 @@ fn files_for_other_ranks_equal_those_of_pytorch() {
                 fs::copy(fixture(&format!("flat2/{from}/{file}")), source.join(&file)).unwrap();
             }
         }
-        let run = succeed("reshard", &[&source, &made], "--mesh fsdp=3");
-        assert_contains(&run.stderr, &["`head.weight` is assumed to be tied to `emb.weight`"]);
+        // FSDP1 flattens the weight of the convolution in the order of its memory, which the shards do not show.
+        let refused = expect(2, "reshard", &[&source, &made], "--mesh fsdp=3").stderr;
+        assert_contains(&refused, &["conv.weight may be in channels_last order", "--flat-layout FILE"]);
+        let layout = fixture(&format!("flat2/{form}.flat_layout.json"));
+        succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --flat-layout {}", layout.display()));
         for rank in 0..3 {
             let file = format!("optim_world_size_3_rank_{rank}.pt");
             let expected = read(&fixture(&format!("flat3/{form}/{file}")));
             assert!(expected.len() > 10);
             assert_same(&read(&made.join(&file)), &expected, &format!("{form} {rank}"));
         }
+    }
+}
+
+/// A model without `_metadata` does not show its units, so state of flat parameters beside it is refused.
+#[test]
+fn flat_state_beside_a_plain_model_without_metadata_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, made) = (folder.path().join("one"), folder.path().join("made"));
+    succeed("reshard", &[&fixture("trainers/verl_fsdp1"), &one], "--mesh fsdp=1");
+    let file = one.join("model_world_size_1_rank_0.pt");
+    edit_pickle(&file, |pickle| replace(pickle, b"_metadata", b"_metadatb"));
+    for verb in ["reshard", "unshard"] {
+        let options = if verb == "reshard" { "--mesh fsdp=2" } else { "--series model,optim" };
+        let refused = expect(2, verb, &[&one, &made], options).stderr;
+        assert_contains(&refused, &["a 1-d tensor of 1635 elements", "the flat layout of the model is unknown"]);
+    }
+    succeed("unshard", &[&one, &made], "--series model");
+}
+
+/// FSDP1 loads buffers from plain tensors only.
+#[test]
+fn buffers_of_an_fsdp1_job_stay_plain() {
+    let folder = tempfile::tempdir().unwrap();
+    for form in ["views", "flat"] {
+        let made = folder.path().join(form);
+        let layout = fixture(&format!("flat_none/{form}.flat_layout.json"));
+        let given = format!("--flat-layout {}", layout.display());
+        succeed("reshard", &[&fixture(&format!("flat_none/{form}")), &made], &format!("--mesh fsdp=2 {given}"));
+        let tensors = inspect(&made, &format!("--series model {given}"))["tensors"].clone();
+        for (name, is_sharded) in [("freqs", false), ("layers.0.scale", false), ("emb.weight", true)] {
+            assert_eq!(tensors[name]["placements"].is_string(), is_sharded, "{form} {name}: {tensors}");
+        }
+        // Without the layout, the optimizer of SRC is not understood.
+        let again = folder.path().join("again");
+        let refused = expect(2, "reshard", &[&fixture(&format!("flat_none/{form}")), &again], "--mesh fsdp=2").stderr;
+        assert_contains(&refused, &["--flat-layout FILE"]);
     }
 }
 

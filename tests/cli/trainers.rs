@@ -289,7 +289,7 @@ fn unreadable_tensors_are_refused_and_can_be_left_out() {
         let (source, made) = (fixture(&format!("trainers/not_dense/{name}.pt")), folder.path().join(name));
         for verb in ["consolidate", "unshard"] {
             let refused = expect(2, verb, &[&source, &made.with_extension("pt")], "").stderr;
-            assert_contains(&refused, &[&format!("{name}.pt: `{name}` is {kind}"), "with --exclude"]);
+            assert_contains(&refused, &[&format!("{name}.pt: cannot read `{name}`: it is {kind}"), "with --exclude"]);
         }
         succeed("consolidate", &[&source, &made], &format!("--exclude {name}"));
         assert_same(&read_safetensors(&made), &truth, name);
@@ -320,15 +320,15 @@ fn unreadable_optimizer_state_does_not_hinder_the_model() {
     expected.retain(|name, _| !is_optimizer_state(name));
     assert_same(&read_safetensors(&made), &expected, "torchao_adamw8bit");
     let refused = expect(2, "reshard", &[&source, &folder.path().join("ranks")], "--mesh dp=2").stderr;
-    assert_contains(&refused, &["exp_avg", "is a tensor of class `torchao.", "with --exclude"]);
+    assert_contains(&refused, &["exp_avg", "it is a tensor of class `torchao.", "with --exclude"]);
     // The metadata of a DCP directory describes such a tensor as a plain one. The class is in the data file.
     let source = fixture("trainers/torchao_adamw8bit/dcp");
     let refused = expect(2, "reshard", &[&source, &folder.path().join("dcp")], "--mesh dp=2").stderr;
-    assert_contains(&refused, &["exp_avg", "is a tensor of class `torchao.", "with --exclude"]);
+    assert_contains(&refused, &["exp_avg", "it is a tensor of class `torchao.", "with --exclude"]);
     assert_contains(&succeed("verify", &[&source, &made], "--root model").stderr, &["the same: 4 tensors"]);
     assert_contains(
         &succeed("verify", &[&source], "").stdout,
-        &["`optim.state.0.weight.exp_avg` is a", "not compared"],
+        &["cannot read `optim.state.0.weight.exp_avg`: it is a", "not compared"],
     );
 }
 

@@ -14,11 +14,11 @@ use super::super::target_parts::{PartTarget, example_of, fsdp_version, parts};
 use super::flat_selection::select_parameters;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::{metadata, metadata_mut};
-use crate::catalog::parameter_names::named_optimizers;
-use crate::catalog::wrappers::FSDP_WRAPPED;
-use crate::catalog::{Class, Path, TensorId, Value, optimizer, path, state_dict};
+use crate::catalog::parameter_names::{named_optimizers, numbered_optimizers};
+use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
+use crate::catalog::{Class, Fqn, Path, TensorId, Value, optimizer, path, state_dict};
 use crate::convert::options::ReshardOptions;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format};
 use crate::layout::DeviceMesh;
 
@@ -31,7 +31,15 @@ pub struct Fsdp1Job {
 impl Fsdp1Job {
     /// Returns the job that will load DST. Returns `None` if the checkpoint of `--like`, otherwise SRC, is not from a job
     /// with FSDP1, or if an option asks for a layout that FSDP1 does not have.
-    pub fn new(args: &ReshardOptions, source: &ConversionSource, mesh: &DeviceMesh, to: Format) -> Option<Self> {
+    ///
+    /// # Errors
+    /// `Unsupported` if SRC has optimizer state by number, and the flat layout of its model is unknown.
+    pub fn new(
+        args: &ReshardOptions,
+        source: &ConversionSource,
+        mesh: &DeviceMesh,
+        to: Format,
+    ) -> Result<Option<Self>> {
         let names = [&args.plan, &args.tp, &args.fsdp, &args.replicate, &args.ddp];
         let has_rules = !args.placements.is_empty() || args.layout.is_some() || names.iter().any(|name| name.is_some());
         let has_form = args.split.is_some() || args.tensor_class.is_some();
@@ -39,12 +47,26 @@ impl Fsdp1Job {
         let shards = match *mesh.shape() {
             [ranks] => ranks,
             [_, ranks] if is_hybrid_shard(mesh, example) => ranks,
-            _ => return None,
+            _ => return Ok(None),
         };
         let shard_group_size = u32::try_from(shards).expect("ranks are 32-bit numbers");
         let is_kept = to == Format::TorchRanks && !has_rules && !has_form && mesh.ranks_are_row_major();
-        (is_kept && is_of_fsdp1(example) && keeps_optimizer(source, to))
-            .then(|| Self { world_size: mesh.job_size(), shard_group_size })
+        if !is_kept || !is_of_fsdp1(example) {
+            return Ok(None);
+        }
+        if example.catalog.flat.is_none() && !numbered_optimizers(&source.selection.catalog.state).is_empty() {
+            return Err(Error::unsupported(
+                format!(
+                    "{}: the job uses FSDP1, and the flat layout of the model is unknown, so the optimizer state cannot be \
+                     sharded as FSDP1 shards it",
+                    source.checkpoint.root.display()
+                ),
+                "give options::flat_layout FILE (docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live \
+                 model), leave the optimizer out with options::series model, or use options::tensor_class dtensor for a job \
+                 with FSDP2",
+            ));
+        }
+        Ok(keeps_optimizer(source, to).then(|| Self { world_size: mesh.job_size(), shard_group_size }))
     }
 
     /// Returns whether the job uses `NO_SHARD`, because each shard group has one rank.
@@ -72,6 +94,16 @@ impl Fsdp1Job {
         }
         Ok(Some(layout))
     }
+}
+
+/// Returns the paths of the parameters of a flat layout in the state dict of the model, under all their names.
+pub fn parameter_paths(layout: &FlatLayout, state: &Value) -> HashSet<String> {
+    let root = state_dict::model_root(state);
+    let shared = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn);
+    let names: HashSet<&Fqn> = layout.params().map(|(_, param)| &param.fqn).chain(shared).collect();
+    let model = state_dict::model(state).tensors.into_iter().map(|(name, _)| name);
+    let own = model.filter(|name| names.contains(&Fqn::from(clean_name(name.as_str()))));
+    own.map(|name| if root.0.is_empty() { name.to_string() } else { format!("{root}.{name}") }).collect()
 }
 
 /// Returns whether FSDP1 uses a mesh of two dims for `HYBRID_SHARD`: the first dim has the replicas, and the last dim

@@ -144,19 +144,11 @@ fn plan_of(args: &ReshardOptions) -> PlanOptions<'_> {
     }
 }
 
-/// The mesh and the rules of the target.
-pub struct TargetLayout {
-    pub layout: MeshLayout,
-    /// Whether the placements of tensors without a rule are a default, which the user did not give.
-    pub has_default_fallback: bool,
-    pub notes: Vec<String>,
-}
-
 /// Returns the mesh and the rules of the target, and notes about them.
 ///
 /// # Errors
 /// `Usage` and `Layout` for options that contradict each other or the source.
-pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<TargetLayout> {
+pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result<(MeshLayout, Vec<String>)> {
     let catalog = &source.selection.catalog;
     let split = args.split.clone();
     let hint = "write flat parameters with options::to fsdp-flat; for tensors, give a mesh and placements: \
@@ -214,7 +206,7 @@ pub fn target_layout(args: &ReshardOptions, source: &ConversionSource) -> Result
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, fallback, split)? };
     let mut notes = strided::notes(&layout);
     notes.extend(unsaid(&layout).filter(|_| !is_declared && !is_own));
-    Ok(TargetLayout { layout, has_default_fallback: !is_declared, notes })
+    Ok((layout, notes))
 }
 
 /// Returns the error for state of flat parameters without the model, on a mesh of several dims.

@@ -15,6 +15,8 @@ mod sharded_tensor_mesh;
 mod strided;
 mod tensor_context;
 
+use std::collections::HashSet;
+
 use super::differing_values::TargetFiles;
 use super::fill::with_others;
 use super::optimizer_names::{name_for_dcp, number_flat_optimizers};
@@ -38,9 +40,12 @@ use crate::publish::DestinationKind;
 use crate::select::Wrappers;
 use attention_heads::AttentionHeads;
 use class::tensor_class;
-use fsdp1_job::{Fsdp1Job, has_sharded_tensors, is_beside_dtensors, is_of_fsdp1, is_optimizer, remove_wrapped_modules};
+use fsdp1_job::{
+    Fsdp1Job, has_sharded_tensors, is_beside_dtensors, is_of_fsdp1, is_optimizer, parameter_paths,
+    remove_wrapped_modules,
+};
 use like::LikeLayout;
-use mesh_and_rules::{TargetLayout, target_layout};
+use mesh_and_rules::target_layout;
 pub use mesh_and_rules::{own_mesh, row_specs, shared_mesh};
 pub use placement_resolver::PlacementResolver;
 pub use sharded_tensor_mesh::rows;
@@ -78,8 +83,8 @@ pub fn prepare(
     let of_flat = (has_flat_params || is_beside_dtensors(&source)).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.resolve_conflicts(convert.checks, ranks, run)?;
-    let TargetLayout { layout, has_default_fallback, notes: notes_of_layout } = target_layout(args, &source)?;
-    let fsdp1 = Fsdp1Job::new(args, &source, &layout.mesh, to);
+    let (layout, notes_of_layout) = target_layout(args, &source)?;
+    let fsdp1 = Fsdp1Job::new(args, &source, &layout.mesh, to)?;
     let no_shard = fsdp1.as_ref().is_some_and(Fsdp1Job::is_no_shard);
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
@@ -112,7 +117,7 @@ pub fn prepare(
         ));
     }
     let flat_optimizer = flat_optimizer.as_ref();
-    let form = TargetForm { to, class, wrappers, has_default_fallback, flat_optimizer, no_shard };
+    let form = TargetForm { to, class, wrappers, flat_optimizer, no_shard };
     let (mut reservation, more) = reserve(&source, &layout, &job, &form, run)?;
     notes.extend(more);
     let new_job = NewJob { world_size: job.world_size, changes_to_fsdp2 };
@@ -150,8 +155,6 @@ struct TargetForm<'a> {
     to: Format,
     class: Option<Class>,
     wrappers: Wrappers,
-    /// Whether the placements of tensors without a rule are a default, which the user did not give.
-    has_default_fallback: bool,
     /// The flat layout of an optimizer with state of FSDP1's flat parameters.
     flat_optimizer: Option<&'a FlatLayout>,
     /// Whether the loading job uses FSDP1 with `NO_SHARD`. Such a job loads plain tensors only.
@@ -164,19 +167,19 @@ fn reserve(
     source: &ConversionSource,
     layout: &MeshLayout,
     job: &LoadingJob,
-    &TargetForm { to, class, wrappers, has_default_fallback, flat_optimizer, no_shard }: &TargetForm<'_>,
+    &TargetForm { to, class, wrappers, flat_optimizer, no_shard }: &TargetForm<'_>,
     run: &Run<'_>,
 ) -> Result<(Reservation, Vec<String>)> {
     let selected = &source.selection.catalog;
     let like = source.like.as_ref().map(|like| LikeLayout::new(like, wrappers));
     let resolver = PlacementResolver::new(selected, layout, wrappers, class)
         .like(like)
-        .default_fallback(has_default_fallback)
         .left_out(&source.selection.left_out.tensors);
     let mut resolver = resolver.plan(source.checkpoint.format.order())?;
     for detail in resolver.details() {
         run.progress.detail(&detail);
     }
+    let parameters = flat_optimizer.map(|layout| parameter_paths(layout, &selected.state));
     let mut whole = Reservation::default();
     let mut notes = Vec::new();
     for part in parts(source, to) {
@@ -196,7 +199,12 @@ fn reserve(
             world_size: job.world_size,
             style: &job.style,
             names: part.names.as_ref(),
-            layouts: &mut PartLayouts { part: &part, resolver: &mut resolver, no_shard },
+            layouts: &mut PartLayouts {
+                part: &part,
+                resolver: &mut resolver,
+                no_shard,
+                parameters: parameters.as_ref(),
+            },
         })?;
         whole.append(&part.folder, reservation);
     }
@@ -211,6 +219,9 @@ struct PartLayouts<'a, 'c> {
     resolver: &'a mut PlacementResolver<'c>,
     /// Whether rank files contain no DTensors and no ShardedTensors.
     no_shard: bool,
+    /// The paths of the parameters, if the loading job uses FSDP1. FSDP1 loads other tensors of the model, which are
+    /// buffers, from plain tensors only.
+    parameters: Option<&'a HashSet<String>>,
 }
 
 impl Layouts for PartLayouts<'_, '_> {
@@ -219,8 +230,10 @@ impl Layouts for PartLayouts<'_, '_> {
     }
 
     fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<torch::RankLayout> {
-        let layout = self.resolver.rank_layout(&self.part.whole_path(path), entry)?;
-        Ok(if self.no_shard { torch::RankLayout::Plain } else { layout })
+        let path = self.part.whole_path(path);
+        let layout = self.resolver.rank_layout(&path, entry)?;
+        let is_buffer = |names: &HashSet<String>| !entry.is_shared() && !names.contains(&path.to_string());
+        Ok(if self.no_shard || self.parameters.is_some_and(is_buffer) { torch::RankLayout::Plain } else { layout })
     }
 
     fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<local::LocalLayout> {

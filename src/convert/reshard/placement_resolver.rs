@@ -3,7 +3,7 @@
 //! Four inputs can set the placements of a tensor, and the first that applies wins: a rule that matches its name, the
 //! plan, the checkpoint of `--like`, and the fallback placements for all other tensors. A tensor that is plain in a
 //! source of DTensors (a buffer, a step) stays plain unless a rule or the plan shards it. Plain integers outside the model
-//! (a random state) stay plain unless the user gives them placements.
+//! (a random state) stay plain unless a rule shards them.
 //!
 //! ```text
 //!     rule  -->  plan  -->  --like  -->  fallback
@@ -37,8 +37,6 @@ pub struct PlacementResolver<'a> {
     planned: Option<PlannedModel>,
     /// The checkpoint of `--like`, which sets the placements of tensors without a rule.
     like: Option<LikeLayout<'a>>,
-    /// True if the fallback placements are a default, which the user did not give.
-    has_default_fallback: bool,
     /// The class that every sharded tensor gets; `None` if each tensor keeps its class from `--like` or the source.
     class: Option<Class>,
     /// The class for sharded tensors of the target that are not sharded in the source.
@@ -83,7 +81,6 @@ impl<'a> PlacementResolver<'a> {
             subjects: TensorContexts::new(catalog, wrappers, class),
             planned: None,
             like: None,
-            has_default_fallback: false,
             class,
             usual_class: usual_class(catalog),
             report: PlacementReport::default(),
@@ -93,11 +90,6 @@ impl<'a> PlacementResolver<'a> {
     /// Sets the checkpoint of `--like`.
     pub fn like(self, like: Option<LikeLayout<'a>>) -> Self {
         Self { like, ..self }
-    }
-
-    /// Sets whether the fallback placements are a default, which the user did not give.
-    pub fn default_fallback(self, has_default_fallback: bool) -> Self {
-        Self { has_default_fallback, ..self }
     }
 
     /// Accepts rules that match only these names. The filters, such as `--include`, leave out the tensors of SRC with
@@ -338,7 +330,7 @@ impl<'a> PlacementResolver<'a> {
             return Ok(Choice::Plain);
         }
         // Random states and counters outside the model are equal on all ranks.
-        if self.has_default_fallback && subject.is_outside_model() && !subject.entry.dtype.is_float() {
+        if subject.is_outside_model() && !subject.entry.dtype.is_float() {
             return Ok(Choice::Plain);
         }
         let shape = &subject.entry.shape;

@@ -38,7 +38,8 @@ thread_local! {
     static FRAMES_MET: RefCell<Frames> = RefCell::default();
 }
 
-/// Returns the location of the tensor data of an item, if the frame of the item equals a frame in the cache.
+/// Returns the location of the tensor data of an item, if the frame of the item (its bytes except the tensor data)
+/// equals a frame in the cache.
 ///
 /// # Errors
 /// `Io`.

@@ -226,7 +226,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             &rule("placements = \"R,S(0)\"\nslice = \"dp\""),
-            "l.toml line 3: rules \"**.w1\": placements `R,S(0)`: expected R on mesh dim 1, which is not among the dims of the slice",
+            "l.toml line 3: rules \"**.w1\": placements `R,S(0)`: expected R on mesh dim 1, because `slice` does not contain this dim",
         ),
         (
             &rule("placements = \"R,S(0)\"\nslice = \"tp,dp\""),

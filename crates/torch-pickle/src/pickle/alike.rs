@@ -49,9 +49,9 @@ impl Alike {
         self.0.clear();
     }
 
-    /// Returns the cached object record of the class `class` that has the same bytes as the input at `start`, moved to
-    /// `start`. Returns `None` if there is no such object record, or if the pickle later fetches a memo entry that the
-    /// object record at `start` adds.
+    /// Returns a copy of a cached object record of class `class` whose bytes equal the input from `start` on. The span of
+    /// the copy begins at `start`. Returns `None` if the cache has no such object record, or if the pickle later fetches a
+    /// memo entry that the object record at `start` adds.
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;

@@ -25,15 +25,17 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use crate::catalog::flat::{FlatLayout, FlatUnit, SharedName};
-use crate::catalog::{self as state, Fqn};
+use crate::catalog::{self as state, Fqn, TensorId};
 use crate::error::{Error, FormatError, Result};
 use crate::format::FlatKnowledge;
-use crate::format::torch::RankFile;
+use crate::format::fsdp_flat::unknown_layout_error;
+use crate::format::torch::{RankFile, TensorNode};
+use crate::layout::{Dims, numel};
 use known::ModelKnowledge;
 use like::LikeModel;
 use model_record::ModelRecord;
 use optimizer::OptimizerOrder;
-use sharded_model::{ShardedModel, assumed_ties};
+use sharded_model::{ShardedModel, assumed_ties, longest_vector};
 use survey::{FlatState, survey};
 
 /// The files of all ranks of one series.
@@ -97,7 +99,11 @@ pub fn read(
                 ));
                 return Ok(found);
             }
-            ModelKnowledge::Like(_) | ModelKnowledge::Unknown => return Ok(found),
+            ModelKnowledge::Like(_) | ModelKnowledge::Unknown if knowledge.raw => return Ok(found),
+            ModelKnowledge::Like(_) | ModelKnowledge::Unknown => {
+                candidates.check_vectors(series, &skipped_model)?;
+                return Ok(found);
+            }
         }
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
@@ -188,6 +194,37 @@ impl Candidates {
         }
         let is_flat = |(index, at): &(usize, state::Path)| model.has_flat_state(&series[*index].files, at);
         self.optimizers.iter().any(is_flat).then_some(model)
+    }
+
+    /// Checks that no optimizer has state of flat parameters beside a model of which no flat layout is found: no state is a
+    /// 1-d tensor that is longer than every dim of the model, except state with as many elements as a tensor of the model.
+    fn check_vectors(&self, series: &[SeriesFiles], skipped: &[RankFile]) -> Result<()> {
+        if self.optimizers.is_empty() || !self.optimizers_may_be_flat(series).all(|may_be| may_be) {
+            return Ok(());
+        }
+        let (mut longest, mut numels) = (0, HashSet::new());
+        let all = series.iter().enumerate().map(|(index, own)| (Some(index), &*own.files)).chain([(None, skipped)]);
+        for (index, file) in all.filter_map(|(index, files)| Some((index, files.first()?))) {
+            let optimizers = self.optimizers.iter().filter(|(own, _)| Some(*own) == index);
+            let state = optimizers.filter_map(|(_, at)| optimizer::optimizer_state(&file.contents.value, at));
+            let state: HashSet<TensorId> = state.flat_map(state::Value::tensor_ids).collect();
+            let others = file.contents.value.tensor_ids().into_iter().filter(|id| !state.contains(id));
+            for shape in others.filter_map(|id| float_shape(&file.contents.tensors[id.0 as usize])) {
+                longest = shape.iter().copied().max().unwrap_or(0).max(longest);
+                numels.extend(numel(shape));
+            }
+        }
+        for (index, at) in self.optimizers.iter().filter(|_| !numels.is_empty()) {
+            let files = &series[*index].files;
+            if let Some(len) = longest_vector(files, at).filter(|len| *len > longest && !numels.contains(len)) {
+                return Err(unknown_layout_error(format!(
+                    "{}: the optimizer seems to have state of FSDP1's flat parameters (a 1-d tensor of {len} elements), and the \
+                     flat layout of the model is unknown",
+                    files.first().map_or(Path::new(""), |file| &file.path).display()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Replaces the optimizer state of flat parameters beside a model with sharded parameters.
@@ -281,6 +318,17 @@ impl Candidates {
         }
         Ok(warnings)
     }
+}
+
+/// Returns the global shape of a float tensor; `None` for other tensors, such as random states.
+fn float_shape(node: &TensorNode) -> Option<&Dims> {
+    let (shape, dtype) = match node {
+        TensorNode::Plain(view) => (&view.sizes, view.dtype),
+        TensorNode::Distributed { shape, local, .. } => (shape, local.dtype),
+        TensorNode::Sharded { shape, dtype, .. } => (shape, *dtype),
+        TensorNode::Unreadable(_) => return None,
+    };
+    dtype.is_float().then_some(shape)
 }
 
 /// Returns a warning for each pair of parameters that is assumed to be tied. The reason for the assumption: both

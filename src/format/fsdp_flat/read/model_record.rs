@@ -114,6 +114,19 @@ impl ModelRecord {
         record
     }
 
+    /// Makes a record of parameters for tests.
+    #[cfg(test)]
+    pub fn of_params(params: Vec<FlatParam>, dtype: Dtype) -> Self {
+        Self {
+            file: PathBuf::new(),
+            params: params.into_iter().map(|param| RecordedParam { param, dtype }).collect(),
+            are_sharded: true,
+            wrapped: vec![String::new()],
+            others: HashSet::new(),
+            registered: HashSet::new(),
+        }
+    }
+
     /// Finds the model of a job with `NO_SHARD`: the first state dict with a plain tensor that has the name of a parameter
     /// in the layout.
     pub fn of_whole_model(files: &[RankFile], layout: &FlatLayout) -> Option<Self> {

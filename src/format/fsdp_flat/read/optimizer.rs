@@ -386,7 +386,12 @@ impl RankUnflattener<'_> {
         let empty = Value::Dict(Dict::default());
         // Some optimizers create state even for parameters of which the rank has no part. Such state is never updated,
         // so it is left out.
-        let state = if piece.is_none() && known.numel() > 0 { &empty } else { state };
+        let state = if piece.is_none() && known.numel() > 0 {
+            self.check_without_elements(contents, &known.fqn, state)?;
+            &empty
+        } else {
+            state
+        };
         let mut new_ids: HashMap<TensorId, TensorId> = HashMap::new();
         for id in state.tensor_ids() {
             let tensor = match &contents.tensors[id.0 as usize] {
@@ -410,6 +415,20 @@ impl RankUnflattener<'_> {
         let mut own = state.clone();
         own.map_tensors(&mut |id| new_ids.get(&id).copied().unwrap_or(id));
         Ok((Value::Str((&known.fqn).into()), own))
+    }
+
+    /// Checks that the state of a parameter of which the rank has no element has no elements either, except in 0-d tensors.
+    fn check_without_elements(&self, contents: &ArchiveContents, name: &Fqn, state: &Value) -> Result<()> {
+        for id in state.tensor_ids() {
+            if let TensorNode::Plain(view) = &contents.tensors[id.0 as usize]
+                && !view.sizes.is_empty()
+                && view.sizes.iter().all(|size| *size > 0)
+            {
+                let expected = String::from("state without elements (the rank has no part of the parameter)");
+                return Err(self.wrong_size_error(name, state, id, expected, view));
+            }
+        }
+        Ok(())
     }
 
     fn wrong_size_error(&self, name: &Fqn, state: &Value, id: TensorId, expected: String, view: &View) -> Error {

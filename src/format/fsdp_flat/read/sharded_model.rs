@@ -150,10 +150,15 @@ impl ShardedModel {
                 self.record.file.display()
             )));
         };
-        // DTensors of a checkpoint that dtshard wrote are row-major, so other strides are not recorded reliably.
-        if let Some(param) = self.record.params().find(|param| param.stride.is_some()) {
+        // FSDP1 flattens parameters in the order of their memory, but saved shards are row-major. Under NO_SHARD with
+        // use_orig_params, the state is not flattened.
+        let is_flattened = !(layout.use_orig_params && self.is_no_shard());
+        let is_unknown =
+            |param: &&FlatParam| param.stride.is_some() || is_flattened && may_be_channels_last(&param.shape);
+        if let Some(param) = self.record.params().find(is_unknown) {
             return Err(unknown_layout(format!(
-                "{}: {} is not row-major, so the order of its elements in the optimizer state of flat parameters must be given",
+                "{}: {} may be in channels_last order, so the order of its elements in the optimizer state of flat parameters \
+                 must be given",
                 self.record.file.display(),
                 param.fqn
             )));
@@ -268,6 +273,12 @@ fn unknown_layout(what: String) -> Error {
     Error::unsupported(what, hint)
 }
 
+/// Returns whether a parameter of this shape has another memory order in the format `channels_last`: it has at least two
+/// channels, and at least two elements in each channel.
+fn may_be_channels_last(shape: &Dims) -> bool {
+    matches!(shape.as_slice(), [_, channels, spatial @ ..] if *channels > 1 && spatial.len() > 1 && spatial.iter().any(|size| *size > 1))
+}
+
 /// Returns the only item of an iterator.
 fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
     items.next().filter(|_| items.next().is_none())
@@ -303,6 +314,12 @@ fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool
         })
     };
     layout.units.iter().all(unit_fits)
+}
+
+/// Returns the length of the longest 1-d state of the optimizer at a path.
+pub fn longest_vector(files: &[RankFile], at: &Path) -> Option<u64> {
+    let lengths = state_lengths(files, at).into_values().flatten();
+    lengths.filter(|state| state.is_vector).map(|state| state.len).max()
 }
 
 /// Returns the lengths of the state of the optimizer at a path.
@@ -357,5 +374,71 @@ fn sharded(node: &TensorNode) -> Option<(TensorMeta, (u32, u32))> {
             is_fsdp.then(|| (TensorMeta::of_part(local, shape), sizes))
         }
         TensorNode::Plain(_) | TensorNode::Unreadable(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::*;
+    use crate::catalog::Dtype;
+
+    fn param(fqn: &str, shape: Dims) -> FlatParam {
+        FlatParam { fqn: fqn.into(), shape, stride: None }
+    }
+
+    /// Returns a model of two ranks with one unit, whose two matrices have one shape.
+    fn model() -> ShardedModel {
+        let params = vec![param("emb", smallvec![5, 4]), param("norm", smallvec![4]), param("head", smallvec![5, 4])];
+        let unit = FlatUnit { params: params.clone(), ..FlatUnit::new("", Some(Dtype::F32)) };
+        ShardedModel {
+            record: ModelRecord::of_params(params, Dtype::F32),
+            units: vec![unit],
+            vector_lengths: HashSet::from([2, 4]),
+            sizes: (2, 2),
+        }
+    }
+
+    fn lengths(of_numbers: &[[u64; 2]]) -> StateLengths {
+        let on_ranks = |lens: &[u64; 2]| {
+            let lens = (0..).zip(lens).filter(|(_, len)| **len > 0);
+            lens.map(|(rank, len)| StateLength { rank, len: *len, is_vector: true }).collect()
+        };
+        (0..).zip(of_numbers.iter().map(on_ranks)).collect()
+    }
+
+    fn ties(found: Option<(FlatLayout, Vec<Fqn>)>) -> Option<Vec<(String, String)>> {
+        let (layout, _) = found?;
+        let shared = layout.units.iter().flat_map(|unit| &unit.shared);
+        Some(shared.map(|shared| (shared.fqn.to_string(), shared.with.to_string())).collect())
+    }
+
+    #[test]
+    fn lengths_of_the_state_show_which_parameters_are_tied() {
+        let head_is_tied = Some(vec![("head".to_owned(), "emb".to_owned())]);
+        // Without use_orig_params, the flat parameter has 44 elements, or 24 if the matrices are tied.
+        assert_eq!(ties(model().flat(&lengths(&[[22, 22]]))), Some(Vec::new()));
+        assert_eq!(ties(model().flat(&lengths(&[[12, 12]]))), head_is_tied);
+        assert_eq!(ties(model().flat(&lengths(&[[13, 13]]))), None);
+        // With use_orig_params, the optimizer has 3 parameters, or 2.
+        assert_eq!(ties(model().views(3, &lengths(&[[20, 0], [2, 2], [0, 20]]))), Some(Vec::new()));
+        assert_eq!(ties(model().views(2, &lengths(&[[12, 8], [0, 4]]))), head_is_tied);
+        assert_eq!(ties(model().views(2, &lengths(&[[11, 9], [0, 4]]))), None);
+    }
+
+    #[test]
+    fn memory_order_of_convolutions_is_unknown() {
+        let shapes: [(Dims, bool); 6] = [
+            (smallvec![8, 3, 3, 3], true),
+            (smallvec![8, 3, 1, 2], true),
+            (smallvec![8, 1, 3, 3], false),
+            (smallvec![8, 3, 1, 1], false),
+            (smallvec![8, 3, 3], false),
+            (smallvec![8, 3], false),
+        ];
+        for (shape, expected) in shapes {
+            assert_eq!(may_be_channels_last(&shape), expected, "{shape:?}");
+        }
     }
 }
