@@ -129,8 +129,8 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
 #[derive(Clone, Copy)]
 pub struct NewJob {
     pub world_size: u32,
-    /// True if the old job used FSDP1 and the new job uses FSDP2.
-    pub changes_to_fsdp2: bool,
+    /// The version of FSDP in the new job. `None` if the version of the old job is kept.
+    pub fsdp_version: Option<u32>,
 }
 
 /// Returns the sidecar files to copy. If the target has one file for each rank, `fsdp_config.json` is not copied, but
@@ -213,7 +213,10 @@ fn for_new_job(text: &[u8], job: NewJob) -> Vec<u8> {
         number.replace(text, format!("${{1}}{value}").as_bytes()).into_owned()
     };
     let text = set(text, "world_size", job.world_size);
-    if job.changes_to_fsdp2 { set(&text, "FSDP_version", 2) } else { text }
+    match job.fsdp_version {
+        Some(version) => set(&text, "FSDP_version", version),
+        None => text,
+    }
 }
 
 /// Checks that the headers of all rank files fit into memory. Every rank file names every tensor, and all headers are
@@ -246,9 +249,9 @@ mod tests {
     #[test]
     fn fsdp_config_gets_the_values_of_the_new_job() {
         let text = b"{\n    \"FSDP_version\": 1,\n    \"world_size\": 4\n}";
-        let job = NewJob { world_size: 16, changes_to_fsdp2: false };
+        let job = NewJob { world_size: 16, fsdp_version: None };
         assert_eq!(for_new_job(text, job), b"{\n    \"FSDP_version\": 1,\n    \"world_size\": 16\n}");
-        let job = NewJob { changes_to_fsdp2: true, ..job };
+        let job = NewJob { fsdp_version: Some(2), ..job };
         assert_eq!(for_new_job(text, job), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
         assert_eq!(for_new_job(b"{}", job), b"{}");
     }

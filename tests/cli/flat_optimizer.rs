@@ -136,6 +136,44 @@ fn shard_groups_of_one_rank_have_plain_tensors() {
 /// An optimizer that is not in files of its own, or that has no parameter groups, cannot have state of flat parameters. DST
 /// is for a job with FSDP2, and says so in `fsdp_config.json`.
 #[test]
+/// A checkpoint for FSDP2 has no flat layout. With units, `reshard` and `flatten` write flat parameters, and
+/// `fsdp_config.json` has the version of FSDP that loads them.
+#[test]
+fn checkpoint_for_fsdp2_needs_units_to_become_flat() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = fixture("verl/global_step_10/actor");
+    let refused = folder.path().join("refused");
+    let like = fixture("torch_file/trainer.pt");
+    for options in [String::new(), format!("--like {}", like.display())] {
+        let run = expect(2, "reshard", &[&source, &refused], &format!("--mesh fsdp=2 --to fsdp-flat {options}"));
+        assert_contains(
+            &run.stderr,
+            &["--flat-layout FILE", "--layout FILE", "--like CKPT", "`dtshard flatten`, ", "--wrap"],
+        );
+        assert!(!run.stderr.contains("--buffers"), "{}", run.stderr);
+        assert!(!refused.exists());
+    }
+    let at = |name: &str| folder.path().join(name);
+    succeed("flatten", &[&source, &at("wrapped")], "--wrap model.layers.* --world-size 2");
+    let layout = at("wrapped").join("flat_layout.json");
+    for (name, given) in [
+        ("file", format!("--flat-layout {}", layout.display())),
+        ("like", format!("--like {}", at("wrapped").display())),
+    ] {
+        succeed("reshard", &[&source, &at(name)], &format!("--mesh fsdp=2 --to fsdp-flat {given}"));
+    }
+    for name in ["wrapped", "file", "like"] {
+        let config = fs::read_to_string(at(name).join("fsdp_config.json")).unwrap();
+        assert_contains(&config, &["\"FSDP_version\": 1", "\"world_size\": 2"]);
+        let run = succeed("verify", &[&source, &at(name)], "--series model,optim");
+        assert_contains(&run.stderr, &["the same"]);
+    }
+    succeed("reshard", &[&at("wrapped"), &at("again")], "--mesh fsdp=2 --to torch-ranks");
+    let config = fs::read_to_string(at("again").join("fsdp_config.json")).unwrap();
+    assert_contains(&config, &["\"FSDP_version\": 2"]);
+    succeed("verify", &[&source, &at("again")], "--series model,optim");
+}
+
 fn optimizer_without_its_own_files_is_for_fsdp2() {
     let folder = tempfile::tempdir().unwrap();
     for (name, _) in CHECKPOINTS {

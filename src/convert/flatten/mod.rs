@@ -69,7 +69,7 @@ pub fn lay_out(
     notes.extend(source.conflicts.notes(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;
-    let job = NewJob { world_size: layout.world_size, changes_to_fsdp2: false };
+    let job = NewJob { world_size: layout.world_size, fsdp_version: Some(1) };
     let carried = carry_along(&source, to, job, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })

@@ -235,12 +235,16 @@ impl FlattenRequest {
         }
     }
 
+    /// Returns the flat layout of the layout file, otherwise of `--like`, otherwise of the source.
+    pub fn known_layout<'s>(&'s self, source: &'s ConversionSource) -> Option<&'s FlatLayout> {
+        let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
+        self.layout.as_ref().or_else(|| source.like.as_ref().and_then(of)).or_else(|| of(&source.checkpoint))
+    }
+
     /// Returns the base layout: its units, world size and group size.
     fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
-        let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
-        let known = self.layout.as_ref().or_else(|| like.and_then(of)).or_else(|| of(&source.checkpoint));
-        if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
+        if let Some(layout) = self.known_layout(source).filter(|_| self.wrap.is_empty()) {
             if let Some(pattern) = self.buffers.first() {
                 return Err(Error::usage(
                     format!(
@@ -258,7 +262,7 @@ impl FlattenRequest {
                 "omit options::wrap or the flat layout",
             ));
         }
-        let of_source = of(&source.checkpoint).filter(|_| like.is_some());
+        let of_source = source.checkpoint.catalog.flat.as_ref().filter(|_| like.is_some());
         let state = &source.selection.catalog.state;
         let wrapping = WrapPolicy { wrap: &self.wrap, buffers: &self.buffers, source: of_source, state };
         let ordered = match like {

@@ -14,7 +14,7 @@ use crate::layout::DeviceMesh;
 /// Lays out a destination that consists of FSDP1 flat parameters.
 ///
 /// # Errors
-/// `Usage` for options that do not apply to flat parameters; the errors of [`flatten::lay_out`].
+/// `Usage` for options that do not apply to flat parameters, or if nothing gives the units; the errors of [`flatten::lay_out`].
 pub fn prepare(
     args: &ReshardOptions,
     convert: &ConvertOptions,
@@ -69,6 +69,13 @@ pub fn prepare(
         return Err(Error::usage(
             "flat parameters always use the ranks from 0 on, in order",
             "give options::mesh once, and omit options::mesh_ranks",
+        ));
+    }
+    if request.known_layout(&source).is_none() {
+        return Err(Error::usage(
+            "reshard to flat parameters needs the units of FSDP1, but SRC has no flat parameters",
+            "give options::flat_layout FILE or options::layout FILE with the units, or options::like CKPT with flat \
+             parameters; or use `dtshard flatten`, which wraps modules with options::wrap",
         ));
     }
     flatten::lay_out(&request, convert, source, to, run)

@@ -106,9 +106,11 @@ pub fn prepare(
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
     let flat_optimizer = fsdp1.as_ref().map(|job| job.flat_layout(&source)).transpose()?.flatten();
-    let has_sharded_tensors = class == Some(Class::ShardedTensor) || has_sharded_tensors(&source.checkpoint);
-    let changes_to_fsdp2 =
-        fsdp1.is_none() && to == Format::TorchRanks && is_of_fsdp1(&source.checkpoint) && !has_sharded_tensors;
+    // Flat parameters in ShardedTensors become tensors of `class`.
+    let has_sharded_tensors =
+        class == Some(Class::ShardedTensor) || !has_flat_params && has_sharded_tensors(&source.checkpoint);
+    let is_from_fsdp1 = has_flat_params || is_of_fsdp1(&source.checkpoint);
+    let changes_to_fsdp2 = fsdp1.is_none() && to == Format::TorchRanks && is_from_fsdp1 && !has_sharded_tensors;
     if changes_to_fsdp2 && is_beside_dtensors(&source) {
         remove_wrapped_modules(&mut source.selection.catalog.state);
         number_flat_optimizers(&mut source);
@@ -120,7 +122,8 @@ pub fn prepare(
     let form = TargetForm { to, class, wrappers, flat_optimizer, no_shard };
     let (mut reservation, more) = reserve(&source, &layout, &job, &form, run)?;
     notes.extend(more);
-    let new_job = NewJob { world_size: job.world_size, changes_to_fsdp2 };
+    let fsdp_version = fsdp1.map(|_| 1).or(changes_to_fsdp2.then_some(2));
+    let new_job = NewJob { world_size: job.world_size, fsdp_version };
     let carried = carry_along(&source, to, new_job, &mut reservation)?;
     warn_of_carried(&carried, &mut source, run.progress);
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
