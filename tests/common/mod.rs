@@ -212,7 +212,7 @@ impl Source {
 /// Returns a tensor name in which the number of a parameter, in optimizer state, is replaced by the name of the
 /// parameter.
 pub fn with_parameter_name(name: &str, parameters: &[String]) -> String {
-    for optimizer in ["optim.state.", "optimizer.state."] {
+    for optimizer in ["optim.state.", "optimizer.state.", "optimizer_states.0.state."] {
         let Some((number, state)) = name.strip_prefix(optimizer).and_then(|rest| rest.split_once('.')) else {
             continue;
         };
