@@ -100,6 +100,17 @@ impl FlatLayout {
         FlatParameter::new(&numels, align, u64::from(self.shard_group_size))
     }
 
+    /// Returns whether another alignment of FSDP would change the position of a parameter in its flat parameter.
+    #[must_use]
+    pub fn depends_on_alignment(&self) -> bool {
+        let flat = |unit: &FlatUnit, align_numel| self.checked_flat(&FlatUnit { align_numel, ..unit.clone() });
+        let differs = |unit: &FlatUnit| {
+            let own = self.checked_flat(unit);
+            ALIGNMENTS.into_iter().any(|align| flat(unit, align) != own)
+        };
+        self.use_orig_params && self.units.iter().any(differs)
+    }
+
     /// Returns every parameter with its unit.
     pub fn params(&self) -> impl Iterator<Item = (&FlatUnit, &FlatParam)> {
         self.units.iter().flat_map(|unit| unit.params.iter().map(move |param| (unit, param)))
@@ -219,6 +230,10 @@ impl FlatLayout {
         Ok(())
     }
 }
+
+/// The alignments that FSDP1 uses, in elements. `None` is the default: 16 bytes of the parameter's dtype. Mixed precision
+/// changes the alignment to 16 bytes of another dtype.
+pub const ALIGNMENTS: [Option<u64>; 4] = [None, Some(8), Some(4), Some(2)];
 
 /// Returns the default alignment of FSDP1: the number of elements of this dtype in 16 bytes.
 #[must_use]

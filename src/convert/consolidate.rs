@@ -13,7 +13,7 @@ use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
 use super::target_format::target_format;
-use super::target_parts::carried_file;
+use super::target_parts::{carried_file, warn_of_empty};
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{Dtype, Fqn, TensorId, optimizer, path, state_dict};
 use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions};
@@ -72,6 +72,7 @@ pub fn prepare(
     let no_assets = args.assets == Assets::None;
     if shape == DestinationKind::Folder {
         carried = assets(args, &source.checkpoint)?;
+        warn_of_empty(&carried, &mut source, run.progress);
         notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
             notes.push(format!(

@@ -288,6 +288,28 @@ impl ConversionSource {
         source_checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
+    /// Returns the notes about values of single ranks: those of [`ResolvedConflicts::notes`], and, if SRC has one rank, a note
+    /// about its random number state, which all ranks of the new job get. `target_ranks` is the number of ranks of the new
+    /// job, or `None` if the target has no rank files.
+    #[must_use]
+    pub fn notes_of_ranks(&self, target_ranks: Option<u32>) -> Vec<String> {
+        let mut notes = self.conflicts.notes(target_ranks);
+        let Checkpoint { format, parts, .. } = &self.checkpoint;
+        let has_one_rank = format.has_rank_files() && parts.iter().all(|part| part.world_size == 1);
+        if has_one_rank && let Some(ranks) = target_ranks.filter(|ranks| *ranks > 1) {
+            let leaves = path::leaves(&self.selection.catalog.state);
+            let names = leaves.iter().map(|(path, _)| path.fqn().to_string());
+            let random: Vec<String> = names.filter(|name| state_dict::is_random_state(name)).collect();
+            if !random.is_empty() {
+                notes.push(format!(
+                    "SRC has one rank, so all {ranks} ranks of the new job get its random number state ({})",
+                    differing_values::few(&random)
+                ));
+            }
+        }
+        notes
+    }
+
     /// Frees the memory of the selection and the state dict, after the destination is laid out. For a checkpoint with
     /// very many tensors, the selection and the state dict take half of the memory. Two threads free them in parallel.
     pub fn drop_selection(&mut self) {

@@ -146,7 +146,7 @@ pub fn carry_along(
     for to_path in &source.checkpoint.beside {
         let own = root.join(to_path);
         let mut file = carried_file(&source.checkpoint, source.checkpoint.place(&own), to_path.clone())?;
-        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
+        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && (1..1 << 20).contains(&file.len) {
             let text = std::fs::read(&file.read_path).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
             file.push_header(for_new_job(&text, job));
@@ -164,8 +164,8 @@ pub fn carry_along(
     Ok(carried)
 }
 
-/// Warns about optimizer files that trainers saved beside the checkpoint. They are copied unchanged, so they match only
-/// the ranks of SRC.
+/// Warns about empty files, and about optimizer files that trainers saved beside the checkpoint. They are copied unchanged,
+/// so optimizer files match only the ranks of SRC.
 pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
     let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
     let is_optimizer = |file: &&SidecarFile| {
@@ -173,14 +173,33 @@ pub fn warn_of_carried(carried: &[SidecarFile], source: &mut ConversionSource, p
         let is_torch = Format::from_suffix(suffix) == Some(Format::Torch);
         is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
     };
-    for file in carried.iter().filter(is_optimizer) {
-        let warning = format!(
-            "{} is copied unchanged and not resharded, because it is not part of the checkpoint",
-            file.to.display()
-        );
+    let optimizers = carried.iter().filter(is_optimizer).map(|file| {
+        format!("{} is copied unchanged and not resharded, because it is not part of the checkpoint", file.to.display())
+    });
+    for warning in empty_files(carried).chain(optimizers) {
         progress.warning(&warning);
         source.checkpoint.catalog.warnings.push(warning);
     }
+}
+
+/// Warns about empty files that are copied beside the weights.
+pub fn warn_of_empty(carried: &[SidecarFile], source: &mut ConversionSource, progress: &dyn Progress) {
+    for warning in empty_files(carried) {
+        progress.warning(&warning);
+        source.checkpoint.catalog.warnings.push(warning);
+    }
+}
+
+/// Returns a warning for each empty file of a format in which no valid file is empty. Empty files of other formats may be
+/// markers.
+fn empty_files(carried: &[SidecarFile]) -> impl Iterator<Item = String> {
+    let is_damaged = |file: &&SidecarFile| {
+        let suffix = file.to.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
+        file.len == 0 && (matches!(suffix, "json" | "model" | "pkl") || Format::from_suffix(suffix).is_some())
+    };
+    carried.iter().filter(is_damaged).map(|file| {
+        format!("{} is empty; it is copied, but a program that loads DST may need its content", file.from.display())
+    })
 }
 
 /// Returns a sidecar file that is read from `place` and copied to `to` in the destination. If `place` is a copy of a

@@ -89,11 +89,14 @@ fn shard_groups_of_one_rank_have_plain_tensors() {
     for (name, use_orig_params) in CHECKPOINTS {
         let source = fixture(&format!("trainers/{name}"));
         let actor = source.join("global_step_2/actor");
-        let layout = fixture(&format!("trainers/{name}.flat_layout.json"));
+        let layout = folder.path().join(format!("{name}.toml"));
+        fs::write(&layout, succeed("inspect", &[&source], "--layout").stdout).unwrap();
         for (number, mesh) in ["fsdp=1", "ddp=2,fsdp=1"].into_iter().enumerate() {
             let at = |what: &str| folder.path().join(format!("{name}{number}{what}"));
             let (one, model, back, again, hybrid) = (at("one"), at("model"), at("back"), at("again"), at("hybrid"));
-            succeed("reshard", &[&source, &one], &format!("--mesh {mesh}"));
+            let run = succeed("reshard", &[&source, &one], &format!("--mesh {mesh}"));
+            let hint = "you need --flat-layout FILE; write it with `dtshard inspect SRC --layout > FILE`";
+            assert_eq!(run.stderr.contains(hint), use_orig_params, "{}", run.stderr);
             succeed("reshard", &[&source, &model], &format!("--mesh {mesh} --series model"));
             for made in [&one, &model] {
                 let tensors = inspect(made, "--series model")["tensors"].clone();
@@ -133,9 +136,6 @@ fn shard_groups_of_one_rank_have_plain_tensors() {
     }
 }
 
-/// An optimizer that is not in files of its own, or that has no parameter groups, cannot have state of flat parameters. DST
-/// is for a job with FSDP2, and says so in `fsdp_config.json`.
-#[test]
 /// A checkpoint for FSDP2 has no flat layout. With units, `reshard` and `flatten` write flat parameters, and
 /// `fsdp_config.json` has the version of FSDP that loads them.
 #[test]
@@ -174,6 +174,9 @@ fn checkpoint_for_fsdp2_needs_units_to_become_flat() {
     succeed("verify", &[&source, &at("again")], "--series model,optim");
 }
 
+/// An optimizer that is not in files of its own, or that has no parameter groups, cannot have state of flat parameters. DST
+/// is for a job with FSDP2, and says so in `fsdp_config.json`.
+#[test]
 fn optimizer_without_its_own_files_is_for_fsdp2() {
     let folder = tempfile::tempdir().unwrap();
     for (name, _) in CHECKPOINTS {

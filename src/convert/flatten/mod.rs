@@ -66,7 +66,7 @@ pub fn lay_out(
     if layout.has_assumed_alignment && layout.shard_group_size > 1 {
         return Err(unknown_padding(&source));
     }
-    notes.extend(source.conflicts.notes(Some(layout.world_size)));
+    notes.extend(source.notes_of_ranks(Some(layout.world_size)));
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory)?;
     let mut reservation = reserve(&source, &layout, to, run)?;
     let job = NewJob { world_size: layout.world_size, fsdp_version: Some(1) };

@@ -106,6 +106,23 @@ pub fn parameter_paths(layout: &FlatLayout, state: &Value) -> HashSet<String> {
     own.map(|name| if root.0.is_empty() { name.to_string() } else { format!("{root}.{name}") }).collect()
 }
 
+/// Returns a note if the files of SRC show the padding between the parameters of flat parameters, but the files of DST do
+/// not, because DST is for a job with `NO_SHARD`. `layout` is the flat layout of the optimizer in DST.
+pub fn lost_padding(layout: &FlatLayout, source: &ConversionSource) -> Option<String> {
+    let own = source.checkpoint.catalog.flat.as_ref().filter(|own| own.shard_group_size > 1)?;
+    (layout.shard_group_size == 1 && layout.depends_on_alignment()).then(|| {
+        let origin = if own.has_assumed_alignment {
+            "docs/how-to/fsdp1.md has the Python snippet that writes FILE"
+        } else {
+            "write it with `dtshard inspect SRC --layout > FILE`"
+        };
+        format!(
+            "DST does not show the padding of flat parameters: to reshard DST to shard groups of several ranks, you need \
+             options::flat_layout FILE; {origin}"
+        )
+    })
+}
+
 /// Returns whether FSDP1 uses a mesh of two dims for `HYBRID_SHARD`: the first dim has the replicas, and the last dim
 /// shards the model, because it has the name of the last dim of the example's mesh. Under `NO_SHARD` the example has no mesh;
 /// then the name is `fsdp`.

@@ -41,7 +41,7 @@ use crate::select::Wrappers;
 use attention_heads::AttentionHeads;
 use class::tensor_class;
 use fsdp1_job::{
-    Fsdp1Job, has_sharded_tensors, is_beside_dtensors, is_of_fsdp1, is_optimizer, parameter_paths,
+    Fsdp1Job, has_sharded_tensors, is_beside_dtensors, is_of_fsdp1, is_optimizer, lost_padding, parameter_paths,
     remove_wrapped_modules,
 };
 use like::LikeLayout;
@@ -89,7 +89,7 @@ pub fn prepare(
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = LoadingJob::new(&layout.mesh, saved, &source, convert.destination.torch_version.as_deref())?;
-    let mut notes = source.conflicts.notes((ranks == TargetFiles::Apart).then_some(job.world_size));
+    let mut notes = source.notes_of_ranks((ranks == TargetFiles::Apart).then_some(job.world_size));
     notes.extend(notes_of_names);
     // A job with NO_SHARD gets no DTensors.
     if !no_shard {
@@ -106,6 +106,7 @@ pub fn prepare(
         check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
     let flat_optimizer = fsdp1.as_ref().map(|job| job.flat_layout(&source)).transpose()?.flatten();
+    notes.extend(flat_optimizer.as_ref().and_then(|layout| lost_padding(layout, &source)));
     // Flat parameters in ShardedTensors become tensors of `class`.
     let has_sharded_tensors =
         class == Some(Class::ShardedTensor) || !has_flat_params && has_sharded_tensors(&source.checkpoint);

@@ -1,10 +1,12 @@
-//! Tests that files beside a checkpoint are copied unchanged, with a warning about files whose content depends on the
-//! ranks.
+//! Tests that files beside a checkpoint are copied unchanged, with a warning about empty files, and about files whose content
+//! depends on the ranks.
 
 use std::fs;
 
+use crate::common::corrupt::copy_all;
 use crate::common::env::TestEnv;
 use crate::common::{copy_folder, fixture, succeed};
+use crate::contract::assert_contains;
 
 #[test]
 fn separate_optimizer_file_is_copied_with_a_warning() {
@@ -37,4 +39,29 @@ fn separate_optimizer_file_is_copied_with_a_warning() {
     // An optimizer that is part of the checkpoint is resharded, without a warning.
     let run = succeed("reshard", &[&fixture("accelerate_llama"), &env.path("out")], "--mesh dp=3 --json");
     assert!(!run.json()["warnings"].to_string().contains("optimizer"), "{run:?}");
+}
+
+#[test]
+fn empty_file_is_copied_with_a_warning() {
+    let env = TestEnv::new();
+    for (checkpoint, file, verb, options) in [
+        ("verl/global_step_10/actor", "fsdp_config.json", "reshard", "--mesh fsdp=2"),
+        ("verl/global_step_10/actor", "huggingface/config.json", "flatten", "--world-size 2 --wrap model.layers.*"),
+        ("accelerate_llama", "config.json", "reshard", "--mesh fsdp=2"),
+        ("accelerate_llama", "config.json", "consolidate", ""),
+        ("trainers/fabric/out/step-30", "meta.pt", "reshard", "--mesh fsdp=2"),
+    ] {
+        let name = format!("{verb}_{}", file.replace(['/', '.'], "_"));
+        let (source, target) = (env.path(&format!("{name}_source")), env.path(&name));
+        copy_all(&fixture(checkpoint), &source);
+        for marker in [source.join(file), source.join("DONE")] {
+            fs::write(marker, "").unwrap();
+        }
+        let run = succeed(verb, &[&source, &target], &format!("{options} --json"));
+        let warning = format!("{} is empty", source.join(file).display());
+        assert_contains(&run.stderr, &[&warning]);
+        assert!(run.json()["warnings"].to_string().contains(&warning), "{run:?}");
+        assert_eq!(run.stderr.matches("is empty").count(), 1, "{run:?}");
+        assert_eq!(fs::read(target.join(file)).unwrap(), b"");
+    }
 }

@@ -359,6 +359,25 @@ fn on_conflict_selects_a_value_of_objects() {
 }
 
 #[test]
+fn note_names_random_state_that_all_ranks_get_from_one_rank() {
+    let env = TestEnv::new();
+    for source in ["verl", "trainers/verl_fsdp1"] {
+        let name = source.replace('/', "_");
+        let one = env.make("reshard", source, &format!("{name}_one"), "--mesh fsdp=1").path;
+        let target = |ranks: u32| env.path(&format!("{name}_{ranks}"));
+        let run = succeed("reshard", &[&one, &target(2)], "--mesh fsdp=2");
+        assert_contains(
+            &run.stderr,
+            &["all 2 ranks of the new job get its random number state (`extra_state.rng.cpu` and 2 more)"],
+        );
+        for (ranks, options) in [(1, "--mesh fsdp=1"), (3, "--mesh fsdp=3 --series model")] {
+            let run = succeed("reshard", &[&one, &target(ranks)], options);
+            assert!(!run.stderr.contains("SRC has one rank"), "{}", run.stderr);
+        }
+    }
+}
+
+#[test]
 fn differing_random_state_is_kept_for_every_rank() {
     let env = TestEnv::new();
     let made = env.make("reshard", "verl", "out", "--mesh fsdp=2");

@@ -14,7 +14,7 @@ use std::path::Path as FilePath;
 use super::model_record::{ModelRecord, RecordedParam, TensorMeta, wrapped_modules};
 use super::optimizer::{group_numbers, optimizer_state, unknown_groups};
 use super::survey::{innermost_unit, visit_dicts};
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
+use crate::catalog::flat::{ALIGNMENTS, FlatLayout, FlatParam, FlatUnit, SharedName};
 use crate::catalog::modules::module_of;
 use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
@@ -198,8 +198,7 @@ impl ShardedModel {
                 let names: Vec<Fqn> = names.filter(|name| !shared.contains(name)).cloned().collect();
                 (names.len() == count && views_fit(&layout, &names, lengths)).then_some((layout, names))
             };
-            // The default is 16 bytes of the parameter's dtype; mixed precision changes it to 16 bytes of another dtype.
-            let mut fitting = [None, Some(8), Some(4), Some(2)].into_iter().filter_map(fitting);
+            let mut fitting = ALIGNMENTS.into_iter().filter_map(fitting);
             let (mut layout, names) = fitting.next()?;
             let flat = |layout: &FlatLayout| layout.units.iter().map(|unit| layout.flat(unit)).collect::<Vec<_>>();
             layout.has_assumed_alignment = fitting.any(|(other, _)| flat(&other) != flat(&layout));
