@@ -1,15 +1,22 @@
-//! Parses the arguments with clap. For an option that the verb does not have, suggests the verbs that have the option.
+//! Parses the arguments with clap. For an option that the verb does not have, suggests the option of the verb with the same
+//! meaning, or the verbs that have the option.
+
+use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Error, FromArgMatches};
 
 use super::{Cli, command};
 
-/// Parses the arguments. If an option is unknown to the verb, the error names the verbs that have the option.
+/// Options of other tools for the number of ranks.
+const NUMBER_OF_RANKS: [&str; 5] = ["--world-size", "--nproc", "--nproc-per-node", "--num-ranks", "--ranks"];
+
+/// Parses the arguments. If an option is unknown to the verb, the error says which option to use, or names the verbs that
+/// have the option.
 ///
 /// # Errors
 /// Errors of clap, which include `--help` and `--version`.
-pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
+pub fn parse(arguments: &[OsString]) -> Result<Cli, Error> {
     let mut declared = command();
     let matches = declared.try_get_matches_from_mut(arguments);
     let parsed =
@@ -19,6 +26,13 @@ pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
             (ErrorKind::UnknownArgument, Some(ContextValue::String(option))) => option.clone(),
             _ => return error,
         };
+        // clap suggests passing the option as a value (`-- --option`), but no value of dtshard begins with a hyphen.
+        error.remove(ContextKind::Suggested);
+        if let Some(tip) = number_of_ranks(arguments, &option) {
+            error.remove(ContextKind::SuggestedArg);
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+            return error;
+        }
         let verbs = verbs_with(&option);
         if let Some(((last, others), name)) = verbs.split_last().zip(option.split('=').next()) {
             let verbs = if others.is_empty() { last.clone() } else { format!("{} and {last}", others.join(", ")) };
@@ -29,6 +43,26 @@ pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
         }
         error
     })
+}
+
+/// Returns a tip for an option that gives the number of ranks in other tools. Returns `None` for other options, and for verbs
+/// that do not write files for a number of ranks.
+fn number_of_ranks(arguments: &[OsString], option: &str) -> Option<String> {
+    let name = option.split('=').next()?;
+    if !NUMBER_OF_RANKS.contains(&name.replace('_', "-").as_str()) {
+        return None;
+    }
+    let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
+    let value =
+        texts.iter().zip(texts.iter().skip(1).chain([&""])).find_map(|(text, next)| match text.strip_prefix(name)? {
+            "" => Some(*next),
+            rest => rest.strip_prefix('='),
+        });
+    let ranks = value.filter(|value| value.parse::<u32>().is_ok()).unwrap_or("N");
+    match texts.iter().find(|text| ["reshard", "flatten"].contains(*text))? {
+        &"reshard" => Some(format!("give the number of ranks with --mesh fsdp={ranks}")),
+        _ => Some(format!("give the number of ranks with --world-size {ranks}")),
+    }
 }
 
 fn verbs_with(option: &str) -> Vec<String> {
