@@ -111,7 +111,7 @@ pub struct ShapeArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Names and values")]
 pub struct SelectArgs {
-    /// Take only names that a pattern matches
+    /// Take only names that a pattern matches, and the optimizer state of matching parameters
     ///
     /// In a pattern * stays within a component, ** crosses dots, {a,b} lists alternatives. A pattern that matches a
     /// module takes everything below it. Repeatable.
