@@ -72,8 +72,14 @@ impl Numbers {
         (!ranges.is_empty()).then_some(Self(ranges))
     }
 
+    /// Returns the numbers, in ascending order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().cloned().flatten()
+    }
+
     /// Returns how many numbers the set contains.
-    fn len(&self) -> u64 {
+    #[must_use]
+    pub fn count(&self) -> u64 {
         self.0.iter().map(Self::len_of).sum()
     }
 
@@ -85,11 +91,11 @@ impl Numbers {
     #[must_use]
     pub fn short(&self, noun: &str, plural: &str) -> String {
         let most = FEW_NUMBERS as u64;
-        if self.len() <= most {
-            return numbered(noun, plural, self.0.iter().cloned().flatten());
+        if self.count() <= most {
+            return numbered(noun, plural, self.iter());
         }
         let shown = &self.0[..self.0.len().min(FEW_NUMBERS)];
-        let rest = self.len() - shown.iter().map(Self::len_of).sum::<u64>();
+        let rest = self.count() - shown.iter().map(Self::len_of).sum::<u64>();
         let shown: Vec<String> = shown.iter().map(Self::name).collect();
         let more = if rest > 0 { format!(" and {rest} more") } else { String::new() };
         format!("{plural} {}{more}", shown.join(", "))

@@ -9,7 +9,7 @@ use super::index::ShardIndex;
 use super::listing::{DetectedFiles, is_data_file, is_metadata_file};
 use super::parts::{self, LoadedFolder};
 use super::series::SeriesSet;
-use super::shortfall::Shortfall;
+use super::shortfall::{Shortfall, only_found};
 use super::{Format, ReadOptions};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
@@ -76,7 +76,7 @@ impl<'a> ReadFindings<'a> {
             Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),
             Some(Shortfall { missing, error, .. }) if self.options.show_incomplete => {
                 self.missing.extend(missing);
-                Ok(Some(format!("{error}; only the tensors that were found are shown")))
+                Ok(Some(only_found(&error)))
             }
             Some(Shortfall { error, .. }) => Err(error),
         }
@@ -100,7 +100,8 @@ impl<'a> ReadFindings<'a> {
         Ok(())
     }
 
-    /// Selects the series of rank files that the options request, and records the selected and the skipped series.
+    /// Selects the series of rank files that the options request, and records the selected and the skipped series. If an
+    /// incomplete checkpoint is shown, also records the files that the selected series lack.
     ///
     /// # Errors
     /// `Usage` if a requested series does not exist.
@@ -109,6 +110,9 @@ impl<'a> ReadFindings<'a> {
         self.series.extend(chosen.names());
         self.skipped_series.extend(chosen.skipped());
         self.other_files.extend(chosen.skipped_files().cloned());
+        if self.options.show_incomplete {
+            self.missing.extend(chosen.missing_files(self.options)?);
+        }
         for (series, rank) in chosen.ranks() {
             self.ranks.insert(rank);
             self.ranks_of_series.entry(series.to_owned()).or_default().insert(rank);

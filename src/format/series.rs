@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{CheckpointPart, LoadedFolder, join_series};
 use super::rank_names::{Numbering, RankName, RankNamePattern, is_composer_step};
-use super::shortfall::list_missing_names;
+use super::shortfall::{list_missing_names, only_found};
 use super::torch;
 use super::torch::RankFile;
 use super::torch::load::load;
@@ -371,6 +371,20 @@ impl SeriesSet {
         Ok(self.join(catalogs))
     }
 
+    /// Returns the names of the files that the chosen series lack.
+    ///
+    /// # Errors
+    /// The errors of the names of files.
+    pub fn missing_files(&self, options: &ReadOptions) -> Result<Vec<String>> {
+        let mut missing = Vec::new();
+        for series in &self.series {
+            let (world_size, ranks) = series.ranks(&self.folder)?;
+            let gap = series.missing_ranks(&self.folder, world_size, &ranks, options)?;
+            missing.extend(gap.into_iter().flat_map(|gap| gap.files));
+        }
+        Ok(missing)
+    }
+
     /// Joins the catalogs of the chosen series.
     fn join(&self, catalogs: Vec<Catalog>) -> LoadedFolder {
         let loaded = |(series, catalog): (&Series, Catalog)| {
@@ -406,6 +420,8 @@ pub const ALLOW_MISSING_HINT: &str =
 /// The ranks of a series that have no file.
 struct MissingRanks {
     at: String,
+    /// The names of the missing files.
+    files: Vec<String>,
     ranks: String,
     error: Error,
 }
@@ -471,6 +487,7 @@ impl Series {
                      other ranks hold replicas of their shards",
                 ));
             }
+            Some(gap) if options.show_incomplete => Some(only_found(&gap.error)),
             Some(gap) => {
                 return Err(if covers(&ranks) { gap.error.missing_hint(ALLOW_MISSING_HINT) } else { gap.error });
             }
@@ -590,7 +607,9 @@ impl Series {
                 hint: None,
             })
             .naming(&numbers.names("rank", "ranks"));
-            MissingRanks { at: format!("{}: {at}", folder.display()), ranks, error }
+            let name = |rank| self.names().render(rank, size);
+            let files = list_missing_names(numbers.count(), numbers.iter().map(name));
+            MissingRanks { at: format!("{}: {at}", folder.display()), files, ranks, error }
         }))
     }
 }

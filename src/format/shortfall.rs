@@ -23,6 +23,12 @@ impl Shortfall {
     }
 }
 
+/// Returns the warning about an incomplete set of which only the existing files are shown. `error` names what is missing.
+#[must_use]
+pub fn only_found(error: &Error) -> String {
+    format!("{error}; only the tensors that were found are shown")
+}
+
 /// Returns the first `count` of `names`, which are the names of missing files. `count` comes from file names, so it may
 /// be arbitrarily large: after 10,000 names, the list ends with an entry such as `5000 more`.
 #[must_use]

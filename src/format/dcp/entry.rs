@@ -7,13 +7,13 @@ use std::path::Path;
 use super::{look_at, metadata_files, objects, read, reserve};
 use crate::catalog::Reservation;
 use crate::error::{Error, FormatError, Result};
-use crate::format::Format;
 use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
 use crate::format::traits::{Object, Objects, Read, ShardedTarget, WriteShards};
+use crate::format::{Format, ReadOptions};
 use crate::storage::{FileId, Files};
 
 /// The row for DCP directories in the table of formats.
@@ -78,7 +78,9 @@ impl Read for Reader {
     }
 
     fn read(&self, reading: &mut ReadFindings<'_>, path: &Path, _: DetectedFiles) -> Result<(Format, LoadedFolder)> {
-        let catalog = read(&mut reading.files, path, reading.options.unknown())?;
+        let ReadOptions { show_incomplete, .. } = *reading.options;
+        let (mut catalog, lacks) = read(&mut reading.files, path, reading.options.unknown(), show_incomplete)?;
+        catalog.warnings.extend(reading.admit(lacks)?);
         Ok((Format::Dcp, LoadedFolder::whole(catalog)))
     }
 

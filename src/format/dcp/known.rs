@@ -116,7 +116,7 @@ mod tests {
         }
         for io in [IoMode::Mmap, IoMode::Read] {
             let mut files = Files::new(io);
-            let catalog = read(&mut files, folder.path(), Unknown::Refuse).unwrap();
+            let catalog = read(&mut files, folder.path(), Unknown::Refuse, false).unwrap().0;
             let [first, (entry, chunk, stretch)] = alike(&catalog.tensors);
             let file = std::fs::File::options().write(true).open(files.path(stretch.file)).unwrap();
             let mut item = files.read(stretch.file, stretch.offset, stretch.len).unwrap();

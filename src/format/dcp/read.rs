@@ -14,8 +14,9 @@ use crate::catalog::{
     Unreadable, Value,
 };
 use crate::error::{CatalogError, Error, Result};
-use crate::format::files_beside;
+use crate::format::shortfall::Shortfall;
 use crate::format::torch::{ObjectPlace, TensorNode, read_object, reader};
+use crate::format::{files_beside, relative_to_folder};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, FileRange, Files, lookup};
 use torch_pickle::pickle::{self, Unknown};
@@ -61,11 +62,18 @@ enum NamedSlot {
     Object(Vec<(Rank, FileRange)>),
 }
 
-/// Reads a DCP directory.
+/// Reads a DCP directory. If `show_incomplete` is true, data files may be missing: chunks and objects in these files are left
+/// out. Also returns a shortfall with the missing data files.
 ///
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
+pub fn read(
+    files: &mut Files,
+    folder: &Path,
+    unknown: Unknown,
+    show_incomplete: bool,
+) -> Result<(Catalog, Option<Shortfall>)> {
+    let mut shortfall = None;
     let mut catalog = Catalog::empty();
     let mut slots: Vec<(Fqn, StatePath, NamedSlot)> = Vec::new();
     // The index in `slots` of each FQN in the metadata files that were already read.
@@ -79,12 +87,15 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         let len = check_len(&path, files.len_bytes(file))?;
         let bytes = files.read(file, 0, len)?;
         let metadata = DcpMetadata::decode(&path, &bytes)?;
-        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
+        let (data_files, lacks) = open_data_files(files, &path, &metadata, show_incomplete)?;
+        shortfall = shortfall.or(lacks);
+        let source = MetadataFile { data_files, path: &path };
         let make = |MetadataEntry { fqn, path, kind }| {
             let content = source.content(files, &fqn, kind)?;
             Ok((fqn, path, content))
         };
         metadata.entries(make, |(fqn, state_path, content)| {
+            let Some(content) = content else { return Ok(()) };
             let Some(at) = known.get(&fqn) else {
                 let slot = match content {
                     NameContent::Tensor(entry) => NamedSlot::Tensor(catalog.push_tensor(entry)),
@@ -124,7 +135,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     }
     catalog.state =
         state.finish().map_err(|found| Error::malformed(folder, "planner_data", "lists without large gaps", found))?;
-    Ok(catalog)
+    Ok((catalog, shortfall))
 }
 
 /// The tensor or object that one metadata file lists for one FQN.
@@ -136,22 +147,25 @@ enum NameContent {
 /// A metadata file, and the data files that the metadata file names.
 struct MetadataFile<'a> {
     path: &'a Path,
-    data_files: Vec<FileId>,
+    /// The data files; `None` for a file that is missing.
+    data_files: Vec<Option<FileId>>,
 }
 
 impl MetadataFile<'_> {
-    fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<NameContent> {
+    /// Returns the tensor, with the chunks in existing data files, or the object. Returns `None` for an object in a missing
+    /// data file.
+    fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<Option<NameContent>> {
         match kind {
             EntryKind::Bytes(None) => {
                 Err(Error::malformed(self.path, fqn.as_str(), "a location in storage_data", "none"))
             }
-            EntryKind::Bytes(Some(stored)) => Ok(NameContent::Object(self.stretch(files, fqn, stored)?)),
+            EntryKind::Bytes(Some(stored)) => Ok(self.stretch(files, fqn, stored)?.map(NameContent::Object)),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let mut entry = TensorEntry::new(fqn.clone(), dtype, shape);
                 for chunk in chunks {
                     self.push_chunk(files, &mut entry, chunk)?;
                 }
-                Ok(NameContent::Tensor(entry))
+                Ok(Some(NameContent::Tensor(entry)))
             }
         }
     }
@@ -162,7 +176,11 @@ impl MetadataFile<'_> {
             return Err(CatalogError::chunk_out_of_bounds(entry, &region, "checkpoint", self.path).into());
         }
         let place = match chunk.stored {
-            Some(stored) => FileLocation::Item(self.stretch(files, &entry.fqn, stored)?),
+            Some(stored) => match self.stretch(files, &entry.fqn, stored)? {
+                Some(range) => FileLocation::Item(range),
+                None if region.is_empty() => FileLocation::Empty,
+                None => return Ok(()),
+            },
             None if region.is_empty() => FileLocation::Empty,
             None => {
                 let expected = format!("a location in storage_data for the chunk at {region}");
@@ -175,12 +193,13 @@ impl MetadataFile<'_> {
         Ok(())
     }
 
-    /// Returns the byte range of an item, and checks that the range is inside the data file.
-    fn stretch(&self, files: &Files, fqn: &Fqn, stored: StoredItem) -> Result<FileRange> {
-        let file = self.data_files[stored.path as usize];
+    /// Returns the byte range of an item, and checks that the range is inside the data file. Returns `None` if the data file is
+    /// missing.
+    fn stretch(&self, files: &Files, fqn: &Fqn, stored: StoredItem) -> Result<Option<FileRange>> {
+        let Some(file) = self.data_files[stored.path as usize] else { return Ok(None) };
         let len = files.len_bytes(file);
         match stored.offset.checked_add(stored.len) {
-            Some(end) if end <= len => Ok(FileRange { file, offset: stored.offset, len: stored.len }),
+            Some(end) if end <= len => Ok(Some(FileRange { file, offset: stored.offset, len: stored.len })),
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
                 let expected =
@@ -192,10 +211,29 @@ impl MetadataFile<'_> {
     }
 }
 
-/// Adds to `files` the data files that a metadata file names. All of these data files must exist.
-fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &DcpMetadata<'_>) -> Result<Vec<FileId>> {
-    let paths = files_beside(metadata_path, "storage_data", &metadata.files())?;
-    paths.into_iter().map(|path| files.add(path)).collect()
+/// Adds to `files` the data files that a metadata file names. All of these data files must exist, unless `show_incomplete` is
+/// true: then the result has `None` for each missing file, and a shortfall.
+fn open_data_files(
+    files: &mut Files,
+    metadata_path: &Path,
+    metadata: &DcpMetadata<'_>,
+    show_incomplete: bool,
+) -> Result<(Vec<Option<FileId>>, Option<Shortfall>)> {
+    let names = metadata.files();
+    let error = match files_beside(metadata_path, "storage_data", &names) {
+        Ok(paths) => {
+            return Ok((paths.into_iter().map(|path| files.add(path).map(Some)).collect::<Result<_>>()?, None));
+        }
+        Err(error) => error,
+    };
+    let Some(missing) = error.names().filter(|_| show_incomplete).map(<[String]>::to_vec) else { return Err(error) };
+    let folder = metadata_path.parent().unwrap_or(Path::new("."));
+    let mut data_files = Vec::new();
+    for name in names {
+        let path = relative_to_folder(folder, name, metadata_path)?;
+        data_files.push(lookup::is_file(&path)?.then(|| files.add(path)).transpose()?);
+    }
+    Ok((data_files, Some(Shortfall { missing, error, allowed: None })))
 }
 
 /// Adds the chunks of `more` to `known`. Both describe one tensor: `more` comes from the metadata file `path` of one

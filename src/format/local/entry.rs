@@ -63,7 +63,8 @@ impl Read for Reader {
             return read_parts(reading, path, &found.paths);
         }
         reading.other_files.push(path.join(FILE_NAME));
-        let (catalog, ranks) = read(&mut reading.files, path, &found.paths, reading.options.allow_missing)?;
+        let (mut catalog, ranks, lacks) = read(&mut reading.files, path, &found.paths)?;
+        catalog.warnings.extend(reading.admit(lacks)?);
         let mut loaded = LoadedFolder::whole(catalog);
         loaded.parts.iter_mut().for_each(|part| part.world_size = ranks);
         Ok((Format::Local, loaded))

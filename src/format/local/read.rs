@@ -6,23 +6,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::document::{self, DescribedTensor, FILE_NAME, LocalDocument};
-use super::rank_of;
+use super::{file_name, rank_of};
 use crate::catalog::{Catalog, Chunk, Class, Dtype, FileLocation, MeshId, PartialValues, Sharding, TensorEntry};
 use crate::error::{Error, FormatError, Result};
 use crate::format::safetensors::{StoredTensor, read_header};
 use crate::format::series::ALLOW_MISSING_HINT;
+use crate::format::shortfall::{Shortfall, list_missing_names};
 use crate::layout::distinct_tiles::MeshPlacement;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};
 
-/// Reads a folder of the format `local`, and returns the catalog and the number of ranks in `layout.json`. `paths` are
-/// the rank files of the folder. If `allow_missing` is true, a missing rank file gives a warning instead of an error.
+/// Reads a folder of the format `local`, and returns the catalog, the number of ranks in `layout.json`, and a shortfall if a
+/// rank has no file. `paths` are the rank files of the folder.
 ///
 /// # Errors
-/// `Usage` if there is no `layout.json`, `Missing` listing the ranks without a file, `Malformed` if a file does not
-/// match `layout.json`, `Io`.
-pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<(Catalog, u32)> {
+/// `Usage` if there is no `layout.json`, `Malformed` if a file does not match `layout.json`, `Io`.
+pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf]) -> Result<(Catalog, u32, Option<Shortfall>)> {
     let path = folder.join(FILE_NAME);
     if !lookup::exists(&path)? {
         return Err(missing_document_error(folder));
@@ -41,21 +41,22 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     }
     let mut catalog = assembly.finish(&path)?;
     catalog.state = document.state;
-    let Some(numbers) = missing else { return Ok((catalog, document.world_size)) };
-    let missing = numbers.short("rank", "ranks");
-    if !allow_missing {
+    let shortfall = missing.map(|numbers| {
+        let missing = numbers.short("rank", "ranks");
+        let allowed = format!("{} is read without {missing}", folder.display());
         let is_whole = |entry: &TensorEntry| !entry.chunks.is_empty() && entry.tilings().is_ok();
-        return Err(Error::Format(FormatError::Missing {
+        let error = Error::Format(FormatError::Missing {
             path: folder.to_path_buf(),
             at: String::from(FILE_NAME),
             expected: format!("the files of {} ranks", document.world_size),
             missing,
             hint: catalog.tensors.iter().all(is_whole).then(|| ALLOW_MISSING_HINT.into()),
         })
-        .naming(&numbers.names("rank", "ranks")));
-    }
-    catalog.warnings.push(format!("{} is read without {missing}", folder.display()));
-    Ok((catalog, document.world_size))
+        .naming(&numbers.names("rank", "ranks"));
+        let missing = list_missing_names(numbers.count(), numbers.iter().map(|rank| file_name(Rank(rank))));
+        Shortfall { missing, error, allowed: Some(allowed) }
+    });
+    Ok((catalog, document.world_size, shortfall))
 }
 
 fn missing_document_error(folder: &Path) -> Error {

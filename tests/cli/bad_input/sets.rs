@@ -49,6 +49,37 @@ fn assert_inspected(source: &Path, tensors: usize, missing: &[&str]) {
     missing.first().iter().for_each(|name| assert!(run.out.contains(**name), "{run:?}"));
 }
 
+/// `inspect` shows the tensors of a DCP directory and of rank files that lack a file. All other verbs refuse them.
+#[test]
+fn inspect_shows_what_exists_of_dcp_and_rank_files() {
+    for (checkpoint, file, tensors) in [
+        ("fsdp4/dcp", "__1_0.distcp", 71),
+        ("fsdp4/ranks", "model_world_size_4_rank_2.pt", 70),
+        ("llama_tiny/ranks", "model_world_size_4_rank_0.pt", 21),
+        ("accelerate_llama", "optimizer_0/__1_0.distcp", 48),
+        ("trainers/verl_fsdp1_orig/global_step_2/actor", "model_world_size_2_rank_1.pt", 85),
+    ] {
+        let env = TestEnv::new();
+        let source = env.copy(checkpoint);
+        fs::remove_file(source.join(file)).unwrap();
+        let name = file.rsplit('/').next().unwrap();
+        assert_inspected(&source, tensors, &[name]);
+        let options = ["--layout", "--brief", "--tensor=**.weight"];
+        for option in options {
+            dtshard(&[&"inspect", &source, &option]).assert_no_crash();
+        }
+        dtshard(&[&"inspect", &source, &"--tensor=**.weight", &"--draw"]).assert_no_crash();
+        assert!(dtshard(&[&"verify", &source]).code != Some(0), "{file}");
+        let made = env.path("out.pt");
+        dtshard(&[&"unshard", &source, &made, &"--series=all"]).assert_refused(&["missing: "]);
+    }
+    let env = TestEnv::new();
+    let (ranks, local) = (env.copy("fsdp4/ranks"), env.path("local"));
+    dtshard(&[&"reshard", &ranks, &local, &"--to=local"]).assert_succeeded();
+    fs::remove_file(local.join("rank-00001.safetensors")).unwrap();
+    assert_inspected(&local, 70, &["rank-00001.safetensors"]);
+}
+
 fn warnings(source: &Path) -> String {
     let env = TestEnv::new();
     let run = dtshard(&[&"consolidate", &source, &env.path("out"), &"--json"]);
