@@ -85,6 +85,14 @@ pub fn join_series(mut series: Vec<LoadedSeries>) -> LoadedFolder {
     LoadedFolder { catalog: whole, parts }
 }
 
+/// Puts a state dict under a key.
+pub fn nest(catalog: &mut Catalog, key: &str) {
+    let mut nested = Catalog::empty();
+    let state = absorb(&mut nested, std::mem::replace(catalog, Catalog::empty()), Some(key));
+    nested.state = Value::Dict(Dict { entries: vec![(Value::Str(key.into()), state)], ..Dict::default() });
+    *catalog = nested;
+}
+
 /// Joins the catalogs of several folders. If all top-level keys of the state dicts are distinct, the state dicts are
 /// merged. Otherwise each state dict becomes a subtree under the name of its folder.
 pub fn join(folders: Vec<(PathBuf, LoadedFolder)>) -> LoadedFolder {

@@ -85,6 +85,35 @@ fn written_checkpoints_are_read_again() {
     succeed("reshard", &[&source, &made.path], "--overwrite");
 }
 
+/// An item is a key of the state dict, also if the checkpoint has no other item.
+#[test]
+fn checkpoint_with_one_item_keeps_its_key() {
+    let env = TestEnv::new();
+    // A state dict with the only key `model`, and one folder for each of `model` and `optimizer`.
+    for (name, options) in [("fabric", "--exclude optimizer"), ("accelerate_fsdp1", "")] {
+        let source = fixture(&format!("trainers/{name}"));
+        let to = format!("--mesh dp=2 {options} --to torch-checkpointing --verify");
+        let made = env.make("reshard", &source, name, &to);
+        succeed("verify", &[&source, &made.path], options);
+        let dcp = env.make("reshard", &made.path, &format!("{name}_dcp"), "--to dcp");
+        succeed("verify", &[&source, &dcp.path], options);
+        let model = env.make("consolidate", &made.path, &format!("{name}_model"), "--assets none");
+        assert_same(&read_safetensors(&model.path), &below("model.", &truth(name).tensors), name);
+    }
+    // The keys of this state dict are no names of items, so dtshard adds an item.
+    let flat = env.make("reshard", "trainers/fabric", "flat", "--root model --mesh dp=2 --to torch-checkpointing");
+    assert!(flat.path.join("model_0.pt").exists());
+    succeed("verify", &[&fixture("trainers/fabric"), &flat.path], "--root model");
+    succeed("verify", &[&flat.path, &env.make("reshard", &flat.path, "again", "--mesh dp=3").path], "");
+    let inspected = dtshard(&[&"inspect", &flat.path]);
+    assert!(inspected.out.contains("\n0.weight "), "{inspected:?}");
+    // The package writes no such record: its items are always keys.
+    let made = Made::new();
+    made.write(&Made::metadata());
+    let inspected = dtshard(&[&"inspect", &made.folder]);
+    assert!(inspected.out.contains("\nmodel.a.w "), "{inspected:?}");
+}
+
 /// `torch.load` in `FakeTensorMode` computes the offsets of storages from the order of their keys in the pickle, and the
 /// first key must be 0.
 #[test]

@@ -21,7 +21,13 @@ use torch_pickle::pickle::{self, NoVisitor, NodeId, Ref};
 pub struct CheckpointMetadata {
     pub world_size: u32,
     pub items: Vec<ItemMetadata>,
+    /// The name of the item that has the complete state dict, if dtshard invented this name ([`ROOT_ITEM`]).
+    pub root_item: Option<String>,
 }
+
+/// The key of `metadata.pkl` for the item that has a complete state dict. Only dtshard writes this key, for a state dict
+/// whose keys are not names of items. The package ignores the key.
+pub const ROOT_ITEM: &str = "root_item";
 
 /// The metadata of one item, such as `model`.
 #[derive(Debug)]
@@ -185,7 +191,8 @@ impl Parser<'_> {
                 return Err(Error::malformed(self.path, name.as_str(), "one entry for each tensor", "two"));
             }
         }
-        Ok(CheckpointMetadata { world_size: self.world_size, items })
+        let root_item = root.get(ROOT_ITEM).map(|name| self.text(ROOT_ITEM, name)).transpose()?.map(str::to_owned);
+        Ok(CheckpointMetadata { world_size: self.world_size, items, root_item })
     }
 
     fn version_2(&mut self, metadata: Ref<'_>) -> Result<Vec<ItemMetadata>> {

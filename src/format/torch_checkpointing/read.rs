@@ -8,7 +8,7 @@ use super::metadata::{CheckpointMetadata, Encoding};
 use super::{METADATA, metadata_of, safetensors_item, torch_item};
 use crate::catalog::Catalog;
 use crate::error::{Error, FormatError, Result};
-use crate::format::parts::{CheckpointPart, LoadedFolder, join_series};
+use crate::format::parts::{CheckpointPart, LoadedFolder, join_series, nest};
 use crate::format::reading::ReadFindings;
 use crate::format::series::{SeriesChoice, SeriesSet};
 use crate::format::shortfall::Shortfall;
@@ -83,6 +83,13 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
             ));
         }
         read.push((item.name.clone(), CheckpointPart::whole(None, metadata.world_size), catalog));
+    }
+    // An item is a key of the state dict. The model alone is read without its key, like a series of rank files.
+    if let [(name, _, catalog)] = read.as_mut_slice()
+        && reading.options.series == SeriesChoice::All
+        && metadata.root_item.as_ref() != Some(name)
+    {
+        nest(catalog, name);
     }
     Ok(join_series(read))
 }

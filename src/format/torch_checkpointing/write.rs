@@ -10,7 +10,7 @@ use std::path::{Path as FilePath, PathBuf};
 use serde_json::{Value as Json, json};
 
 use super::METADATA;
-use super::metadata::check_split_factors;
+use super::metadata::{ROOT_ITEM, check_split_factors};
 use crate::catalog::path::key_text;
 use crate::catalog::{
     Catalog, Dict, Dtype, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value, contiguous_strides,
@@ -38,7 +38,11 @@ pub fn reserve(target: ShardedTarget<'_>) -> Result<Reservation> {
     let mut whole = Reservation::default();
     let mut metadata = MetadataPickle::new(mesh, world_size, style);
     let mut items = Vec::new();
+    let mut root_item = None;
     for (name, value, prefix) in items_of(state) {
+        if prefix.is_empty() {
+            root_item = Some(name);
+        }
         let target = RankTarget {
             mesh,
             world_size,
@@ -63,7 +67,7 @@ pub fn reserve(target: ShardedTarget<'_>) -> Result<Reservation> {
         whole.append(FilePath::new(""), reservation);
     }
     let mut file = OutputFile::of_rank(Rank(0), METADATA);
-    file.push_header(metadata.write(source, &items));
+    file.push_header(metadata.write(source, &items, root_item));
     whole.files.push(file);
     Ok(whole)
 }
@@ -194,10 +198,13 @@ impl<'a> MetadataPickle<'a> {
         Self { mesh, world_size, style, writer: Writer::new(), meshes: HashMap::new(), written_ranks: HashSet::new() }
     }
 
-    fn write(&mut self, source: &Catalog, items: &[ListedItem<'_>]) -> Vec<u8> {
+    fn write(&mut self, source: &Catalog, items: &[ListedItem<'_>], root_item: Option<&str>) -> Vec<u8> {
         self.writer.empty_dict().mark();
         self.writer.string("version").string(VERSION);
         self.writer.string("world_size").uint(self.world_size.into());
+        if let Some(name) = root_item {
+            self.writer.string(ROOT_ITEM).string(name);
+        }
         self.writer.string("metadata").empty_dict().mark();
         for (name, tensors, shared) in items {
             self.writer.string(name).empty_dict().mark();
