@@ -7,7 +7,7 @@ use super::foreign::{self, first_bytes};
 use super::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use super::series::SeriesSet;
 use super::torch::is_no_model;
-use super::{Format, name_of, natural_order};
+use super::{Format, list, name_of, natural_order, torch_checkpointing};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
@@ -73,6 +73,16 @@ fn can_be(found: Format, from: Format) -> bool {
 /// Returns the error for a path that contains no checkpoint of the required format `from`. The hint names the subfolders that
 /// contain one.
 pub fn not_that_format(path: &Path, from: Format) -> Error {
+    let names = list(path).unwrap_or_default();
+    if from == Format::TorchCheckpointing
+        && let Some(hint) = torch_checkpointing::hint_if_missing(path, &names)
+    {
+        let what = format!(
+            "{} contains no checkpoint of format {from}: it has no metadata.pkl of this package",
+            path.display()
+        );
+        return Error::usage(what, hint);
+    }
     let below = subfolders_with(path, from);
     let hint = match below.as_slice() {
         [] => String::from("remove options::from to detect the format"),
@@ -136,7 +146,11 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     if let [(format, _), _, ..] = saved {
         let saved: Vec<String> = saved.iter().map(|(_, path)| name_of(path)).collect();
         let own = format!("{} are separate {format} checkpoints", short_list(&saved, FEW));
-        return Error::unsupported(format!("{what}: {own}"), "give one of these files as SRC").naming(&saved);
+        let mut hint = String::from("give one of these files as SRC");
+        if let Some(lost) = torch_checkpointing::hint_if_missing(folder, names) {
+            hint = format!("{hint}; {lost}");
+        }
+        return Error::unsupported(format!("{what}: {own}"), hint).naming(&saved);
     }
     if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
         let snapshots = folder.join("snapshots");

@@ -472,3 +472,44 @@ fn hostile_metadata_is_refused() {
         &["nested_path_to_metadata"],
     );
 }
+
+/// The names of the other files show that torch_checkpointing may have saved them.
+#[test]
+fn messages_about_lost_metadata_name_metadata_pkl() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/torch_checkpointing/step-30");
+    let metadata = folder.join("metadata.pkl");
+    let file = folder.join("model_0.pt");
+    let out = env.path("out");
+    let foreign = json!({"a": 1});
+    for content in [Some(vec![]), Some(fs::read(&metadata).unwrap()[..300].to_vec()), Some(pickled(&foreign)), None] {
+        fs::remove_file(&metadata).unwrap();
+        if let Some(content) = &content {
+            fs::write(&metadata, content).unwrap();
+        }
+        for source in [&folder, &file] {
+            dtshard(&[&"consolidate", source, &out, &"--no-sync"])
+                .assert_refused(&["metadata.pkl", "rename the files"]);
+        }
+        dtshard(&[&"inspect", &folder]).assert_refused(&["metadata.pkl"]);
+        let from = dtshard(&[&"consolidate", &folder, &out, &"--from", &"torch-checkpointing", &"--no-sync"]);
+        from.assert_refused(&["metadata.pkl", "rename the files"]);
+        if content.is_none() {
+            fs::write(&metadata, "").unwrap();
+        }
+    }
+    // The hint works: torch.save files of DTensors are rank files under other names.
+    fs::remove_file(&metadata).unwrap();
+    for item in ["model", "optimizer", "progress"] {
+        for rank in 0..2 {
+            let name = |middle: &str| folder.join(format!("{item}_{middle}{rank}.pt"));
+            fs::rename(name(""), name("rank_")).unwrap();
+        }
+    }
+    succeed("verify", &[&folder, &fixture("trainers/torch_checkpointing/step-30")], "");
+    fs::remove_dir_all(&folder).unwrap();
+    // Safetensors files do not record how their tensors are sharded.
+    let folder = env.copy("trainers/torch_checkpointing_tp/step-30");
+    fs::remove_file(folder.join("metadata.pkl")).unwrap();
+    dtshard(&[&"unshard", &folder, &env.path("out.pt"), &"--no-sync"]).assert_refused(&["copy its metadata.pkl"]);
+}

@@ -27,7 +27,7 @@ use self::sharding::{SHARDING_INFO, ShardName, TensorShard, sharding_info, warni
 use super::index::ShardIndex;
 use super::output_placing::Placing;
 use super::shortfall::Shortfall;
-use super::{RankName, distinct_names, natural_order};
+use super::{RankName, distinct_names, folder_of, name_of, natural_order, torch_checkpointing};
 use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::storage::{FileId, Files};
@@ -129,10 +129,12 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
     let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
+        let names = [path, other].map(name_of);
+        let lost = torch_checkpointing::hint_if_missing(folder_of(path), &names);
         let found = format!("a tensor of this name also in {}", other.display());
         let (path, at, expected) = (path.to_path_buf(), name.to_owned(), String::from("a tensor in one file only"));
-        let hint =
-            Some("the folder may have files of two saves: move the files of one save into another folder".into());
+        let several_saves = "the folder may have files of two saves: move the files of one save into another folder";
+        let hint = Some(lost.unwrap_or_else(|| several_saves.to_owned()).into());
         return FormatError::Malformed { path, at, expected, found, hint }.into();
     }
     Error::Catalog(CatalogError::Conflict {

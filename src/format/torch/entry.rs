@@ -19,7 +19,7 @@ use crate::format::reading::ReadFindings;
 use crate::format::series::{GroupedFiles, group};
 use crate::format::shortfall::Shortfall;
 use crate::format::traits::{Read, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
-use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets};
+use crate::format::{Format, ReadOptions, distinct_names, fsdp_flat, sets, torch_checkpointing};
 use crate::storage::lookup::{self, FileKind};
 use crate::storage::{FileId, Files, IoMode};
 
@@ -152,6 +152,11 @@ impl Read for Reader {
     fn read(&self, reading: &mut ReadFindings<'_>, _: &Path, found: DetectedFiles) -> Result<(Format, LoadedFolder)> {
         let index = found.index.as_deref().map(ShardIndex::read).transpose()?;
         let (mut catalog, lacks) = read(&mut reading.files, &found.paths, reading.options.unknown())?;
+        if let ([only], None) = (found.paths.as_slice(), &index)
+            && !reading.options.show_incomplete
+        {
+            torch_checkpointing::refuse_lone_rank(only, &catalog)?;
+        }
         let warning = reading.admit(lacks)?;
         catalog.warnings.extend(warning);
         let differing = index.as_ref().and_then(|index| differing(&reading.files, index, &catalog, &found.paths));

@@ -59,7 +59,12 @@ impl Read for Reader {
         if !listing.names.iter().any(|name| name == METADATA) {
             return Ok(None);
         }
-        let Some(bytes) = metadata_of(listing.folder)? else { return Ok(None) };
+        let Some(bytes) = metadata_of(listing.folder)? else {
+            if listing.from.is_none_or(|from| from == Format::TorchCheckpointing) {
+                super::refuse_damaged(listing.folder, &listing.names)?;
+            }
+            return Ok(None);
+        };
         let path = listing.folder.join(METADATA);
         let metadata = CheckpointMetadata::parse(&path, &bytes)?;
         let paths = ItemFiles::of(listing.folder, &metadata)?.paths();

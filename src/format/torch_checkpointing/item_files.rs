@@ -137,7 +137,7 @@ fn unlisted<'a>(folder: &Path, metadata: &CheckpointMetadata) -> Result<Vec<Chec
 }
 
 /// Returns the item and the rank in the name of a file, without its suffix: `model` and 3 for `model_3`.
-fn item_and_rank(stem: &str) -> Option<(&str, u32)> {
+pub(super) fn item_and_rank(stem: &str) -> Option<(&str, u32)> {
     let (name, number) = stem.rsplit_once('_')?;
     let rank: u32 = number.parse().ok()?;
     (rank.to_string() == number && !name.is_empty() && !name.starts_with('.')).then_some((name, rank))
@@ -159,6 +159,9 @@ pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> 
             let expected =
                 format!("the metadata of torch_checkpointing, because `{name}` is named like the file of one rank");
             return Err(Error::malformed(&metadata, "the file", expected, "other content"));
+        }
+        if item_and_rank(name.strip_suffix(".pt").unwrap_or_default()).is_some() {
+            super::refuse_damaged(folder, &list(folder)?)?;
         }
         return Ok(None);
     };

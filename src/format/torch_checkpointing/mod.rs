@@ -16,6 +16,7 @@
 
 pub(super) mod entry;
 mod item_files;
+mod lost_metadata;
 mod metadata;
 mod read;
 mod safetensors_item;
@@ -25,6 +26,7 @@ mod write;
 use std::path::Path;
 
 pub use item_files::part_of_checkpoint;
+pub use lost_metadata::{hint_if_missing, refuse_damaged, refuse_lone_rank};
 
 use crate::error::Result;
 use crate::format::json::read_document;
