@@ -123,7 +123,12 @@ pub fn resolve(selected: &mut Catalog, choice: Option<OnConflict>, ranks: Target
                 refused.get_or_insert_with(|| catalog::conflict_error(path, holdings, tensors));
             }
             Some(OnConflict::Drop) => {
-                resolved.dropped.push(path.to_string());
+                let mut own_tensors = Vec::new();
+                path::tensors(leaf, path, &mut |path, _| own_tensors.push(path.to_string()));
+                if own_tensors.is_empty() {
+                    resolved.dropped.push(path.to_string());
+                }
+                resolved.dropped_tensors.append(&mut own_tensors);
                 return LeafAction::Remove;
             }
             Some(OnConflict::Rank0) => {

@@ -231,7 +231,7 @@ impl ConversionSource {
         }
         let resolved = differing_values::resolve(&mut self.selection.catalog, args.on_conflict, ranks)?;
         self.conflicts = ResolvedConflicts {
-            dropped_tensors: dropped,
+            dropped_tensors: [dropped, resolved.dropped_tensors].concat(),
             rank0: [std::mem::take(&mut self.conflicts.rank0), resolved.rank0].concat(),
             ..resolved
         };
