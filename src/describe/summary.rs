@@ -97,7 +97,8 @@ fn units_text(flat: &FlatLayout) -> String {
     let views = flat.use_orig_params.then(|| String::from("use_orig_params"));
     let notes: Vec<String> = hybrid.into_iter().chain(views).collect();
     let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
-    format!("{} over {} ranks{notes}", count(flat.units.len(), "flat parameter"), flat.world_size)
+    let ranks = count(flat.world_size as usize, "rank");
+    format!("{} over {ranks}{notes}", count(flat.units.len(), "flat parameter"))
 }
 
 /// The number of distinct tensors, and the sum of their bytes.
