@@ -28,7 +28,7 @@ pub fn parse(arguments: &[OsString]) -> Result<Cli, Error> {
         };
         // clap suggests passing the option as a value (`-- --option`), but no value of dtshard begins with a hyphen.
         error.remove(ContextKind::Suggested);
-        if let Some(tip) = number_of_ranks(arguments, &option) {
+        if let Some(tip) = number_of_ranks(arguments, &option).or_else(|| tip_for_mesh(&option, arguments)) {
             error.remove(ContextKind::SuggestedArg);
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
             return error;
@@ -63,6 +63,22 @@ fn number_of_ranks(arguments: &[OsString], option: &str) -> Option<String> {
         &"reshard" => Some(format!("give the number of ranks with --mesh fsdp={ranks}")),
         _ => Some(format!("give the number of ranks with --world-size {ranks}")),
     }
+}
+
+/// Returns a tip if the unknown argument is a mesh dim that follows a mesh: `--mesh dp=2 tp=2`.
+fn tip_for_mesh(unknown: &str, arguments: &[OsString]) -> Option<String> {
+    let is_dim = |text: &str| {
+        let (name, size) = text.split_once('=').unwrap_or_default();
+        !name.is_empty() && !name.starts_with('-') && size.bytes().all(|byte| byte.is_ascii_digit()) && !size.is_empty()
+    };
+    let words: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
+    let at = words.iter().position(|word| *word == unknown).filter(|_| is_dim(unknown))?;
+    let (option, first) = match words[..at] {
+        [.., option @ ("--mesh" | "--src-mesh"), first] => (option, first),
+        [.., last] => last.split_once('=').filter(|(option, _)| ["--mesh", "--src-mesh"].contains(option))?,
+        [] => return None,
+    };
+    Some(format!("separate the dims of a mesh with commas, without spaces: {option} {first},{unknown}"))
 }
 
 fn verbs_with(option: &str) -> Vec<String> {

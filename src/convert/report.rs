@@ -249,7 +249,13 @@ impl<'a> ReportSource<'a> {
     fn left_out_hint(&self) -> Option<String> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());
-        let objects = (!reservation.left_out.is_empty()).then_some("use options::to torch to write objects, too");
+        // Each verb writes other formats with objects.
+        let with_objects = if self.conversion.to.writers().contains(&"reshard") {
+            "use options::to dcp or options::to torch-ranks to write objects, too"
+        } else {
+            "use options::to torch to write objects, too"
+        };
+        let objects = (!reservation.left_out.is_empty()).then_some(with_objects);
         let has_series = !source.checkpoint.skipped_series.is_empty();
         let series = has_series.then_some("use options::series all to include the series that are left out");
         let has_folders = !source.checkpoint.skipped_folders.is_empty();

@@ -9,7 +9,7 @@ use super::differing_values::{self, ResolvedConflicts, TargetFiles};
 use super::peers::Peers;
 use super::run::Run;
 use super::source_checks::{self, Replicas};
-use super::source_options::{check_series, input, read_options};
+use super::source_options::{check_root, check_series, input, read_options};
 use super::tied;
 use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, state_dict};
@@ -112,6 +112,7 @@ impl ConversionSource {
         let choose = || {
             let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             let options = select_options(&args.select, defaults)?;
+            check_root(args.select.root.as_deref(), &checkpoint)?;
             let mut selection = select::select(&checkpoint.catalog, &options)?;
             check_reduced(args, &checkpoint, &selection, options.without_gradients)?;
             selection.notes.extend(tie);

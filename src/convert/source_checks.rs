@@ -137,6 +137,9 @@ pub fn replica_conflict(
                 "the declared layout makes these ranks replicas: if they hold different shards, declare them with \
                  options::src_placements; if they hold partial values, use options::reduce",
             ),
+            (Class::Tensor, None) if !checkpoint.format.has_rank_files() => {
+                format!("{CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; {listed}")
+            }
             (Class::Tensor, None) => format!(
                 "{CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; if the ranks hold \
                  shards of it, declare them with options::src_mesh and options::src_placements; {listed}"

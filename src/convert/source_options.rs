@@ -6,6 +6,7 @@ use super::options::{SelectOptions, SourceOptions};
 use crate::error::{Error, Result};
 use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
+use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 
 /// Returns the options for reading a checkpoint. `default` selects the series of rank files if the user names none.
@@ -81,7 +82,42 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
             checkpoint.root.display(),
             checkpoint.format
         ),
-        "leave options::series out",
+        match checkpoint.skipped_folders.as_slice() {
+            [] => String::from("leave options::series out"),
+            folders => hint_for_folders(&checkpoint.root, folders),
+        },
+    ))
+}
+
+/// Returns the hint that names the options with which folders beside the folder of the model are read.
+fn hint_for_folders(model: &Path, folders: &[String]) -> String {
+    let other = model.with_file_name(&folders[0]);
+    format!(
+        "use options::series all to read {} too, with options::root optimizer to choose the optimizer; or give {} as SRC",
+        short_list(folders, FEW),
+        other.display()
+    )
+}
+
+/// Refuses `--root` if it chooses the optimizer, but the folder of the optimizer is not read.
+///
+/// # Errors
+/// `Usage`.
+pub fn check_root(root: Option<&str>, checkpoint: &Checkpoint) -> Result<()> {
+    let Some(root) = root else { return Ok(()) };
+    let first = root.split('.').next().unwrap_or(root);
+    let is_folder = |name: &String| name.split('_').next() == first.split('_').next();
+    let is_read = checkpoint.catalog.state.as_dict().is_some_and(|state| state.get(first).is_some());
+    if is_read || !checkpoint.skipped_folders.iter().any(is_folder) {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "options::root {root}: only the model in {} is read, not {}",
+            checkpoint.root.display(),
+            short_list(&checkpoint.skipped_folders, FEW)
+        ),
+        hint_for_folders(&checkpoint.root, &checkpoint.skipped_folders),
     ))
 }
 

@@ -83,7 +83,7 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
         );
         return Error::usage(what, hint);
     }
-    let below = subfolders_with(path, from);
+    let below = subfolders_with(path, Some(from));
     let hint = match below.as_slice() {
         [] => String::from("remove options::from to detect the format"),
         [only] => format!("give the folder {only}, or remove options::from to detect the format"),
@@ -97,15 +97,15 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(format!("{} contains no checkpoint of format {from}", path.display()), hint)
 }
 
-/// Returns the subfolders of a folder that contain a checkpoint of a format, in natural order. Subfolders that cannot be read
+/// Returns the subfolders of a folder that contain a checkpoint of a format, or of any format, in natural order. Subfolders that cannot be read
 /// are left out, because the list is only for a hint.
-fn subfolders_with(folder: &Path, format: Format) -> Vec<String> {
+fn subfolders_with(folder: &Path, format: Option<Format>) -> Vec<String> {
     let mut found: Vec<String> = (lookup::list(folder).into_iter().flatten())
         .filter(|entry| entry.is_folder().unwrap_or(false))
         .map(|entry| folder.join(&entry.name))
         .filter(|below| {
-            let found = look_in(below, Some(format)).unwrap_or_default();
-            found.iter().any(|found| can_be(found.format, format))
+            let found = look_in(below, format).unwrap_or_default();
+            found.iter().any(|found| format.is_none_or(|format| can_be(found.format, format)))
         })
         .map(|below| below.display().to_string())
         .collect();
@@ -155,6 +155,14 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
         let snapshots = folder.join("snapshots");
         return Error::unsupported(what, format!("this is a hub cache; give a folder in {}", snapshots.display()));
+    }
+    let hint = match subfolders_with(folder, None).as_slice() {
+        [] => None,
+        [only] => Some(format!("give the folder {only}")),
+        several => Some(format!("give one of the folders {}", short_list(several, FEW))),
+    };
+    if let Some(hint) = hint {
+        return Error::unsupported(what, hint);
     }
     Error::unsupported(
         if names.is_empty() { format!("{what}: it is empty") } else { what },

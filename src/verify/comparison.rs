@@ -47,7 +47,7 @@ impl Comparison<'_> {
         let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
         let left = named_tensors(ours);
         let mut right = named_tensors(theirs);
-        check_common(args, left.keys(), |name| right.contains_key(name))?;
+        check_common(args, left.keys(), right.keys())?;
         let progress =
             Task::start(run.progress, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
         // The totals of the soundness check are reset, because the result reports only the compared tensors.
@@ -140,7 +140,7 @@ impl ComparedNames {
             listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
         listed.retain(|name, _| !self.left_out.contains(*name));
         let ours = named_tensors(selection);
-        check_common(args, ours.keys(), |name| listed.contains_key(name))?;
+        check_common(args, ours.keys(), listed.keys())?;
         let progress = Task::start(run.progress, "hashing", selection.tensors.iter().map(TensorEntry::len_bytes).sum());
         (found.tensors, found.bytes) = (0, 0);
         let mut known: BTreeMap<TensorId, String> = BTreeMap::new();
@@ -191,19 +191,28 @@ impl ComparedNames {
 }
 
 /// Refuses `--common` if SRC and OTHER have no tensor name in common, because such a comparison would always succeed.
-fn check_common<'n>(
+fn check_common(
     args: &VerifyOptions,
-    mut ours: impl Iterator<Item = &'n String>,
-    in_other: impl Fn(&str) -> bool,
+    ours: impl Iterator<Item = impl AsRef<str>>,
+    theirs: impl Iterator<Item = impl AsRef<str>>,
 ) -> Result<()> {
-    if !args.common || ours.any(|name| in_other(name)) {
+    if !args.common {
         return Ok(());
     }
-    Err(Error::usage(
-        "options::common: SRC and OTHER have no tensor name in common",
-        "see the names with `dtshard inspect`; change the names of SRC with options::root, options::strip_prefix or \
-         options::rename",
-    ))
+    let theirs: Vec<String> = theirs.map(|name| name.as_ref().to_owned()).collect();
+    let known: HashSet<&str> = theirs.iter().map(String::as_str).collect();
+    let ours: Vec<String> = ours.map(|name| name.as_ref().to_owned()).collect();
+    if ours.iter().any(|name| known.contains(name.as_str())) {
+        return Ok(());
+    }
+    let hint = match root_in_other(&ours, &theirs) {
+        Some(root) => format!("OTHER has the names of SRC below `{root}`: add options::nest {root}"),
+        None => String::from(
+            "see the names with `dtshard inspect`; change the names of SRC with options::root, options::strip_prefix, \
+             options::rename or options::nest",
+        ),
+    };
+    Err(Error::usage("options::common: SRC and OTHER have no tensor name in common", hint))
 }
 
 impl Findings {
@@ -305,7 +314,23 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
         let hint = format!("in OTHER, the names of SRC begin with `{prefix}.`: add options::add_prefix {prefix}.");
         found.hints.push(hint);
+    } else if let Some(root) = root_in_other(&found.only_in_src, &found.only_in_other) {
+        found.hints.push(format!(
+            "OTHER has the names of SRC below `{root}`, and other names: swap SRC and OTHER and add options::root {root}; or \
+             add options::nest {root} and options::common"
+        ));
     }
+}
+
+/// Returns a name below which `theirs` has all of `ours`. For example, SRC is an exported model, and OTHER is the
+/// checkpoint of a trainer with a model and an optimizer.
+fn root_in_other<'n>(ours: &[String], theirs: &'n [String]) -> Option<&'n str> {
+    let first = ours.first()?;
+    let known: HashSet<&str> = theirs.iter().map(String::as_str).collect();
+    let roots = theirs.iter().filter_map(|name| name.strip_suffix(first.as_str())?.strip_suffix('.'));
+    roots
+        .filter(|root| !root.is_empty())
+        .find(|root| ours.iter().all(|name| known.contains(format!("{root}.{name}").as_str())))
 }
 
 /// Returns true if one of `names` consists of `root`, a dot and a name in `others`.
@@ -352,8 +377,19 @@ fn same_names(left: &Value, right: &Value) -> bool {
     names(left).is_some_and(|left| names(right) == Some(left))
 }
 
+/// Returns the objects of a state dict by name. Tensors that differ between ranks are no object: they are compared as
+/// tensors, with one name for each rank.
 fn objects(state: &Value) -> BTreeMap<String, &Value> {
-    by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
+    let is_tensor = |value: &Value| match value {
+        Value::Other(holdings) => holdings.iter().all(|holding| matches!(holding.value, Value::Tensor(_))),
+        _ => false,
+    };
+    by_name(
+        path::objects(state)
+            .into_iter()
+            .filter(|(_, value)| !is_tensor(value))
+            .map(|(path, value)| (path.to_string(), value)),
+    )
 }
 
 /// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have equal

@@ -63,10 +63,14 @@ pub fn sound(checkpoint: &Checkpoint, selected: &Catalog, run: &Run<'_>, found: 
         found.bytes += entry.len_bytes();
     }
     if plain_replicas > 0 {
-        found.hints.push(String::from(
+        // Only for rank files, the user can declare a layout.
+        found.hints.push(String::from(if checkpoint.format.has_rank_files() {
             "plain tensors are treated as replicas; if they are shards, declare the layout with options::src_mesh and \
-             options::src_placements or options::src_plan; if they are partial values, use options::reduce",
-        ));
+             options::src_placements or options::src_plan; if they are partial values, use options::reduce"
+        } else {
+            "ranks have different values of a tensor that is not sharded: use options::on_conflict to choose a value in a \
+             conversion, or options::exclude to leave the tensor out"
+        }));
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ mod docs;
 mod flat_optimizer;
 mod folders;
 mod fsdp_flat;
+mod hints;
 mod inspect;
 mod messages;
 mod outputs;

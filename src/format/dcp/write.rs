@@ -35,7 +35,13 @@ pub fn reserve(
     if !matches!(state, Value::Dict(_)) {
         return Err(Error::unsupported(
             format!("the top level of the checkpoint is a {}, but a DCP checkpoint must be a dict", state.type_name()),
-            "save it again as a dict, or write a torch file with `dtshard unshard`",
+            match state {
+                Value::List(_) | Value::Tuple(_) => {
+                    "choose one item by its index (append .0 to options::root; without options::root, use options::root 0), or \
+                     put the list under a key with options::nest"
+                }
+                _ => "put it under a key with options::nest, or write a torch file with `dtshard unshard`",
+            },
         ));
     }
     let leaves = path::leaves(state);
