@@ -13,7 +13,7 @@ use super::saved_digests::{DigestListing, ListedTensor};
 use crate::catalog::value::describe;
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, path, state_dict};
 use crate::convert::Run;
-use crate::convert::options::VerifyOptions;
+use crate::convert::options::{SelectOptions, VerifyOptions};
 use crate::convert::source_options::input;
 use crate::convert::tied;
 use crate::describe::object_document;
@@ -78,7 +78,7 @@ impl Comparison<'_> {
         for name in right.into_keys() {
             found.added(name, args);
         }
-        suggest_root(&names.source, found);
+        suggest_root(&names.source, &args.select, found);
         if found.hints.is_empty() {
             self.suggest_common(&[(source, ours, "OTHER"), (other, theirs, "SRC")], found)?;
         }
@@ -177,7 +177,7 @@ impl ComparedNames {
         for name in listed.into_keys() {
             found.added(name.to_owned(), args);
         }
-        suggest_root(&self.source, found);
+        suggest_root(&self.source, &args.select, found);
         let ours = objects(&selection.state);
         if source.format.holds_objects() && listing.holds_objects() {
             let listed = listing.objects.iter().map(|(name, one)| (name.as_str(), one));
@@ -305,12 +305,23 @@ impl Findings {
 /// Adds a hint to change the prefix of names, if a name that only one of SRC and OTHER has equals a name that only the
 /// other has, apart from a prefix. For example, a checkpoint may have the name `model.x` where the exported model has
 /// the name `x`.
-fn suggest_root(source: &Selected, found: &mut Findings) {
+fn suggest_root(source: &Selected, options: &SelectOptions, found: &mut Findings) {
+    let SelectOptions { root, strip_prefix, rename, rename_file, add_prefix, nest, .. } = options;
+    // `options::root` takes names of the file, and the names here are those after the options.
+    let changes_names = root.is_some()
+        || [strip_prefix, rename].iter().any(|list| !list.is_empty())
+        || rename_file.is_some()
+        || add_prefix.is_some()
+        || nest.is_some();
     let root = state_dict::model(&source.catalog.state).root.to_string();
     let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
     let root = is_root.then_some(root.as_str()).or_else(|| common_prefix(&found.only_in_src, &found.only_in_other));
-    if let Some(root) = root {
-        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add options::root {root}"));
+    if let Some(root) = root.filter(|_| changes_names) {
+        found.hints.push(format!(
+            "OTHER has some names of SRC without `{root}.`: correct the options that change the names of SRC"
+        ));
+    } else if let Some(root) = root {
+        found.hints.push(format!("OTHER has some names that SRC has below `{root}`: add options::root {root}"));
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
         let hint = format!("in OTHER, the names of SRC begin with `{prefix}.`: add options::add_prefix {prefix}.");
         found.hints.push(hint);
