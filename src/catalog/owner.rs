@@ -255,7 +255,8 @@ fn elementwise<'c>(catalog: &'c Catalog, state: Option<&'c Dict>) -> impl Iterat
     })
 }
 
-/// Returns whether the shapes of a state tensor and of a parameter are both shapes of complete tensors.
+/// Returns whether the shapes of a state tensor and a parameter can be compared: both or neither are known to be shared
+/// over ranks ([`TensorEntry::is_shared`]), and the state tensor is readable.
 fn are_comparable(state: &TensorEntry, parameter: &TensorEntry) -> bool {
     state.is_shared() == parameter.is_shared() && state.unreadable.is_none()
 }

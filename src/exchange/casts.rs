@@ -1,8 +1,8 @@
-//! Casts in the shuffle. If a cast does not enlarge the values, a GPU casts them before it copies them to the host, so
-//! that fewer bytes are copied. Casts to a larger dtype, and all casts of the host shuffle, are done when values are
-//! written. Buffer ranges are in bytes; portions of tiles count elements. Invariant: an element whose value is lost in
-//! a cast is counted once: in the first replica of its tile, by the process that writes the first byte of the element
-//! in this replica.
+//! Casts in the shuffle. If a cast does not enlarge the values, a GPU with kernels casts them before it copies them to the
+//! host, so that fewer bytes are copied. Casts to a larger dtype, and all casts in a shuffle without kernels, are done
+//! when values are written. Buffer ranges are in bytes; portions of tiles count elements. Invariant: an element whose
+//! value is lost in a cast is counted once: in the first replica of its tile, by the process that writes the first byte of
+//! the element in this replica.
 
 use std::iter;
 use std::ops::Range;

@@ -90,7 +90,7 @@ impl Stats {
         stats
     }
 
-    /// Returns the counters of reading planned tiles.
+    /// Returns the runs and the bytes that are to be read for these tiles, and the memory of their plans. Reads nothing.
     pub(crate) fn for_tiles(tiles: &[PlannedTile]) -> Self {
         let tile_stats = |planned: &PlannedTile| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + planned.tile.heap_bytes(), ..Self::default() };

@@ -216,11 +216,11 @@ impl ShardIndex {
         });
         let unlisted = || {
             let (name, path) = stored.find(|(name, _)| !self.weight_map.contains_key(*name))?;
-            let found = path.map_or_else(String::new, |path| format!(" in {}", path.display()));
+            let found = path.map_or_else(String::new, |path| format!(", which is in {}", path.display()));
             Some(error(
                 name,
                 "an entry in weight_map for every tensor of the files",
-                format!("a tensor without an entry{found}"),
+                format!("no entry for this tensor{found}"),
             ))
         };
         elsewhere.or_else(unlisted).map(|error| Shortfall::new(Vec::new(), error))

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 
+use super::filter::Kept;
 use super::survey::{Leaf, Survey};
 use super::{NameOptions, Root, Selected, filter, reject_unsupported, select, select_kept};
 use crate::catalog::path;
@@ -35,14 +36,15 @@ pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> 
     if let Some(unused) = kept.unused.iter().find(is_unused_by_other) {
         return Err(filter::unused_error(&survey, unused));
     }
-    let ours = select_kept(source, options, &survey, kept.leaves)?;
+    let ours = select_kept(source, options, &survey, kept)?;
     let left_out = left_out_names(source, &survey, options, &ours)?;
     let chosen = names(&ours.catalog.state);
     let is_kept = |(leaf, kept): (&Leaf, bool)| {
         let name = other_survey.named(*leaf).name;
         !left_out.contains(&name) && (kept || chosen.contains(&name))
     };
-    let kept_of_other = other_survey.leaves.iter().zip(other_kept.leaves).map(is_kept).collect();
+    let leaves = other_survey.leaves.iter().zip(other_kept.leaves).map(is_kept).collect();
+    let kept_of_other = Kept { leaves, by_patterns: other_kept.by_patterns, unused: Vec::new() };
     let theirs = select_kept(other, &unfiltered(options), &other_survey, kept_of_other)?;
     reject_unsupported(source, &ours.catalog.state, options)?;
     reject_unsupported(other, &theirs.catalog.state, options)?;
@@ -71,7 +73,7 @@ fn left_out_names(
     selected: &Selected,
 ) -> Result<HashSet<String>> {
     let without_filters = NameOptions { include: Vec::new(), exclude: Vec::new(), ..options.clone() };
-    let every = filter::keep(survey, &without_filters).leaves;
+    let every = filter::keep(survey, &without_filters);
     let mut all = names(&select_kept(source, &without_filters, survey, every)?.catalog.state);
     for name in names(&selected.catalog.state) {
         all.remove(&name);

@@ -46,8 +46,25 @@ impl<'o> UsedPatterns<'o> {
 pub(super) struct Kept {
     /// For each leaf of the state dict, whether it is kept.
     pub leaves: Vec<bool>,
+    /// The leaves that the patterns select; `None` if there are no patterns.
+    pub by_patterns: Option<SelectedByPatterns>,
     /// The option and the text of each pattern that matches no leaf.
     pub unused: Vec<(&'static str, String)>,
+}
+
+impl Kept {
+    /// Makes a selection that no pattern has made.
+    pub fn of(leaves: Vec<bool>) -> Self {
+        Self { leaves, by_patterns: None, unused: Vec::new() }
+    }
+}
+
+/// The leaves that patterns select, without parameter groups that are kept because of their state.
+pub(super) struct SelectedByPatterns {
+    /// For each leaf, whether a pattern includes it and none excludes it.
+    pub selected: Vec<bool>,
+    /// For each leaf, whether a pattern excludes it.
+    pub excluded: Vec<bool>,
 }
 
 /// Returns the error about a pattern that matches no leaf.
@@ -71,7 +88,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
     let mut kept: Vec<bool> =
         survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
-        return Kept { leaves: kept, unused: Vec::new() };
+        return Kept::of(kept);
     }
     let (mut include, mut exclude) = (UsedPatterns::new(&options.include), UsedPatterns::new(&options.exclude));
     let mut in_use: HashSet<u32> = HashSet::new();
@@ -88,6 +105,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
             in_use.insert(number);
         }
     }
+    let selected = kept.clone();
     let of_option = |option, patterns: &UsedPatterns<'_>| {
         patterns.unused().map(|pattern| (option, pattern.as_str().to_owned())).collect::<Vec<_>>()
     };
@@ -98,7 +116,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &NameOptions) -> Kept {
             kept[index] = true;
         }
     }
-    Kept { leaves: kept, unused }
+    Kept { leaves: kept, by_patterns: Some(SelectedByPatterns { selected, excluded }), unused }
 }
 
 /// Returns whether a leaf in flattened parameter groups (`param_groups.FQN.lr`) belongs to a parameter that is left

@@ -38,6 +38,7 @@ use crate::catalog::path::{self, tensors};
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Unreadable, Value, state_dict};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
+use filter::{Kept, SelectedByPatterns};
 use naming::Naming;
 use rebuild::Rebuild;
 use survey::{Leaf, LeafKind, Survey};
@@ -151,17 +152,18 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     if let Some(unused) = kept.unused.first() {
         return Err(filter::unused_error(&survey, unused));
     }
-    let selected = select_kept(source, options, &survey, kept.leaves)?;
+    let selected = select_kept(source, options, &survey, kept)?;
     reject_unsupported(source, &selected.catalog.state, options)?;
     Ok(selected)
 }
 
 /// Renames and casts the leaves that the filters keep.
-fn select_kept(source: &Catalog, options: &NameOptions, survey: &Survey<'_>, mut kept: Vec<bool>) -> Result<Selected> {
+fn select_kept(source: &Catalog, options: &NameOptions, survey: &Survey<'_>, kept: Kept) -> Result<Selected> {
+    let Kept { leaves: mut kept, by_patterns, .. } = kept;
     let notes = filter::notes(survey, options, &kept);
     let state = || match unchanged_state(source, survey, options, &mut kept) {
         Some(part) => Ok(part.clone()),
-        None => rename(survey, options, &mut kept),
+        None => rename(survey, options, &mut kept, by_patterns.as_ref()),
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let (meshes, model_parallel_groups) = (source.meshes.clone(), source.model_parallel_groups.clone());
@@ -229,18 +231,23 @@ fn unchanged_state<'a>(
 }
 
 /// Builds the new state dict from the kept leaves. Marks leaves outside the root as not kept.
-fn rename(survey: &Survey<'_>, options: &NameOptions, kept: &mut [bool]) -> Result<Value> {
+fn rename(
+    survey: &Survey<'_>,
+    options: &NameOptions,
+    kept: &mut [bool],
+    by_patterns: Option<&SelectedByPatterns>,
+) -> Result<Value> {
     let mut naming = Naming::new(survey, options)?;
     if survey.optimizers > 0 {
         naming.record_parameters(kept);
     }
     // Lists of parameters lose the excluded parameters, but keep parameters outside the root.
     let filtered = kept.to_vec();
-    let listed = KeptParameters::new(survey, &filtered);
+    let listed = KeptParameters::new(survey, &filtered, by_patterns);
     let mut rebuild = Rebuild::new(survey);
     for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
         match naming.path(*leaf)? {
-            Some(steps) => rebuild.insert(*leaf, value(survey, &naming, *leaf, &listed), &steps)?,
+            Some(steps) => rebuild.insert(*leaf, value(survey, &naming, (index, *leaf), &listed), &steps)?,
             None => kept[index] = false,
         }
     }
@@ -266,46 +273,45 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
 struct KeptParameters<'k> {
     /// For each leaf, whether it is kept.
     leaves: &'k [bool],
+    by_patterns: Option<&'k SelectedByPatterns>,
     /// The parameters whose optimizer state is kept, each with the number of its optimizer.
     with_state: HashSet<(u32, String)>,
-    /// The numbers of the optimizers of which some state is kept.
-    optimizers: HashSet<u32>,
-    /// Whether some parameter of the model is kept.
-    has_model: bool,
 }
 
 impl<'k> KeptParameters<'k> {
-    fn new(survey: &Survey<'_>, leaves: &'k [bool]) -> Self {
-        let mut kept = Self { leaves, with_state: HashSet::new(), optimizers: HashSet::new(), has_model: true };
-        if leaves.iter().all(|kept| *kept) {
-            return kept;
+    fn new(survey: &Survey<'_>, leaves: &'k [bool], by_patterns: Option<&'k SelectedByPatterns>) -> Self {
+        let mut with_state = HashSet::new();
+        if by_patterns.is_some() {
+            for leaf in zip(&survey.leaves, leaves).filter_map(|(leaf, kept)| kept.then_some(leaf)) {
+                let Some((number, _)) = leaf.optimizer.filter(|_| leaf.in_state()) else { continue };
+                let named = survey.named(*leaf);
+                with_state.extend(named.parameter().map(|name| (number, survey.clean(name))));
+            }
         }
-        for leaf in zip(&survey.leaves, leaves).filter_map(|(leaf, kept)| kept.then_some(leaf)) {
-            let Some((number, _)) = leaf.optimizer.filter(|_| leaf.in_state()) else { continue };
-            kept.optimizers.insert(number);
-            let named = survey.named(*leaf);
-            kept.with_state.extend(named.parameter().map(|name| (number, survey.clean(name))));
-        }
-        kept.has_model = survey.parameters.values().any(|index| leaves[*index as usize]);
-        kept
+        Self { leaves, by_patterns, with_state }
     }
 
-    /// Returns whether an optimizer keeps a parameter in its groups: a parameter that the model keeps, or of which state is
-    /// kept. If neither the model nor the state of the optimizer is selected, the groups keep all parameters.
-    fn is_listed(&self, survey: &Survey<'_>, optimizer: Option<u32>, name: &str) -> bool {
-        let in_model = survey.parameters.get(name).is_none_or(|index| self.leaves[*index as usize]);
-        let has_state = |number: u32| {
-            self.with_state.contains(&(number, name.to_owned()))
-                || !self.has_model && !self.optimizers.contains(&number)
-        };
-        in_model || optimizer.is_some_and(has_state)
+    /// Returns whether a list of an optimizer keeps a parameter: the model keeps it, or state of it is kept, or the patterns
+    /// select the list and do not exclude the parameter.
+    fn is_listed(&self, survey: &Survey<'_>, (list, leaf): (usize, Leaf), name: &str) -> bool {
+        let Some(&parameter) = survey.parameters.get(name) else { return true };
+        let by_patterns = |by: &SelectedByPatterns| by.selected[list] && !by.excluded[parameter as usize];
+        let has_state = |(number, _)| self.with_state.contains(&(number, name.to_owned()));
+        self.leaves[parameter as usize]
+            || leaf.optimizer.is_some_and(has_state)
+            || self.by_patterns.is_some_and(by_patterns)
     }
 }
 
 /// Returns the value of a leaf in the result. In the lists `params` and `param_names` of an optimizer, each name
 /// changes like the name of the parameter. The names of parameters are removed from `params` if the parameters and their
 /// state are left out.
-fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &KeptParameters<'_>) -> Value {
+fn value(
+    survey: &Survey<'_>,
+    naming: &Naming<'_, '_>,
+    (index, leaf): (usize, Leaf),
+    kept: &KeptParameters<'_>,
+) -> Value {
     let value = survey.value(leaf);
     let listed = leaf.in_groups() && leaf.kind == LeafKind::Object;
     let key = if listed { survey.last_key(leaf).unwrap_or_default() } else { "".into() };
@@ -318,7 +324,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &KeptPa
     let rename = |item: &Value| {
         let Value::Str(name) = item else { return Some(item.clone()) };
         let name = survey.clean(name);
-        if may_drop && !kept.is_listed(survey, leaf.optimizer.map(|(number, _)| number), &name) {
+        if may_drop && !kept.is_listed(survey, (index, leaf), &name) {
             return None;
         }
         Some(Value::Str(naming.parameter(&name, &head).into_owned().into()))

@@ -170,7 +170,7 @@ fn one_file_of_a_checkpoint_is_refused() {
     for len in [300, 0] {
         fs::File::options().write(true).open(folder.join("metadata.pkl")).unwrap().set_len(len).unwrap();
         dtshard(&[&"consolidate", &folder.join("model_0.safetensors"), &env.path("out"), &"--no-sync"])
-            .assert_refused(&["metadata.pkl", "`model_0.safetensors` is named like the file of one rank"]);
+            .assert_refused(&["metadata.pkl", "`model_0.safetensors` has the name of one rank's file"]);
     }
     // A link to such a file is refused as well.
     let target = fixture("trainers/torch_checkpointing_tp/step-30/model_0.safetensors");

@@ -14,6 +14,7 @@ use super::super::target_parts::{PartTarget, example_of, fsdp_version, parts};
 use super::flat_selection::select_parameters;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::{metadata, metadata_mut};
+use crate::catalog::optimizer::STATE;
 use crate::catalog::parameter_names::{named_optimizers, numbered_optimizers};
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Class, Fqn, Path, TensorId, Value, optimizer, path, state_dict};
@@ -54,7 +55,8 @@ impl Fsdp1Job {
         if !is_kept || !is_of_fsdp1(example) {
             return Ok(None);
         }
-        if example.catalog.flat.is_none() && !numbered_optimizers(&source.selection.catalog.state).is_empty() {
+        // With one rank in each shard group, state of parameters is not sharded.
+        if shard_group_size > 1 && example.catalog.flat.is_none() && has_numbered_state(source) {
             return Err(Error::unsupported(
                 format!(
                     "{}: the job uses FSDP1, and the flat layout of the model is unknown, so the optimizer state cannot be \
@@ -66,7 +68,8 @@ impl Fsdp1Job {
                  with FSDP2",
             ));
         }
-        Ok(keeps_optimizer(source, to).then(|| Self { world_size: mesh.job_size(), shard_group_size }))
+        let is_kept = shard_group_size == 1 && has_numbered_state(source) || keeps_optimizer(source, to);
+        Ok(is_kept.then(|| Self { world_size: mesh.job_size(), shard_group_size }))
     }
 
     /// Returns whether the job uses `NO_SHARD`, because each shard group has one rank.
@@ -94,6 +97,16 @@ impl Fsdp1Job {
         }
         Ok(Some(layout))
     }
+}
+
+/// Returns whether the selection has optimizer state by number.
+fn has_numbered_state(source: &ConversionSource) -> bool {
+    let state = &source.selection.catalog.state;
+    let has_state = |path: &Path| {
+        let states = path.find(state).and_then(|optimizer| optimizer.as_dict()?.get(STATE));
+        states.is_some_and(Value::contains_tensor)
+    };
+    numbered_optimizers(state).iter().any(has_state)
 }
 
 /// Returns the paths of the parameters of a flat layout in the state dict of the model, under all their names.

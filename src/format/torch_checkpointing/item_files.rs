@@ -156,9 +156,8 @@ pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> 
         let metadata = folder.join(METADATA);
         // Only the metadata states whether the file has whole tensors.
         if name.strip_suffix(".safetensors").and_then(item_and_rank).is_some() && lookup::exists(&metadata)? {
-            let expected =
-                format!("the metadata of torch_checkpointing, because `{name}` is named like the file of one rank");
-            return Err(Error::malformed(&metadata, "the file", expected, "other content"));
+            let expected = format!("metadata of torch_checkpointing (`{name}` has the name of one rank's file)");
+            return Err(Error::malformed(&metadata, "content", expected, "other content"));
         }
         if item_and_rank(name.strip_suffix(".pt").unwrap_or_default()).is_some() {
             super::refuse_damaged(folder, &list(folder)?)?;

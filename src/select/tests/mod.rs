@@ -239,7 +239,7 @@ fn param_groups_follow_their_state() {
     assert_eq!(only(&["model.layers.0"], &["optim.param_groups"]), None);
     assert_eq!(only(&["extra"], &[]), None);
     assert_eq!(only(&["layers"], &["optim.state"]), None);
-    // Without the model, the parameters are those with state; without state, too, they are all parameters.
+    // If the patterns select the groups themselves, the groups keep every parameter that is not excluded.
     assert_eq!(only(&["optim"], &[]), Some(names(&["layers.0.w", "layers.1.w", "head.w"])));
     assert_eq!(only(&["optim"], &["head"]), Some(names(&["layers.0.w", "layers.1.w"])));
     assert_eq!(only(&["optim.param_groups"], &[]), Some(names(&["layers.0.w", "layers.1.w", "head.w"])));

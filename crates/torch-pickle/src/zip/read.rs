@@ -377,7 +377,7 @@ fn read_entries<S: ReadAt + ?Sized>(
     spans.sort_unstable();
     let overlap = spans.array_windows().find(|[first, second]| second.0 - first.0 < first.1 + LOCAL_HEADER as u64);
     if let Some([first, second]) = overlap {
-        return Err(Fault::Malformed(format!("entries at {} and {} that overlap", first.0, second.0)));
+        return Err(Fault::Malformed(format!("overlapping entries at bytes {} and {}", first.0, second.0)));
     }
     let prefix = prefix.ok_or_else(|| Fault::Malformed(String::from("no entries")))?;
     Ok((prefix, records))

@@ -216,6 +216,10 @@ impl Candidates {
         }
         for (index, at) in self.optimizers.iter().filter(|_| !numels.is_empty()) {
             let files = &series[*index].files;
+            // LBFGS keeps the state of all parameters as state of the first one.
+            if !files.first().is_some_and(|file| optimizer::has_state_of_all(&file.contents.value, at)) {
+                continue;
+            }
             if let Some(len) = longest_vector(files, at).filter(|len| *len > longest && !numels.contains(len)) {
                 return Err(unknown_layout_error(format!(
                     "{}: the optimizer seems to have state of FSDP1's flat parameters (a 1-d tensor of {len} elements), and the \

@@ -54,6 +54,13 @@ pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     files.iter().all(flat)
 }
 
+/// Returns whether an optimizer has state for each parameter that its groups list.
+pub fn has_state_of_all(value: &Value, at: &Path) -> bool {
+    let numbers = at.find(value).and_then(Value::as_dict).and_then(group_numbers).unwrap_or_default();
+    let states = optimizer_state(value, at).and_then(Value::as_dict).map_or(0, |states| states.entries.len());
+    states == numbers.iter().flatten().count()
+}
+
 /// Returns the state of the optimizer at a path.
 pub fn optimizer_state<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
     at.find(value)?.as_dict()?.get(STATE)

@@ -152,7 +152,7 @@ impl ShardedModel {
         };
         // FSDP1 flattens parameters in the order of their memory, but saved shards are row-major. Under NO_SHARD with
         // use_orig_params, the state is not flattened.
-        let is_flattened = !(layout.use_orig_params && self.is_no_shard());
+        let is_flattened = !(lengths.is_empty() || layout.use_orig_params && self.is_no_shard());
         let is_unknown =
             |param: &&FlatParam| param.stride.is_some() || is_flattened && may_be_channels_last(&param.shape);
         if let Some(param) = self.record.params().find(is_unknown) {
