@@ -263,6 +263,10 @@ fn buffers_of_an_fsdp1_job_stay_plain() {
         let refused = expect(2, "reshard", &[&fixture(&format!("flat_none/{form}")), &again], "--mesh fsdp=2").stderr;
         assert_contains(&refused, &["--flat-layout FILE"]);
     }
+    // With use_orig_params and one rank in each shard group, the state is not sharded, so no layout is needed.
+    let (source, one) = (fixture("flat_none/views"), folder.path().join("one"));
+    succeed("reshard", &[&source, &one], "--mesh fsdp=1");
+    assert_contains(&succeed("verify", &[&source, &one], "--series model,optim").stderr, &["the same: "]);
 }
 
 /// A parameter that is left out has no state in the flat parameters, and a new name of a parameter applies to its state.
