@@ -25,6 +25,12 @@ pub fn named_optimizers(state: &Value) -> Vec<Path> {
     optimizers(state, &|dict| dict.get(GROUPS).and_then(names_of).is_some())
 }
 
+/// Returns whether the state dict as a whole is that of an optimizer whose parameters are names, with no model beside it.
+#[must_use]
+pub fn is_named_optimizer(state: &Value) -> bool {
+    named_optimizers(state) == [Path::default()]
+}
+
 /// Returns the paths of the dicts that `is_optimizer` accepts.
 fn optimizers(state: &Value, is_optimizer: &dyn Fn(&Dict) -> bool) -> Vec<Path> {
     let mut found = Vec::new();

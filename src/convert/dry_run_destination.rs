@@ -15,7 +15,8 @@ use crate::exec::Options;
 use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
-/// Returns a warning if a run would be refused, would resume, or has nothing to do, and `None` if it would start anew.
+/// Returns a warning about the destination, or `None` if a run would start anew. A warning says that a run would be refused,
+/// would resume, or has nothing to do.
 pub fn describe_destination(
     conversion: &Prepared,
     args: &ConvertOptions,

@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use super::source::ConversionSource;
 use crate::catalog::optimizer;
 use crate::catalog::parameter_names::{
-    named_optimizers, number_parameters, numbered_optimizers, parameter_names, parameter_names_like,
-    set_parameter_names,
+    is_named_optimizer, named_optimizers, number_parameters, numbered_optimizers, parameter_names,
+    parameter_names_like, set_parameter_names,
 };
 use crate::catalog::path::tensors;
 use crate::catalog::wrappers::clean_name;
@@ -66,7 +66,7 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
 /// model, the names stay.
 pub fn number_flat_optimizers(source: &mut ConversionSource) {
     let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
-    if named_optimizers(&stored.state) == [Path::default()] {
+    if is_named_optimizer(&stored.state) {
         return;
     }
     let model = state_dict::model(&stored.state).tensors;

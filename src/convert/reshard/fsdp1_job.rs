@@ -15,7 +15,7 @@ use super::flat_selection::select_parameters;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::{metadata, metadata_mut};
 use crate::catalog::optimizer::STATE;
-use crate::catalog::parameter_names::{named_optimizers, numbered_optimizers};
+use crate::catalog::parameter_names::{is_named_optimizer, numbered_optimizers};
 use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Class, Fqn, Path, TensorId, Value, optimizer, path, state_dict};
 use crate::convert::options::ReshardOptions;
@@ -192,7 +192,7 @@ pub fn is_beside_dtensors(source: &ConversionSource) -> bool {
 
 /// Returns whether the checkpoint has a model in ShardedTensors.
 pub fn has_sharded_tensors(Checkpoint { catalog, .. }: &Checkpoint) -> bool {
-    let has_model = named_optimizers(&catalog.state) != [Path::default()];
+    let has_model = !is_named_optimizer(&catalog.state);
     let is_sharded = |(_, id): &(_, TensorId)| catalog.tensor(*id).class == Class::ShardedTensor;
     has_model && state_dict::model(&catalog.state).tensors.iter().any(is_sharded)
 }
@@ -210,10 +210,10 @@ fn keeps_optimizer(source: &ConversionSource, to: Format) -> bool {
 /// Returns whether only an optimizer with state of flat parameters is read, and not its model.
 pub fn lacks_its_model(source: &ConversionSource) -> bool {
     let catalog = &source.checkpoint.catalog;
-    catalog.flat.is_some() && named_optimizers(&catalog.state) == [Path::default()]
+    catalog.flat.is_some() && is_named_optimizer(&catalog.state)
 }
 
 /// Returns whether a part of the target is an optimizer without its model.
 pub fn is_optimizer(part: &PartTarget) -> bool {
-    named_optimizers(&part.state) == [Path::default()]
+    is_named_optimizer(&part.state)
 }

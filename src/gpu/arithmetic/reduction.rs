@@ -73,7 +73,7 @@ impl Arithmetic {
 const RECORD: usize = 64;
 /// The size in bytes of the kernel's struct `Outcome`.
 const OUTCOME: usize = 24;
-/// The value in an outcome, in place of the index of the failed element, if no element failed.
+/// The index of the failed element in an outcome without a failure.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {

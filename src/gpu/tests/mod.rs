@@ -1,5 +1,5 @@
-//! Tests without a GPU. If a test needs a CUDA driver, it runs in its own process, which loads the `gpu-stand-in`
-//! library in place of the driver and NCCL.
+//! Tests without a GPU. If a test needs a CUDA driver, it runs in its own process. That process loads the
+//! `gpu-stand-in` library, which replaces the driver and NCCL.
 
 mod arithmetic;
 mod conforming;
