@@ -4,10 +4,12 @@
 //! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches
 //! all other processes. The other processes watch process 0 only. If a process ends, process 0 writes the number of
 //! that process and the reason into its own lease. Therefore the number of files that all processes read together grows
-//! with the number of processes, not with the square of this number. Invariant: the first failure is kept, because
-//! later failures are consequences of the first failure.
+//! with the number of processes, not with the square of this number. When process 0 has finished, the processes that
+//! are still connected watch each other. Invariant: the first failure is kept, because later failures are consequences
+//! of the first failure.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -135,9 +137,14 @@ impl Observer {
 
     /// Returns true if the holder of a lease has left the run in an orderly way.
     fn has_left(&self, index: u32, generation: u32) -> bool {
-        let seen = read_lease(&self.folder, self.name(index, generation));
-        let record = seen.ok().flatten().and_then(|seen| seen.record);
-        record.is_some_and(|record| record.phase == LeasePhase::Left)
+        matches!(self.phase(index, generation), Ok(Some(LeasePhase::Left)))
+    }
+
+    /// Returns the phase of the process that holds a lease, or `None` if the lease file does not exist. Fails if the
+    /// lease cannot be read at this moment.
+    fn phase(&self, index: u32, generation: u32) -> io::Result<Option<LeasePhase>> {
+        let seen = read_lease(&self.folder, self.name(index, generation))?;
+        seen.map(|seen| Ok(seen.record.ok_or(io::ErrorKind::InvalidData)?.phase)).transpose()
     }
 }
 
@@ -277,8 +284,19 @@ impl Presence {
 impl Members {
     /// Returns the first process that has ended, as far as the process of `part` knows.
     fn first_gone(&mut self, part: Part) -> Option<PeerFailure> {
-        let watched = if part.index == 0 { 1..self.generations.len() } else { 0..self.generations.len().min(1) };
+        let len = self.generations.len();
+        let watched = match self.generations.first().filter(|_| part.index != 0) {
+            None => 1..len,
+            Some(first) => match self.observer.phase(0, *first) {
+                // Process 0 removes the folder some time after it has published, so the other processes cannot detect
+                // any more who has ended.
+                Ok(None) => return Some(PeerFailure { rank: 0, why: LEFT.into() }),
+                Ok(Some(phase)) if phase.is_done() => 0..len,
+                _ => 0..1,
+            },
+        };
         let all: Vec<PeerFailure> = watched
+            .filter(|index| *index != part.index as usize)
             .filter_map(|index| {
                 let rank = u32::try_from(index).expect("fewer than 2^32 processes");
                 self.observer.gone(rank, self.generations[index])
@@ -313,6 +331,48 @@ mod tests {
             let PeerFailure { rank, why } = PeerFailure::because_of(&error, index);
             assert_eq!(found.failure, Some(PeerFailure { rank, why: why.cut(400) }));
         }
+    }
+
+    /// Three processes of a session, of which process 0 has finished and left.
+    fn two_of_three_left(folder: &AnchoredPath) -> [Presence; 2] {
+        let [first, second, third] =
+            [0, 1, 2].map(|index| Presence::take(folder, Part { index, of: 3 }, 0).unwrap().unwrap());
+        [&first, &second, &third].into_iter().for_each(|presence| presence.watch(vec![0; 3]));
+        first.leave();
+        drop(first);
+        [second, third]
+    }
+
+    /// Waits until a process has detected a failure. A process checks the leases at each heartbeat.
+    fn failure_of(presence: &Presence) -> String {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(10) {
+            if let Err(error) = presence.check("wait") {
+                return error.to_string();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("no failure was detected");
+    }
+
+    #[test]
+    fn processes_watch_each_other_after_process_0_has_left() {
+        let root = tempfile::tempdir().unwrap();
+        let [second, third] = two_of_three_left(&AnchoredPath::new(root.path()));
+        std::thread::sleep(3 * HURRIED_BEAT);
+        second.check("wait").unwrap();
+        drop(third);
+        let error = failure_of(&second);
+        assert!(error.contains("process 2") && error.contains(DROPPED), "{error}");
+    }
+
+    #[test]
+    fn process_that_is_connected_after_the_folder_was_removed_reports_that_process_0_has_left() {
+        let root = tempfile::tempdir().unwrap();
+        let [second, _third] = two_of_three_left(&AnchoredPath::new(root.path()));
+        std::fs::remove_dir_all(root.path()).unwrap();
+        let error = failure_of(&second);
+        assert!(error.contains("process 0") && error.contains(LEFT), "{error}");
     }
 
     #[test]
