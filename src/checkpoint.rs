@@ -220,8 +220,8 @@ impl Checkpoint {
     /// Reads a complete tensor into `buffer`: its elements in row-major order, in little-endian byte order.
     ///
     /// # Errors
-    /// `Usage` if no tensor has this name, or if the length of `buffer` is not the number of bytes of the tensor; `Io`
-    /// and `Malformed` from reading files.
+    /// `Usage` if no tensor has this name, or if the length of `buffer` is not the number of bytes of the tensor;
+    /// `Unsupported` if the layout or the type of the tensor is unknown; `Io` and `Malformed` from reading files.
     pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
         let info = self.tensor(name).ok_or_else(|| self.unknown(name))?;
         let shape = info.shape().to_vec();
@@ -234,12 +234,16 @@ impl Checkpoint {
     ///
     /// # Errors
     /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if the length of `buffer` is not
-    /// the number of bytes of the box; `Io` and `Malformed` from reading files.
+    /// the number of bytes of the box; `Unsupported` if the layout or the type of the tensor is unknown; `Io` and `Malformed` from
+    /// reading files.
     pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
         /// The maximum number of bytes that one thread reads at a time.
         const BLOCK_BYTES: usize = 4 << 20;
         let id = self.find(name).ok_or_else(|| self.unknown(name))?;
         let entry = self.inner.catalog.tensor(id);
+        if let Some(why) = &entry.unreadable {
+            return Err(why.error(name));
+        }
         let has_dims = [offsets.len(), sizes.len()] == [entry.shape.len(); 2];
         let region = has_dims.then(|| Region::new(offsets, sizes)).filter(|region| region.fits(&entry.shape));
         let Some(region) = region else {
@@ -389,5 +393,18 @@ impl TensorInfo<'_> {
     #[must_use]
     pub fn chunks(&self) -> usize {
         self.entry.chunks.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reading_a_tensor_of_an_unsupported_type_is_an_error_that_names_the_type() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/trainers/not_dense/quantized.pt");
+        let checkpoint = Checkpoint::open(path).unwrap();
+        let error = checkpoint.read("quantized", &mut []).unwrap_err().to_string();
+        assert!(error.contains("cannot read `") && error.contains("quantized"), "{error}");
     }
 }
