@@ -312,7 +312,8 @@ impl Checkpoint {
         describe::layout(&self.inner)
     }
 
-    /// Returns an error for each value that ranks store differently.
+    /// Returns an error for each object (a value that is not a tensor) that ranks store differently, except the state
+    /// of random number generators.
     #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         self.inner.catalog.conflicts()

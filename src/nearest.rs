@@ -4,9 +4,9 @@
 
 use crate::layout::Pattern;
 
-/// Returns at most three names, those with the smallest edit distance from a pattern. Wildcards are ignored. Because a
-/// pattern may name a module, it is compared with every sequence of components in a name that has as many components as
-/// the pattern.
+/// Returns at most three names, those with the smallest edit distance from a pattern. Wildcards are ignored. A pattern
+/// of `n` components is compared with every `n` consecutive components of a name, because the pattern may name a
+/// module.
 #[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;

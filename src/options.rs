@@ -4,9 +4,9 @@
 //! Messages of the library name an option by `options::` and its field, such as `options::max_memory`;
 //! [`spell_options`](crate::text::spell_options) replaces these names.
 //!
-//! [`OpenOptions`](crate::OpenOptions) has the options for opening a source, [`Target`] those for the result of a
-//! [`Conversion`](crate::Conversion), and [`ExecuteOptions`](crate::ExecuteOptions) those for executing the plan of the
-//! conversion.
+//! [`OpenOptions`](crate::OpenOptions) has the options for opening a source, [`Target`] has the options for the result
+//! of a [`Conversion`](crate::Conversion), and [`ExecuteOptions`](crate::ExecuteOptions) has the options for executing
+//! the plan of the conversion.
 
 pub use crate::checkpoint::{Contents, Writes};
 pub use crate::conversion::Target;

@@ -234,7 +234,7 @@ impl ChunkTable {
         }
     }
 
-    /// Passes an encoding of the table to `emit`. Unequal tables have unequal encodings.
+    /// Passes numbers that encode the table to `emit`, one by one, for a hash. Unequal tables have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.ndim as u64);
         emit(self.len() as u64);
@@ -274,8 +274,9 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     strides
 }
 
-/// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. Also returns `None` for an empty tensor,
-/// and if a stride exceeds the number of elements: a dim of size 1 may have any stride.
+/// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. Also returns `None` for an empty
+/// tensor, and for strides that exceed the number of elements. In a dense tensor, only a dim of size 1 can have such a
+/// stride.
 #[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;

@@ -27,13 +27,14 @@ pub struct FlatLayout {
     pub shard_group_size: u32,
     pub use_orig_params: bool,
     /// Whether the alignment of parameters is an assumption: the files match several alignments, which give flat
-    /// parameters with different padding. Only `use_orig_params` has alignment.
+    /// parameters with different padding. Parameters are aligned only if `use_orig_params` is true.
     pub has_assumed_alignment: bool,
     /// The units: the root unit first, then the other units in registration order.
     pub units: Vec<FlatUnit>,
     /// The names of the parameters that the optimizer updates: one list for each parameter group, in the optimizer's
-    /// order. If `use_orig_params` is true, the lists have names of parameters, otherwise names of flat parameters. A
-    /// list may also have names of parameters outside all units, which FSDP1 neither flattens nor shards.
+    /// order; `None` if the parameter groups are unknown. If `use_orig_params` is true, the lists have names of
+    /// parameters, otherwise names of flat parameters. A list may also have names of parameters outside all units,
+    /// which FSDP1 neither flattens nor shards.
     pub optimizer: Option<Vec<Vec<Fqn>>>,
 }
 
@@ -43,8 +44,8 @@ pub struct FlatUnit {
     /// The path of the module; empty for the root.
     pub module: Box<str>,
     pub dtype: Option<Dtype>,
-    /// The alignment of parameters in elements, if `use_orig_params` is true: the number of elements that 16 bytes hold
-    /// in the dtype of the forward pass.
+    /// The alignment of parameters in elements, which is used only if `use_orig_params` is true: the number of elements
+    /// of the forward pass's dtype in 16 bytes. With `None`, the dtype of the parameters determines the alignment.
     pub align_numel: Option<u64>,
     pub params: Vec<FlatParam>,
     /// Additional names of tied parameters. A parameter with an additional name may belong to this unit or to another

@@ -98,8 +98,8 @@ pub(super) fn names_of(groups: &Value) -> Option<Vec<Vec<Fqn>>> {
     (!groups.is_empty()).then_some(groups)
 }
 
-/// Returns the parameter numbers that each parameter group of an optimizer state dict lists. Returns `None` if a group
-/// lists anything else, or if all groups are empty.
+/// Returns the parameter numbers that each parameter group of an optimizer state dict lists in `params`. Returns `None`
+/// if a group lists anything else, if all groups are empty, or if the dict is not an optimizer state dict.
 pub(super) fn numbers(optimizer: &Dict) -> Option<Vec<Vec<usize>>> {
     let (Value::List(groups), Value::Dict(_)) = (optimizer.get(GROUPS)?, optimizer.get(STATE)?) else { return None };
     let number = |value: &Value| usize::try_from(value.as_i64()?).ok();
@@ -111,8 +111,8 @@ pub(super) fn numbers(optimizer: &Dict) -> Option<Vec<Vec<usize>>> {
     groups.iter().any(|group| !group.is_empty()).then_some(groups)
 }
 
-/// Returns the names in the lists `param_names` of all groups, in the order of the parameter numbers. Returns `None` if a
-/// group has no such list.
+/// Returns the names in the lists `param_names` of all groups: item `i` of the result is the name of parameter `i`.
+/// Returns `None` if a group has no such list, or if the lists do not give every number a name of its own.
 pub(super) fn listed_names(optimizer: &Dict) -> Option<Vec<Fqn>> {
     let Value::List(groups) = optimizer.get(GROUPS)? else { return None };
     let mut listed = Vec::new();
@@ -125,7 +125,8 @@ pub(super) fn listed_names(optimizer: &Dict) -> Option<Vec<Fqn>> {
     by_number(&numbers(optimizer)?, listed)
 }
 
-/// Sorts names by the numbers of their parameters. Returns `None` unless each number from 0 on has one name, and all names
+/// Sorts parameter names by parameter number. `groups` has the numbers, and `names` has the names in the same order.
+/// Returns `None` unless the numbers are 0, 1, 2, ... without gaps or duplicates, each has one name, and all names
 /// differ.
 pub(super) fn by_number(groups: &[Vec<usize>], names: Vec<Fqn>) -> Option<Vec<Fqn>> {
     let numbers: Vec<usize> = groups.iter().flatten().copied().collect();

@@ -36,8 +36,8 @@ pub struct Owners<'a> {
     /// A cache: for each optimizer that was looked up, the parameters in the order of their numbers, or `None` if the
     /// numbers could not be resolved.
     numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
-    /// A cache: the names of parameters in optimizers whose names differ from those of the model. `None` if no such
-    /// name was looked up.
+    /// A cache: the parameters of all optimizers by the names that the optimizers use. `None` until a name that the
+    /// model does not have is looked up.
     named: Option<OptimizerNames>,
     /// True if a plain state tensor of a numbered parameter may match a sharded parameter with equal local shapes.
     by_local_shape: bool,
@@ -113,11 +113,12 @@ impl<'a> Owners<'a> {
     }
 }
 
-/// The parameters of optimizers whose names of parameters differ from those of the model by wrapper components
-/// ([`clean_name`]) and by one prefix.
+/// For each optimizer, by its path, the parameter of each name that the optimizer uses. An optimizer and the model may
+/// name a parameter differently: the names may differ in wrapper components ([`clean_name`]), and in one prefix that
+/// all names of the optimizer lack or have in addition.
 ///
-/// Invariant: a name is resolved only if exactly one prefix, added to the names of an optimizer or removed from them,
-/// gives a parameter for every name of this optimizer.
+/// Invariant: the names of an optimizer are resolved only if exactly one prefix, added to all names of this optimizer
+/// or removed from them, gives a parameter of the model for every name.
 #[derive(Debug)]
 struct OptimizerNames(HashMap<Path, HashMap<Fqn, (Fqn, TensorId)>>);
 
@@ -139,8 +140,9 @@ impl OptimizerNames {
     }
 }
 
-/// Returns the parameter of each name of an optimizer, if exactly one change of the prefix gives a parameter for every
-/// name. `parameters` has the parameters of the model by clean name.
+/// Returns the parameter of each name of an optimizer. Returns `None` unless exactly one prefix, added to all names or
+/// removed from all names, gives a parameter for every name. `parameters` has the parameters of the model by their
+/// names without wrapper components.
 fn with_one_prefix(
     names: &HashSet<Fqn>,
     parameters: &HashMap<String, (&Fqn, TensorId)>,
@@ -188,8 +190,8 @@ pub fn numbered_parameters(
     resolve_numbers(catalog, optimizer, may_be, &is_alike)
 }
 
-/// Resolves numbered parameters like [`numbered_parameters`]. The function `alike` returns whether a state tensor has the
-/// shape of a parameter.
+/// Resolves numbered parameters like [`numbered_parameters`]. The function `alike` returns whether a state tensor may
+/// belong to a parameter, according to their shapes.
 fn resolve_numbers(
     catalog: &Catalog,
     optimizer: &Value,
@@ -206,7 +208,8 @@ fn resolve_numbers(
 const ELEMENTWISE: [&str; 5] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"];
 
 /// Returns whether a state tensor that must have one element for each element of its parameter ([`ELEMENTWISE`]) has
-/// another shape than the parameter. Tensors that are sharded or unreadable are not compared.
+/// another shape than the parameter. Unreadable state tensors, and tensors that are sharded or replicated over ranks
+/// ([`TensorEntry::is_shared`]), are not compared.
 fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, TensorId)]) -> bool {
     let states = optimizer.as_dict().and_then(|dict| dict.get(STATE)?.as_dict());
     let differs = |state: &TensorEntry, parameter: &TensorEntry| {
@@ -220,14 +223,15 @@ fn contradicts_shapes(catalog: &Catalog, optimizer: &Value, parameters: &[(Fqn, 
     })
 }
 
-/// Returns whether the names that the groups of an optimizer list contradict the shapes of its state. Returns `None` if the
-/// model lacks a listed name.
+/// Returns whether the parameter names that the groups of an optimizer list (`param_names`) contradict the shapes of
+/// its state. Returns `None` if the groups list no names, or if the model lacks a listed name.
 pub(super) fn contradicts_listed(catalog: &Catalog, optimizer: &Value) -> Option<bool> {
     Some(contradicts_shapes(catalog, optimizer, &listed_parameters(catalog, optimizer)?))
 }
 
-/// Returns whether the shapes of an optimizer's state contradict the order of the model's parameters: in some group, the
-/// parameters that the shapes permit cannot be found one after another in the model. Returns false if there is no model.
+/// Returns whether the shapes of an optimizer's state contradict the order of the model's parameters. This is the case
+/// if, for some parameter group, the numbers of the group cannot be assigned to parameters in the order of the model
+/// such that every state tensor has the shape of its parameter. Returns false if there is no model.
 pub(super) fn contradicts_order(catalog: &Catalog, optimizer: &Value) -> bool {
     let model = state_dict::model(&catalog.state).tensors;
     let parts = optimizer.as_dict().and_then(|dict| Some((numbers(dict)?, dict.get(STATE)?.as_dict()?)));
@@ -255,14 +259,15 @@ fn elementwise<'c>(catalog: &'c Catalog, state: Option<&'c Dict>) -> impl Iterat
     })
 }
 
-/// Returns whether the shapes of a state tensor and a parameter can be compared: both or neither are known to be shared
-/// over ranks ([`TensorEntry::is_shared`]), and the state tensor is readable.
+/// Returns whether the shapes of a state tensor and a parameter can be compared: the state tensor is readable, and
+/// [`TensorEntry::is_shared`] (known to be sharded or replicated over ranks) is equal for the two tensors.
 fn are_comparable(state: &TensorEntry, parameter: &TensorEntry) -> bool {
     state.is_shared() == parameter.is_shared() && state.unreadable.is_none()
 }
 
-/// Returns the parameters that the groups of the optimizer list by name, if the model has all of them. All names of the
-/// optimizer may lack one prefix that the names of the model have, or the reverse.
+/// Returns the parameters that the groups of the optimizer list by name (`param_names`), in the order of their numbers.
+/// Returns `None` if the model lacks one of them. All names of the optimizer may lack one prefix that the names of the
+/// model have, or have one prefix that the names of the model lack.
 fn listed_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
     let names = listed_names(optimizer.as_dict()?)?;
     let model: HashMap<Fqn, TensorId> = state_dict::model(&catalog.state).tensors.into_iter().collect();
@@ -286,7 +291,8 @@ fn is_alike(state: &TensorEntry, parameter: &TensorEntry) -> bool {
     state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
 }
 
-/// Resolves numbered parameters by their order, like [`resolve_numbers`] without listed names.
+/// Resolves the numbered parameters of an optimizer that lists no names, by the order and the shapes of the model's
+/// tensors; see [`numbered_parameters`].
 fn match_numbers(
     catalog: &Catalog,
     optimizer: &Value,

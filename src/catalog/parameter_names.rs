@@ -1,7 +1,8 @@
-//! Replaces the parameter numbers of a plain `optimizer.state_dict()` by parameter names.
+//! Replaces the parameter numbers of a plain `optimizer.state_dict()` by parameter names, and names by numbers.
 //!
-//! `get_optimizer_state_dict` of `torch/distributed/checkpoint/state_dict.py` makes the same replacement before a job saves
-//! a DCP directory: names become the keys of `state` and the items of `params`. All other values stay as they are.
+//! `get_optimizer_state_dict` of `torch/distributed/checkpoint/state_dict.py` also replaces numbers by names before a
+//! job saves a DCP directory: names become the keys of `state` and the items of `params`. All other values stay as they
+//! are.
 
 use std::collections::HashMap;
 
@@ -13,19 +14,20 @@ use super::{Catalog, Dict, Fqn, Key, Path, Value, state_dict};
 /// The maximum number of keys above an optimizer state dict, as in `state.optimizers.0`.
 const DEPTH: usize = 4;
 
-/// Returns the paths of the optimizer state dicts whose parameters are numbers.
+/// Returns the paths of the optimizer state dicts that refer to parameters by number.
 #[must_use]
 pub fn numbered_optimizers(state: &Value) -> Vec<Path> {
     optimizers(state, &|dict| numbers(dict).is_some())
 }
 
-/// Returns the paths of the optimizer state dicts whose parameters are names.
+/// Returns the paths of the optimizer state dicts that refer to parameters by name.
 #[must_use]
 pub fn named_optimizers(state: &Value) -> Vec<Path> {
     optimizers(state, &|dict| dict.get(GROUPS).and_then(names_of).is_some())
 }
 
-/// Returns whether the state dict as a whole is that of an optimizer whose parameters are names, with no model beside it.
+/// Returns whether the complete state dict is the state dict of one optimizer that refers to parameters by name. Such a
+/// state dict has no model beside the optimizer.
 #[must_use]
 pub fn is_named_optimizer(state: &Value) -> bool {
     named_optimizers(state) == [Path::default()]
@@ -55,9 +57,9 @@ fn find(value: &Value, path: &Path, is_optimizer: &dyn Fn(&Dict) -> bool, found:
     }
 }
 
-/// Returns the names of the parameters of an optimizer, in the order of their numbers. The names come from the model
-/// beside it ([`numbered_parameters`]), or from the lists `param_names` of its groups if there is no model. Returns `None`
-/// if the name of a parameter is unknown.
+/// Returns the parameter names of an optimizer that refers to parameters by number: item `i` is the name of parameter
+/// `i`. The names come from the model ([`numbered_parameters`]), or, if the state dict has no model, from the lists
+/// `param_names` of the parameter groups. Returns `None` if the name of a parameter is unknown.
 #[must_use]
 pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> {
     let optimizer = optimizer.find(&catalog.state)?;
@@ -69,23 +71,23 @@ pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> 
     of_model().or_else(|| listed_names(optimizer.as_dict()?).filter(|_| !has_model))
 }
 
-/// The parameter of each number in an optimizer.
+/// The parameter names of an optimizer that refers to parameters by number, or the reason why they are unknown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Numbering {
     /// The parameter groups list the names (`param_names`). Item `i` is the name of parameter `i`.
     Listed(Vec<Fqn>),
-    /// No names are listed, and exactly one assignment of the numbers to the model's parameters, in the order of the model,
-    /// has the shapes of the state. Item `i` is the name of parameter `i`.
+    /// The parameter groups list no names, but the shapes of the state permit exactly one assignment of the numbers to
+    /// the model's parameters in the order of the model. Item `i` is the name of parameter `i`.
     InModelOrder(Vec<Fqn>),
-    /// The parameters are unknown.
+    /// The names of the parameters are unknown: none are listed, and the model does not determine them.
     Unknown,
-    /// The listed names contradict the shapes of the state.
+    /// The parameter groups list names that contradict the shapes of the state.
     ContradictsNames,
-    /// No names are listed, and the shapes of the state contradict the order of the model's parameters.
+    /// The parameter groups list no names, and the shapes of the state contradict the order of the model's parameters.
     ContradictsOrder,
 }
 
-/// Returns the parameter of each number in an optimizer.
+/// Finds the name of each numbered parameter of the optimizer at the path `optimizer`.
 #[must_use]
 pub fn numbering(catalog: &Catalog, optimizer: &Path) -> Numbering {
     let Some(value) = optimizer.find(&catalog.state) else { return Numbering::Unknown };
@@ -103,8 +105,9 @@ pub fn numbering(catalog: &Catalog, optimizer: &Path) -> Numbering {
     }
 }
 
-/// Returns the names in each parameter group of an optimizer: its keys, or the listed names of its numbers. Returns `None`
-/// if the optimizer has numbers without names.
+/// Returns the parameter names in each parameter group of an optimizer: the items of `params`, or, if these items are
+/// numbers, the names in `param_names`. Returns `None` if the items are numbers, and `param_names` is missing or
+/// contradicts the shapes of the state.
 #[must_use]
 pub fn groups_of_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Vec<Fqn>>> {
     let dict = optimizer.find(&catalog.state)?.as_dict()?;
@@ -116,7 +119,8 @@ pub fn groups_of_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Vec<Fq
     numbers(dict)?.iter().map(|group| group.iter().map(of_number).collect()).collect()
 }
 
-/// Returns the first two neighbours in a group that are in the opposite order in the model.
+/// Returns the first two consecutive parameters of a group that are in the opposite order in the model, or `None` if
+/// every group has the order of the model. Names that the model lacks are skipped.
 #[must_use]
 pub fn out_of_order(catalog: &Catalog, groups: &[Vec<Fqn>]) -> Option<(Fqn, Fqn)> {
     let model = state_dict::model(&catalog.state).tensors;
@@ -132,8 +136,9 @@ pub fn out_of_order(catalog: &Catalog, groups: &[Vec<Fqn>]) -> Option<(Fqn, Fqn)
     })
 }
 
-/// Returns the names of the parameters of an optimizer of another checkpoint (`--like`) of the same job: the optimizer at
-/// the same path, or the only optimizer. Its groups must have as many parameters as the groups of the optimizer at `path`.
+/// Returns the parameter names of the optimizer at `path`, taken from `like`, another checkpoint of the job: from the
+/// only optimizer in `like`, or, if there are several, from the one at `path`. Item `i` is the name of parameter `i`.
+/// Returns `None` unless the parameter groups of the two optimizers have equal numbers of parameters.
 #[must_use]
 pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> Option<Vec<Fqn>> {
     let groups = numbers(path.find(&catalog.state)?.as_dict()?)?;
@@ -155,15 +160,15 @@ pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> O
     is_alike.then(|| by_number(&groups, named.iter().flatten().map(|name| clean(name.as_str())).collect()))?
 }
 
-/// Returns whether two optimizers have the same numbers in the same groups.
+/// Returns whether the parameter groups of two optimizers list equal parameter numbers.
 #[must_use]
 pub fn has_equal_groups(optimizer: &Value, other: &Value) -> bool {
     let groups = |optimizer: &Value| optimizer.as_dict().and_then(numbers);
     groups(optimizer) == groups(other)
 }
 
-/// Returns whether an optimizer state dict refers to parameters by number: in the keys of `state`, or in the groups. One
-/// of the two may be missing.
+/// Returns whether an optimizer state dict refers to parameters by number, either in the keys of `state` or in the
+/// parameter groups. The dict may lack `state` or the groups.
 #[must_use]
 pub fn has_numbers(optimizer: &Value) -> bool {
     let Some(dict) = optimizer.as_dict() else { return false };
@@ -171,15 +176,15 @@ pub fn has_numbers(optimizer: &Value) -> bool {
     states.is_some_and(|states| states.entries.iter().any(|(key, _)| key.as_i64().is_some())) || numbers(dict).is_some()
 }
 
-/// Replaces the numbers of an optimizer's parameters by these names. Returns false, and changes nothing, if the state has
-/// a number without a name.
+/// Replaces each parameter number `i` of an optimizer by `names[i]`. Returns false, and changes nothing, if a number
+/// has no name in `names`.
 pub fn set_parameter_names(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
     let name = |key: &Value| names.get(usize::try_from(key.as_i64()?).ok()?).map(|name| Value::Str(name.into()));
     replace_parameters(state, optimizer, &name)
 }
 
-/// Replaces the names of an optimizer's parameters by their positions in `names`. Returns false, and changes nothing, if
-/// the state has another name.
+/// Replaces the names of an optimizer's parameters by their positions in `names`. Returns false, and changes nothing,
+/// if the optimizer has a name that is not in `names`.
 pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn]) -> bool {
     // If a name occurs twice, the map has its first number.
     let numbers: HashMap<&Fqn, usize> = names.iter().enumerate().rev().map(|(number, name)| (name, number)).collect();
@@ -187,8 +192,9 @@ pub fn set_parameter_numbers(state: &mut Value, optimizer: &Path, names: &[Fqn])
     replace_parameters(state, optimizer, &number)
 }
 
-/// Replaces the names of an optimizer's parameters by numbers as in `optimizer.state_dict()`: one group after another, and
-/// in each group in the order of `position`. Returns false, and changes nothing, if the state has a name that no group lists.
+/// Replaces the names of an optimizer's parameters by numbers, as in `optimizer.state_dict()`. The parameters are
+/// numbered group by group, and inside a group in the order of `position`. Returns false, and changes nothing, if the
+/// groups do not list names, or if the state has a name that no group lists.
 pub fn number_parameters(state: &mut Value, optimizer: &Path, position: &dyn Fn(&Fqn) -> Option<usize>) -> bool {
     let groups = optimizer.find(state).and_then(Value::as_dict).and_then(|dict| names_of(dict.get(GROUPS)?));
     let Some(mut groups) = groups else { return false };
@@ -256,7 +262,8 @@ mod tests {
         Value::List(items.iter().map(value).collect())
     }
 
-    /// Returns an optimizer state dict. Each group has numbers and, if there are any, the listed names.
+    /// Returns an optimizer state dict. Each item of `groups` has the parameter numbers of a group, and the names that
+    /// the group lists; without names, the group has no `param_names`.
     fn optimizer(states: &[i64], groups: &[(&[i64], &[&str])]) -> Value {
         let state = states.iter().map(|number| (Value::Int(*number), dict(vec![("step", Value::Int(7))]))).collect();
         let group = |(numbers, names): &(&[i64], &[&str])| {

@@ -106,8 +106,8 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
     }
 }
 
-/// Returns whether a list that has the item `value` is traversed. True if `value` is a tensor, a dict, or a value that
-/// differs between ranks, and also if `value` is a list that contains one of these, directly or in nested lists.
+/// Returns whether a list is traversed because of its item `value`. This is the case if `value` is a tensor, a dict, a
+/// value that differs between ranks, or a list that contains such a value, directly or in nested lists.
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {

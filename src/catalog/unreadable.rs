@@ -63,7 +63,7 @@ impl Unreadable {
         matches!(self.kind, UnreadableKind::Misfit(_))
     }
 
-    /// If the declared layout does not match the tensor, replaces the error about it by the result of `map`.
+    /// If the declared layout does not match the tensor, replaces the error about this mismatch by the result of `map`.
     pub fn map_misfit(&mut self, map: impl Fn(Error) -> Error) {
         if let UnreadableKind::Misfit(error) = &mut self.kind
             && let Error::Catalog(mapped) = map(error.clone().into())

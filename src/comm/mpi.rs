@@ -40,8 +40,8 @@ const LONGEST: usize = 16 << 20;
 /// The maximum length in bytes of the reason text in a final message. JSON escapes may make the text six times as long.
 const LONGEST_REASON: usize = 1 << 10;
 
-/// The bytes of MPI's send buffer per process of the run. The buffer holds headers and final messages that are being
-/// sent.
+/// The number of bytes that MPI's send buffer has for each process of the run. The buffer holds headers and final
+/// messages that are being sent.
 const BUFFER_A_RANK: usize = 8 << 10;
 
 /// The maximum time that a process waits for the final messages of the other processes before it aborts the MPI job.
@@ -53,7 +53,8 @@ static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 /// The inboxes of communicators that were dropped before the final messages of all other processes arrived.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
 
-/// A function that every wait calls repeatedly. If it returns an error, the wait ends.
+/// A function that this process calls repeatedly while it waits for other processes. If the function returns an error,
+/// this process notifies the other processes, and the current operation returns this error.
 pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Returns true if the launcher connects processes by MPI, and has started several processes including this one. Such a

@@ -51,7 +51,7 @@ impl Counter {
 
     /// Counts the bytes that process `rank` of `size` moves in a reduction of `len` bytes. The reduction counts as a
     /// chain of all processes, which ends at process `root`: each process adds its values to the sum and sends the sum
-    /// to the next.
+    /// to the next process.
     pub fn fold(&self, root: u32, len: u64, (rank, size): (u32, u32)) {
         if rank != root {
             self.sent(len);

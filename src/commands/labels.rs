@@ -37,7 +37,7 @@ const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [
 ];
 
 /// Returns the options on the command line that determine the result, each with its value, as the user writes them:
-/// `--dtype` and `bf16`. The key `the verb` has the name of the verb.
+/// `--dtype` and `bf16`. The map also has the key `the verb`, whose value is the name of the verb.
 pub fn of_arguments(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
     let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {

@@ -49,7 +49,8 @@ pub fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// Prints why the arguments were not parsed, or the help or version that they ask for. Returns the exit code.
+/// Prints the reason why clap did not parse the arguments, or the help or version that the arguments request. Returns
+/// the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     // The value of `--part` is unknown here. If the variables of the environment contradict each other, they are

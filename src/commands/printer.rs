@@ -38,8 +38,8 @@ impl Printer {
     }
 
     /// Returns the printer of one process of a launch. The lines of several processes may appear on one terminal, so
-    /// each line begins with the number of its process. Only process 0 prints messages that are equal in all processes,
-    /// or each process with `-v`.
+    /// each line begins with the number of its process. Only process 0 prints messages that are equal in all processes;
+    /// with `-v`, each process prints them.
     #[must_use]
     pub fn of_launch(self, launch: &Launch) -> Self {
         let first = launch.part.index == 0;
@@ -114,7 +114,7 @@ impl Printer {
         write_stdout(&(escape_invisible_json(&spelled(&text)) + "\n"))
     }
 
-    /// Prints a line that is equal in all processes. Only process 0 prints it, or each process with `-v`.
+    /// Prints a line that is equal in all processes. Only process 0 prints it; with `-v`, each process does.
     pub fn line(&self, text: &str) {
         if self.speaks() {
             self.say(text);
@@ -140,23 +140,23 @@ impl Printer {
         }
     }
 
-    /// Prints a note: a fact about the result that is equal in all processes. Only process 0 prints it, or each process
-    /// with `-v`.
+    /// Prints a note: a fact about the result that is equal in all processes. Only process 0 prints it; with `-v`, each
+    /// process does.
     pub fn note(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Note, text);
         }
     }
 
-    /// Prints a hint: the next step for the user, which is equal in all processes. Only process 0 prints it, or each
-    /// process with `-v`.
+    /// Prints a hint: the next step for the user, which is equal in all processes. Only process 0 prints it; with `-v`,
+    /// each process does.
     pub fn hint(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Hint, text);
         }
     }
 
-    /// Prints a warning that is equal in all processes. Only process 0 prints it, or each process with `-v`.
+    /// Prints a warning that is equal in all processes. Only process 0 prints it; with `-v`, each process does.
     pub fn warning(&self, text: &str) {
         if self.speaks() {
             self.say_as(Label::Warning, text);
@@ -183,9 +183,10 @@ impl Printer {
         let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
-    /// Prints the message of clap if it did not return parsed arguments, and returns the exit code. Help and version
-    /// are data on standard output. All else is an error, with a JSON document if `--json` is given. All processes of a
-    /// launch have the same command line, so process 0 prints the whole text, and the others only the error.
+    /// Prints the message of clap if clap did not return parsed arguments, and returns the exit code. Help and version
+    /// are data on standard output. Any other message is an error, with a JSON document if `--json` is given. All
+    /// processes of a launch have the same command line, so process 0 prints the whole text, and the other processes
+    /// print only the error.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
         let is_first = self.part.index == 0;
         let print = || {
@@ -221,8 +222,8 @@ impl Printer {
     }
 
     /// Returns when to show progress: never with `-q`, otherwise as the user chose. If the user did not choose, only
-    /// process 0 shows progress (with `-v` each process), and no process does with `--json`, because a program then
-    /// reads the output.
+    /// process 0 shows progress, or each process with `-v`. With `--json`, no process then shows progress, because a
+    /// program reads the output.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {

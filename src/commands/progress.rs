@@ -243,11 +243,11 @@ struct Flow {
 #[derive(Debug, Default)]
 struct PhaseTiming {
     phase: Phase,
-    /// The time at which the first bytes of this phase were done, and the number of bytes that this run had done then,
-    /// including these bytes.
+    /// The time at which the first bytes of this phase were reported as done, and the number of bytes that this run had
+    /// done at that time, including these first bytes.
     begun: Option<(Instant, u64)>,
-    /// The bytes of earlier phases of this run that count for the rate: all but the first bytes of each phase. `time`
-    /// is the time from the first to the last bytes of each of these phases, in total.
+    /// The number of bytes of earlier phases of this run that count for the rate: in each phase, all bytes except those
+    /// of the first report. `time` is the total time of these phases, each from its first to its last report of bytes.
     bytes: u64,
     time: Duration,
     last: Option<Instant>,
@@ -284,8 +284,8 @@ impl Flow {
         }
     }
 
-    /// Returns a text such as `500.00 MB/s, 3 s left`. Returns `None` before the first bytes of a phase, and while
-    /// files are allocated or synced.
+    /// Returns a text such as `500.00 MB/s, 3 s left`. Returns `None` while files are allocated or synced, before the
+    /// first bytes of a phase, and if the time is still too short for a meaningful rate.
     #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
     fn pace(&self, total: u64, now: Instant) -> Option<String> {
         let timing = lock(&self.timing);

@@ -13,22 +13,22 @@ use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};
 use crate::error::{Error, Result};
 use crate::exchange::PLAN_BYTES;
 
-/// Default bucket size in bytes, large enough for the full speed of every network and device.
+/// Default bucket size in bytes. Larger buckets are not faster on any network or device.
 const DEFAULT_BYTES: u64 = 64_000_000;
 
-/// Smallest automatic bucket size in bytes. A smaller bucket would cost more time than its memory is worth.
+/// Smallest automatic bucket size in bytes. A smaller bucket would make the exchange slow and save little memory.
 pub const LEAST_BYTES: u64 = 1_000_000;
 
 /// Number of buffers that have the bucket size: one send buffer, one receive buffer, and two read buffers and two write
 /// buffers, because two rounds are in memory at a time. A write buffer also has space for partial values.
 const BUFFERS: u64 = 6;
 
-/// Bucket size of a run, in bytes: a size that the user chose, or an automatic size.
+/// Bucket size of a run: the maximum number of bytes that a process reads, sends and receives in one exchange round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bucket {
-    /// The bucket size that the user chose, in bytes.
+    /// The user chose this bucket size, in bytes. It never changes.
     Asked(u64),
-    /// An automatic bucket size, in bytes. It may still be reduced to fit into memory.
+    /// An automatic bucket size, in bytes. It may be reduced later, so that the buffers fit into memory.
     AtMost(u64),
 }
 
@@ -39,8 +39,8 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
-    /// Returns the bucket size, or `None` if these options exclude that processes exchange data. Needs only the
-    /// options, not an open SRC.
+    /// Returns the bucket size, before SRC is opened. Returns `None` if processes with these options never exchange
+    /// tensor data, so that they need no memory for exchange rounds.
     #[must_use]
     pub fn of_exchange(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
@@ -78,8 +78,8 @@ impl Bucket {
         }
     }
 
-    /// Returns the smallest of the automatic bucket sizes of all processes. A size that the user chose is returned
-    /// unchanged. Collective.
+    /// Returns the smallest of the automatic bucket sizes of all processes, so that the exchange rounds of all
+    /// processes are equally long. A size that the user chose is returned unchanged. Collective.
     ///
     /// # Errors
     /// The errors of [`Communicator::gather`], and `Comm` for an invalid message.

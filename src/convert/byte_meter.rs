@@ -1,9 +1,10 @@
 //! Progress of writing, in bytes of output. Each process reports its own bytes to the progress display and to the other
 //! processes; process 0 displays the bytes of all processes.
 //!
-//! In each run, a process writes a journal of its own. So the journal of a range shows whether an earlier run or
-//! another process of this run wrote the range. The bytes of a process on another node count once its lease has
-//! changed, because an unchanged lease may be from an earlier run. Invariant: the displayed progress never decreases.
+//! In each run, each process writes a journal of its own. So the journal that records a range shows who wrote the
+//! range: an earlier run, or another process of this run. The bytes of a process on another node count once its lease
+//! has changed, because an unchanged lease may be from an earlier run. Invariant: the displayed progress never
+//! decreases.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,15 +31,15 @@ impl EarlierWork {
         Self { by_journal: known.len_bytes_by_journal() }
     }
 
-    /// Returns the bytes that earlier runs recorded. Leaves out the journals of `others`, the other processes of this
-    /// run.
+    /// Returns the number of bytes that earlier runs recorded. The journals of `others`, the other processes of this
+    /// run, do not count.
     pub fn bytes(&self, others: &[OtherPart]) -> u64 {
         let is_earlier = |journal: &str| others.iter().all(|other| other.journal.as_deref() != Some(journal));
         self.by_journal.iter().filter(|(journal, _)| is_earlier(journal)).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the bytes that earlier runs recorded, plus the bytes that `others` have written in this run. Leaves out
-    /// the other processes that have stopped before their work was finished.
+    /// Returns the number of bytes that earlier runs recorded, plus the number of bytes that `others` have written in
+    /// this run. The bytes of a process that has stopped before its work was finished do not count.
     fn bytes_with(&self, others: &[OtherPart]) -> u64 {
         let at_it = others.iter().filter(|other| other.state != OtherState::Stopped);
         at_it.map(|other| other.done_bytes).fold(self.bytes(others), u64::saturating_add)
@@ -60,8 +61,8 @@ pub struct Meter<'a> {
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl<'a> Meter<'a> {
-    /// Starts the progress display with the bytes that earlier runs wrote. Process 0 adds the bytes of processes that may be
-    /// running.
+    /// Starts the progress display with the bytes that earlier runs wrote. Process 0 adds the bytes that the other
+    /// processes of this run have written, except processes that have stopped.
     ///
     /// # Errors
     /// `Io`.
@@ -104,8 +105,8 @@ impl Reporter for Meter<'_> {
 mod tests {
     use super::*;
 
-    /// Sets up three journals that were found at the start. Then process 1 turns out to write one of them: its bytes
-    /// are no longer counted as earlier work, but once, as bytes of process 1.
+    /// Sets up three journals that were found at the start. Then process 1 turns out to be the writer of one of them.
+    /// The bytes of this journal must then count once, as bytes of process 1, and no longer as earlier work.
     #[test]
     fn journal_of_this_run_does_not_count_as_earlier_work() {
         let recorded = [("part-1-of-3.0.journal", 5), ("part-1-of-3.1.journal", 30), ("part-2-of-3.0.journal", 200)];

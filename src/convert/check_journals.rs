@@ -128,9 +128,9 @@ impl JournalSet<'_> {
     /// Returns the recorded work, and the files of `own` that had the same wrong length before and after the journals
     /// were read: the index of each file, and its length as text.
     ///
-    /// Two checks are needed, because another process may create or extend a file at the same time. That process first
-    /// invalidates the old entries of the file, and records new entries afterwards. A length from before must not be
-    /// compared with the new entries.
+    /// The lengths are read twice, because another process may create or extend a file at the same time. That process
+    /// first invalidates the old entries of the file, and records new entries afterwards. If the old length were
+    /// compared with the new entries, valid entries would be invalidated.
     fn known_and_misfits(&self, own: &Extents) -> Result<(CompletedWork, BTreeMap<u32, String>)> {
         let these: Vec<u32> = own.files().collect();
         let mut before = misfits(self.staging.folder(), self.files(), &these)?;
@@ -168,9 +168,12 @@ impl JournalSet<'_> {
         Ok(is_whole)
     }
 
-    /// Invalidates journal entries of reduced tensors, so that each element is recorded as written in all replicas or
-    /// in none. Each step invalidates the elements that are missing in some replica. Only complete entries can be
-    /// invalidated, so further elements may then be missing in some replica; the step is repeated until there are none.
+    /// Invalidates journal entries of reduced tensors (sums of partial values), so that each element is recorded as
+    /// written in all replicas or in none. Reason: NCCL must reduce all replicas of an element in one operation, or
+    /// their last bits may differ.
+    ///
+    /// An entry can only be invalidated as a whole, so other elements may then be missing in one replica. Therefore the
+    /// function repeats the check until no element is missing in only some of its replicas.
     ///
     /// # Errors
     /// `Io`.

@@ -11,8 +11,8 @@ use super::source_options::refuse_without_tensors;
 use crate::catalog::{Reservation, TensorId};
 use crate::error::{Error, Result};
 
-/// Completes a plan: frees the selection, checks the layout of the destination and, if processes exchange data, agrees
-/// with the other processes on the bucket size.
+/// Completes a plan: frees the memory of the selection, checks the layout of the destination and, if processes exchange
+/// data, agrees with the other processes on the bucket size.
 ///
 /// # Errors
 /// `Usage` for a result that is too large or has no tensors, `Coverage` for a source tensor with gaps, and errors from
@@ -26,8 +26,8 @@ pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -
     chosen.map_err(|error| prepared.failed(error))
 }
 
-/// Chooses the largest bucket size with which the buffers of the rounds fit into memory together with the headers of
-/// DST. Does nothing if processes exchange no data, otherwise collective.
+/// Chooses the largest bucket size (the limit of an exchange round) with which the buffers of the rounds and the
+/// headers of DST fit into memory. Does nothing if processes exchange no data, otherwise collective.
 fn choose_round_length(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     if !prepared.source.is_exchanged() {
         return Ok(());
@@ -62,8 +62,8 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }
 
-/// Checks that the result has at least one tensor. A result without tensors is accepted with `--on-conflict drop`,
-/// which may leave out all tensors, and if options select names or series.
+/// Checks that the result has at least one tensor. A result without tensors is allowed in two cases: `--on-conflict
+/// drop` is given, which may leave out all tensors; or options select names or series.
 fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
     if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
         return Ok(());

@@ -88,8 +88,9 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
 }
 
-/// Checks that the selected tensors can be a model: there is a floating-point tensor, and no optimizer state unless
-/// options select it. With `--everything`, one tensor of any kind is enough.
+/// Checks that the selected tensors can be a model: one of them has a floating-point dtype, and none looks like
+/// optimizer state. Optimizer state is allowed if `--everything`, `--root` or `--include` is given. With
+/// `--everything`, the dtype does not matter.
 fn check_model(
     args: &ConsolidateOptions,
     convert: &ConvertOptions,

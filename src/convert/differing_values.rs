@@ -42,9 +42,9 @@ pub struct ResolvedConflicts {
     pub rank0: Vec<String>,
 }
 
-/// Replaces a plain tensor by one tensor per rank in the state dict of `selected`, and adds the new tensors to both
-/// catalogs. If the tensor is inside a tuple or an object, whose items have no names, each rank gets its own copy of
-/// the complete tuple or object.
+/// Replaces a plain tensor, which differs between ranks, by one tensor per rank in the state dict of `selected`. Adds
+/// the new tensors to both catalogs. If the tensor is inside a tuple or an object, whose items have no names, each rank
+/// gets its own copy of the complete tuple or object.
 pub fn split_by_rank(source: &mut Catalog, selected: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
     let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
@@ -109,7 +109,7 @@ pub fn holds(leaf: &Value, id: TensorId) -> bool {
 /// `choice`, each rank keeps its random number state.
 ///
 /// # Errors
-/// `Conflict` for the first other value that differs between ranks, if `choice` is `None`.
+/// `Conflict` if `choice` is `None` and a value differs between ranks that is not random number state.
 pub fn resolve(selected: &mut Catalog, choice: Option<OnConflict>, ranks: TargetFiles) -> Result<ResolvedConflicts> {
     let mut resolved = ResolvedConflicts::default();
     let mut refused = None;
@@ -183,7 +183,7 @@ fn differ_between_ranks(names: &[String]) -> String {
 
 impl ResolvedConflicts {
     /// Returns the notes about the values that differ between ranks. `target_ranks` is the number of ranks of the new
-    /// job, or `None` if the target has no rank files or as many ranks as SRC.
+    /// job. `None` means that no rank loses or gains a value: the target has no rank files, or as many ranks as SRC.
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {

@@ -17,13 +17,14 @@ use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::AnonymousMemory;
 
-/// Returns whether the workers of a conversion read just before they write, or one round ahead.
+/// Returns whether the workers read the data of a write block just before they write the block, or one exchange round
+/// earlier.
 fn reads(conversion: &Prepared) -> ReadTiming {
     ReadTiming::of(conversion.source.is_exchanged())
 }
 
-/// Returns the memory in bytes by which the headers, pickles and tables of DST exceed 16 MiB. The estimates of other
-/// functions already contain 16 MiB for them.
+/// Returns the memory in bytes by which the headers, pickles and tables of DST exceed 16 MiB. Other estimates already
+/// contain these 16 MiB.
 fn laid_out_bytes(conversion: &Prepared) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.planning_bytes(&conversion.source.checkpoint.catalog);
@@ -38,12 +39,14 @@ fn rounds_bytes(conversion: &Prepared) -> u64 {
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
-/// Returns the sum of [`rounds_bytes`] and [`laid_out_bytes`].
+/// Returns the memory in bytes that is not available for write blocks: the memory of the exchange rounds, and the
+/// memory by which the headers and tables of DST exceed 16 MiB.
 fn held_bytes(conversion: &Prepared) -> u64 {
     rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
 }
 
-/// Returns the memory in bytes that exchange rounds may use without making write blocks shorter than `options` sets.
+/// Returns the memory in bytes that exchange rounds may use, so that the write blocks keep the length that `options`
+/// sets.
 pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64) -> u64 {
     let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
     room.saturating_sub(laid_out_bytes(conversion))
@@ -53,7 +56,7 @@ pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64
 /// number of threads may also be reduced.
 ///
 /// # Errors
-/// `Usage` with the minimum if the memory limit is too low.
+/// `Usage` if the memory limit is too low; the error names the lowest limit that is enough.
 pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
@@ -83,9 +86,9 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     }
 }
 
-/// Returns an estimate of the largest anonymous memory of a conversion, in bytes, rounded up. The maximum occurs while
-/// metadata is read or while data is copied. `before` is the measured memory after planning, before any tensor data is
-/// copied.
+/// Returns an estimate of the largest anonymous memory that the process uses, in bytes, rounded up. The maximum occurs
+/// either while metadata is read, or while data is copied. `before` is the memory that was measured after planning,
+/// before any tensor data is copied; if it is `None`, a fixed amount for program and metadata is assumed.
 pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<AnonymousMemory>, stats: &Stats) -> u64 {
     /// Memory in bytes for the stack of one worker and for the unused part of its allocations.
     const WORKER_BYTES: u64 = 1 << 20;

@@ -69,8 +69,8 @@ pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Pat
     report
 }
 
-/// Disconnects this process from the other processes, if it is connected. `is_published` is true after a run that
-/// published DST.
+/// Disconnects this process from the other processes, if it is connected. `is_published` is true if this run published
+/// DST.
 fn part(prepared: &mut Prepared, is_published: bool) {
     if let Some(peers) = prepared.source.peers.take() {
         prepared.source.has_parted = true;
@@ -93,8 +93,10 @@ fn refuse_parted(prepared: &Prepared) -> Result<()> {
     ))
 }
 
-/// Copies files of the source that only some processes see to a folder that all processes see. Checks first whether the
-/// run would be refused. Does nothing if this process is not connected or if the processes exchange tensor data,
+/// Copies the files of the source that only some processes see to a folder that all processes see. Before that, checks
+/// whether the run would be refused.
+///
+/// Does nothing if this process has no connection to other processes, or if the processes exchange tensor data;
 /// otherwise collective.
 fn copy_source(
     prepared: &mut Prepared,
@@ -120,9 +122,9 @@ fn copy_source(
     copied
 }
 
-/// Returns an estimate of the additional space, in bytes, that the run will need on the destination's file system. It
-/// is 0 if the run resumes or discards earlier work, because the files of this work already occupy space. Returns
-/// `None` if DST is already complete.
+/// Returns an estimate of the space in bytes that the run will need on the file system of the destination, in addition
+/// to existing files. It is 0 if there is an unfinished destination, because its files already occupy the space.
+/// Returns `None` if DST is already complete, so that nothing is written.
 ///
 /// # Errors
 /// The error with which a run would be refused.

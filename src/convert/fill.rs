@@ -30,15 +30,15 @@ use crate::nearest;
 use crate::quantity::count;
 use crate::select::{self, Selected, Wrappers};
 
-/// A tensor of SRC that replaces a tensor of FILLER.
+/// A tensor of SRC whose value replaces a tensor of FILLER, the checkpoint of `--fill-from`.
 #[derive(Clone, Debug)]
 struct FilledTensor {
     id: TensorId,
     path: Path,
 }
 
-/// Fills the values of SRC into the checkpoint at `filler`, and opens the checkpoint at `like`. If both paths are
-/// equal, the checkpoint is read once.
+/// Puts the values of SRC into the checkpoint at `filler` (`--fill-from`), and opens the checkpoint at `like`
+/// (`--like`). If `filler` and `like` are the same path, the checkpoint is read once.
 ///
 /// # Errors
 /// Errors from reading the two checkpoints, and the errors of [`fill`].
@@ -72,7 +72,7 @@ fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<C
     Ok(checkpoint)
 }
 
-/// Returns the checkpoint FILLER, in which values of SRC replace the matching values.
+/// Returns FILLER, the checkpoint of `--fill-from`, in which values of SRC have replaced the matching values.
 ///
 /// # Errors
 /// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from
@@ -98,14 +98,16 @@ fn fill(
     Ok(ConversionSource { checkpoint: filler, selection, filled, ..source })
 }
 
-/// Number of tensors and of objects that come from SRC, and number of per-rank values of SRC that are not used.
+/// The number of tensors that come from SRC, the number of objects that come from SRC, and the number of per-rank
+/// values of SRC that are not used.
 struct FillCounts {
     tensors: usize,
     objects: usize,
     own_values: usize,
 }
 
-/// Returns the notes that state how many values come from SRC and how many from FILLER.
+/// Returns the notes that state how many values come from SRC and how many from FILLER, the checkpoint of
+/// `--fill-from`.
 fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> Vec<String> {
     let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
     let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
@@ -157,14 +159,16 @@ fn is_list_of_parameters(path: &Path) -> bool {
         if **groups == *GROUPS && [PARAMS, PARAM_NAMES].contains(&key.as_ref()))
 }
 
-/// Returns the path of the list `params` beside the list `param_names` at `path`.
+/// Returns the path of the list `params` in the parameter group whose list `param_names` is at `path`. Returns `None`
+/// if `path` is not the path of a list `param_names`.
 fn params_beside(path: &Path) -> Option<Path> {
     let (last, above) = path.0.split_last()?;
     let is_names = is_list_of_parameters(path) && matches!(last, Key::Name(key) if **key == *PARAM_NAMES);
     is_names.then(|| Path(above.to_vec()).child(Key::Name(PARAMS.into())))
 }
 
-/// Returns the first item of the parameter list `list` that the list `of` does not have.
+/// Returns the first item of the parameter list `list` that is missing in the parameter list `of`, or `None` if no item
+/// is missing.
 fn missing_parameter(list: &Value, of: &Value) -> Option<String> {
     let (Value::List(list), Value::List(of)) = (list, of) else { return None };
     let key = |value: &Value| clean_name(&key_text(value));
@@ -173,8 +177,8 @@ fn missing_parameter(list: &Value, of: &Value) -> Option<String> {
 }
 
 /// Replaces the entries of some tensors in `catalog` by entries of the catalog `from`, and returns the replaced
-/// entries. The file ids of `from` are shifted by `files`, because the files of `from` now follow the files of
-/// `catalog`.
+/// entries. The list of files of `catalog` is now followed by the files of `from`, so `files` is added to each file id
+/// of `from`.
 fn put(
     catalog: &mut Catalog,
     mut from: Catalog,
@@ -205,12 +209,13 @@ struct Filling<'a> {
     filler: &'a Checkpoint,
     wrappers: Wrappers,
     run: &'a Run<'a>,
-    /// Number of per-rank values in SRC whose counterpart in FILLER is one value for all ranks.
+    /// Number of per-rank values in SRC for which FILLER, the checkpoint of `--fill-from`, has one value for all ranks.
+    /// These values of SRC are not used.
     own_values: usize,
 }
 
 impl Filling<'_> {
-    /// Returns, for each tensor of FILLER that SRC replaces, the tensor of SRC.
+    /// Returns the tensor of SRC for each tensor of FILLER (the checkpoint of `--fill-from`) that SRC replaces.
     fn tensors(&mut self) -> Result<BTreeMap<TensorId, FilledTensor>> {
         let state = &self.source.selection.catalog.state;
         let (own, theirs) = (Names::new(state, self.wrappers), Names::new(&self.filler.catalog.state, self.wrappers));
@@ -246,7 +251,8 @@ impl Filling<'_> {
         }
     }
 
-    /// Replaces the objects of FILLER by the objects of SRC, and returns how many objects of FILLER changed.
+    /// Replaces the objects of FILLER (the checkpoint of `--fill-from`) by the objects of SRC, and returns how many
+    /// objects changed.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
         let state = &self.source.selection.catalog.state;
         let roots = [state, &filled.state].map(crate::catalog::state_dict::model_root);
@@ -302,7 +308,8 @@ impl Filling<'_> {
         refused.map_or(Ok(changed), Err)
     }
 
-    /// Returns the error for a parameter whose parameter group in FILLER is not its parameter group in SRC.
+    /// Returns the error for a parameter that is in a parameter group of SRC, but not in the same parameter group of
+    /// FILLER (the checkpoint of `--fill-from`).
     fn other_groups(&self, path: &Path, name: &str) -> Error {
         Error::usage(
             format!(
@@ -318,7 +325,7 @@ impl Filling<'_> {
         if self.wrappers == Wrappers::Keep { path.to_string() } else { clean_name(&path.to_string()) }
     }
 
-    /// Checks that a tensor of SRC can replace the tensor `id` of FILLER.
+    /// Checks that a tensor of SRC can replace the tensor `id` of FILLER, the checkpoint of `--fill-from`.
     ///
     /// # Errors
     /// `Conflict` for a different shape or dtype.
@@ -351,8 +358,8 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Checks that two tensors of SRC are equal. Both must give their value to one tensor of FILLER, which has both
-    /// names (tied tensors).
+    /// Checks that two tensors of SRC are equal. They must be equal because their names are the names of one tensor in
+    /// FILLER, the checkpoint of `--fill-from` (tied tensors).
     fn check_same(&self, first: &FilledTensor, second: &FilledTensor) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
         let selected = self.source.selection.catalog.tensor(first.id);
@@ -390,7 +397,8 @@ impl Filling<'_> {
         })
     }
 
-    /// Returns the error for an object of SRC that cannot replace the object of FILLER at the same path.
+    /// Returns the error for an object of SRC that cannot replace the object at the same path of FILLER, the checkpoint
+    /// of `--fill-from`.
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
         let hint = "leave this name out with options::exclude to keep the value of options::fill_from";
         let show = |value, catalog: &Catalog| describe(value, &catalog.tensors, 60);
@@ -398,7 +406,7 @@ impl Filling<'_> {
         self.misfit(path, what, &theirs, &ours, hint)
     }
 
-    /// Returns the error for names of SRC that FILLER does not have.
+    /// Returns the error for names of SRC that FILLER, the checkpoint of `--fill-from`, does not have.
     fn unknown(&self, what: &str, names: &[String], nearest: &str) -> Error {
         Error::usage(
             format!(
@@ -415,7 +423,7 @@ impl Filling<'_> {
         .naming(names)
     }
 
-    /// Returns the error for a name of SRC that matches two tensors of FILLER.
+    /// Returns the error for a name of SRC that matches two tensors of FILLER, the checkpoint of `--fill-from`.
     fn ambiguous(&self, path: &Path, in_model: TensorId, whole: TensorId) -> Error {
         let name = |id| &self.filler.catalog.tensor(id).fqn;
         Error::usage(

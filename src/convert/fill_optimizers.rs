@@ -1,11 +1,13 @@
-//! Matches the optimizer state of SRC to the optimizer state of FILLER (`--fill-from`).
+//! Matches the optimizer state of SRC to the optimizer state of FILLER, the checkpoint of `--fill-from`.
 //!
-//! The keys of optimizer state are names or numbers of parameters. Equal numbers may mean different parameters in SRC and in
-//! FILLER, so numbers are matched by the names of their parameters ([`Numbering`]).
+//! An optimizer has the state of each parameter under a key, which is the name of the parameter or its parameter id
+//! (the number of the parameter in `optimizer.state_dict()`). One parameter id may belong to different parameters in
+//! SRC and in FILLER. Therefore parameter ids are matched by the names of their parameters ([`Numbering`]).
 //!
-//! Invariant: state whose names are not recorded is matched by position only if nothing contradicts this order, and a note
-//! reports it. Names in another order than the order of their model contradict it, and so do shapes of the state that do not
-//! follow the model.
+//! If the names are not recorded, parameter ids are matched by position, and a note reports this. Invariant: dtshard
+//! matches by position only if nothing contradicts the order of the model. Each of these facts contradicts it:
+//! parameter names are listed in another order than in the model; the shapes of the state do not fit the order of the
+//! model.
 
 use std::collections::HashMap;
 
@@ -20,11 +22,12 @@ use crate::catalog::{Catalog, Fqn, Key, Path, Value, path};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 
-/// Makes the selected optimizers of SRC use the keys of FILLER for each parameter: its name, if FILLER has names as keys, or
-/// the number that this parameter has in FILLER. Adds a note to the selection if state is matched by position.
+/// Gives the selected optimizers of SRC the keys of the optimizers in FILLER (the checkpoint of `--fill-from`). The key
+/// of a parameter is then its name, if FILLER has names as keys, or the parameter id that it has in FILLER. Adds a note
+/// to the selection if state is matched by position.
 ///
 /// # Errors
-/// `Usage` if a number of one checkpoint may mean another parameter than the same number, or a name, of the other.
+/// `Usage` if it is not certain which state of SRC and which state of FILLER belong to the same parameter.
 pub fn match_filler(source: &mut ConversionSource, filler: &Checkpoint) -> Result<()> {
     let theirs = &filler.catalog;
     let numbered = numbered_optimizers(&theirs.state).into_iter().map(|path| (path, true));
@@ -61,16 +64,17 @@ pub fn match_filler(source: &mut ConversionSource, filler: &Checkpoint) -> Resul
     Ok(())
 }
 
-/// The keys of optimizer state.
+/// The kind of keys under which an optimizer of SRC has the state of its parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KeyKind {
     Names,
     Numbers,
-    /// The keys are parts of names such as `optimizer.state.0.exp_avg`, because the file of SRC has no nesting.
+    /// The keys are parameter ids inside tensor names such as `optimizer.state.0.exp_avg`, because the file of SRC has
+    /// no nested dicts.
     NumbersInNames,
 }
 
-/// An optimizer in the selection of SRC.
+/// The kind of keys of a selected optimizer of SRC, and whether the optimizer has any state.
 struct SelectedKeys {
     kind: KeyKind,
     has_state: bool,
@@ -94,30 +98,32 @@ impl SelectedKeys {
     }
 }
 
-/// Returns the path in SRC of an optimizer of the selection.
+/// Returns the path that a selected optimizer has in SRC, before its names are changed.
 fn stored_optimizer(stored: &Catalog, selected: &Catalog, optimizer: &Path) -> Option<Path> {
     let paths = [numbered_optimizers(&stored.state), named_optimizers(&stored.state)].concat();
     stored_path(stored, &paths, selected, optimizer).cloned()
 }
 
-/// The names that the keys of a selected optimizer are replaced by.
+/// The parameter names with which the keys of an optimizer of SRC become keys of FILLER (the checkpoint of
+/// `--fill-from`).
 #[derive(Default)]
 struct Matched {
-    /// Item `i` is the name of number `i` of SRC.
+    /// First step: item `i` of this list becomes the key of the parameter with parameter id `i` in SRC. `None` if this
+    /// step is not needed.
     own: Option<Vec<Fqn>>,
-    /// Item `i` is the name of number `i` of FILLER. After the numbers of SRC have become names, the names become these
-    /// numbers.
+    /// Second step: the key that equals item `i` of this list becomes `i`, which is the parameter id in FILLER. `None`
+    /// if this step is not needed.
     theirs: Option<Vec<Fqn>>,
-    /// The note about state that is matched by position.
+    /// The note that state is matched by position; `None` if it is matched by recorded names.
     note: Option<String>,
 }
 
-/// An optimizer of SRC and the optimizer of FILLER at the same path.
+/// An optimizer of SRC, and the optimizer at the same path of FILLER (the checkpoint of `--fill-from`).
 struct Pair<'a> {
     source: &'a ConversionSource,
     filler: &'a Checkpoint,
     path: &'a Path,
-    /// The path of the optimizer in SRC before names are changed.
+    /// The path that the optimizer has in SRC before names are changed; `None` if the path is unknown.
     stored: Option<&'a Path>,
     new_names: &'a HashMap<Fqn, Fqn>,
 }
@@ -177,14 +183,16 @@ impl Pair<'_> {
         }
     }
 
-    /// Matches names of tensors that contain numbers, such as `optimizer.state.0.exp_avg`.
+    /// Matches an optimizer of SRC whose tensor names contain parameter ids, such as `optimizer.state.0.exp_avg`, to an
+    /// optimizer with the same parameter ids as keys.
     fn numbers_in_names(&self) -> Result<Matched> {
         self.check_contradiction(&numbering(&self.filler.catalog, self.path), &self.filler_root())?;
         self.check_order_of_filler(&self.own_root())?;
         Ok(Matched { note: Some(self.position_note()), ..Matched::default() })
     }
 
-    /// Matches equal numbers, although the names of some numbers are unknown.
+    /// Matches parameter ids by position: id `i` of SRC is id `i` of FILLER (the checkpoint of `--fill-from`). Used if
+    /// the name of at least one parameter is unknown.
     fn by_position(&self) -> Result<Matched> {
         let own = self.stored.and_then(|path| path.find(&self.source.checkpoint.catalog.state));
         let are_equal =
@@ -206,12 +214,14 @@ impl Pair<'_> {
         }
     }
 
-    /// Checks that the names of FILLER follow the order of its model. `other` has numbers without names.
+    /// Checks that the names in the optimizer of FILLER follow the order of its model. Only then can they be matched by
+    /// position to the parameter ids of the checkpoint `other`, which records no names.
     fn check_order_of_filler(&self, other: &str) -> Result<()> {
         self.check_order(&self.filler.catalog, self.path, &self.filler_root(), other)
     }
 
-    /// Checks that the names of SRC follow the order of its model. `other` has numbers without names.
+    /// Checks that the names in the optimizer of SRC follow the order of its model. Only then can they be matched by
+    /// position to the parameter ids of the checkpoint `other`, which records no names.
     fn check_order_of_source(&self, other: &str) -> Result<()> {
         let Some(path) = self.stored else { return Ok(()) };
         self.check_order(&self.source.checkpoint.catalog, path, &self.own_root(), other)
@@ -248,7 +258,7 @@ impl Pair<'_> {
         ))
     }
 
-    /// Returns the error for an optimizer whose state cannot be matched.
+    /// Returns the error for an optimizer whose state cannot be matched. `why` is the reason.
     fn unknown(&self, why: &str) -> Error {
         let path = self.stored.unwrap_or(self.path);
         let pattern = if path.0.is_empty() { STATE.to_owned() } else { path.to_string() };
@@ -261,7 +271,8 @@ impl Pair<'_> {
         )
     }
 
-    /// Returns the note about numbers that become names in the order of the model.
+    /// Returns the note that parameter ids are assumed to follow the order of the model, because the checkpoints in
+    /// `without_names` record no names for them.
     fn order_note(&self, without_names: &[String]) -> String {
         format!(
             "the optimizer `{}` has numbers without names in {}, so its state is matched by position: dtshard assumes that the \
@@ -271,7 +282,7 @@ impl Pair<'_> {
         )
     }
 
-    /// Returns the note about equal numbers that are matched.
+    /// Returns the note that parameter id `i` of SRC is assumed to be parameter id `i` of FILLER.
     fn position_note(&self) -> String {
         format!(
             "the optimizer `{}` has numbers without names, so its state is matched by position: dtshard assumes that {} and {} \

@@ -17,7 +17,7 @@ use crate::select::Wrappers;
 pub enum NameMatch {
     /// No tensor matches.
     Nothing,
-    /// One tensor matches.
+    /// Exactly one tensor matches.
     One(TensorId),
     /// Two tensors match: the first by its name inside the model, the second by its path.
     Two(TensorId, TensorId),
@@ -67,8 +67,8 @@ impl Names {
         self.in_model.get(name)
     }
 
-    /// Returns a hint with the most similar name, if no tensor has this path or, for a tensor of the model, the name
-    /// `in_model`.
+    /// Returns a hint with the most similar name of a tensor, for a lookup that found nothing. Compares `in_model` with
+    /// the names inside the model, or, if it is `None`, compares `path` with all paths.
     pub fn nearest(&self, path: &Path, in_model: Option<&str>) -> String {
         let (name, lookup) = match in_model {
             Some(name) => (name.to_owned(), &self.in_model),

@@ -1,8 +1,8 @@
-//! Gives the optimizer state of a source the names that DCP directories have.
+//! Gives the optimizer state of a source the keys that it has in DCP directories: parameter names.
 //!
-//! Jobs that save files with `torch.save` store `optimizer.state_dict()`, which numbers the parameters. Jobs that save or
-//! load DCP directories use `get_optimizer_state_dict`, which has names. Without names, PyTorch would not find the state
-//! in the directory.
+//! Jobs that save files with `torch.save` store `optimizer.state_dict()`, whose keys are parameter ids (numbers). Jobs
+//! that save or load DCP directories use `get_optimizer_state_dict`, whose keys are parameter names. A job that loads a
+//! DCP directory with parameter ids as keys does not find the state.
 
 use std::collections::HashMap;
 
@@ -17,9 +17,9 @@ use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, Path, TensorId, Value, state_dict};
 use crate::quantity::count;
 
-/// Replaces the parameter numbers of the selected optimizers by the names that the parameters have in DST. If SRC does not have
-/// the names, they come from the checkpoint of `--like`. The numbers in the checkpoint of `--like` are replaced, too. Returns
-/// notes about optimizers with and without names.
+/// Replaces the parameter ids (numbers) that are keys in the selected optimizers by the names that the parameters have
+/// in DST. If SRC does not record the names, they come from the checkpoint of `--like`. In the optimizers of the
+/// checkpoint of `--like`, parameter ids are replaced, too. Returns notes about optimizers with and without names.
 pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
     let selected = &mut source.selection.catalog;
     let notes = name_selected(&source.checkpoint.catalog, selected, source.like.as_ref().map(|like| &like.catalog));
@@ -29,8 +29,8 @@ pub fn name_for_dcp(source: &mut ConversionSource) -> Vec<String> {
     notes
 }
 
-/// Replaces the parameter numbers of the selected optimizers by names. The names come from the source `stored`, otherwise from
-/// the checkpoint `like`.
+/// Replaces the parameter ids (numbers) that are keys in the selected optimizers by parameter names. The names come
+/// from the source `stored`, otherwise from the checkpoint `like`. Returns notes for the user.
 fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog>) -> Vec<String> {
     let numbered = numbered_optimizers(&selected.state);
     if numbered.is_empty() {
@@ -61,9 +61,9 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
     notes
 }
 
-/// Replaces the parameter names of the selected optimizers by numbers, because optimizers with state of flat parameters have
-/// numbers in SRC, too. Jobs that save `optimizer.state_dict()` number the parameters in the order of the model. Without the
-/// model, the names stay.
+/// Replaces the parameter names that are keys in the selected optimizers by parameter ids (numbers), because the files
+/// of SRC have parameter ids, too. This concerns optimizers with state of flat parameters. A parameter id is the
+/// position of the parameter in the model, as in `optimizer.state_dict()`. If SRC has no model, the names stay.
 pub fn number_flat_optimizers(source: &mut ConversionSource) {
     let (stored, selected) = (&source.checkpoint.catalog, &mut source.selection.catalog);
     if is_named_optimizer(&stored.state) {
@@ -96,8 +96,8 @@ pub fn number_flat_optimizers(source: &mut ConversionSource) {
     rename_entries(selected);
 }
 
-/// Returns the new name of each parameter of the model whose name changes, by its name without wrapper components. If a
-/// tied parameter has lost one of its names, the first remaining name replaces it.
+/// Returns, for each parameter of the model whose name changes, its old name and its new name, both without wrapper
+/// prefixes. If a tied parameter loses one of its names, the new name is the first of its remaining names.
 pub(super) fn new_names(stored: &Catalog, selected: &Catalog) -> HashMap<Fqn, Fqn> {
     let clean = |name: &Fqn| Fqn::from(clean_name(name.as_str()));
     let model = state_dict::model(&selected.state).tensors;
@@ -112,8 +112,8 @@ pub(super) fn renamed(names: Vec<Fqn>, new_names: &HashMap<Fqn, Fqn>) -> Vec<Fqn
     names.into_iter().map(|name| new_names.get(&name).cloned().unwrap_or(name)).collect()
 }
 
-/// Returns the path in the source of an optimizer of the selection: the optimizer with the same state tensors, or the only
-/// optimizer of the source.
+/// Returns which of `paths`, the optimizers of the source, is the selected optimizer at the path `optimizer`: the one
+/// that has the first state tensor of the selected optimizer, or else the only optimizer in `paths`.
 pub(super) fn stored_path<'p>(
     stored: &Catalog,
     paths: &'p [Path],
@@ -127,8 +127,8 @@ pub(super) fn stored_path<'p>(
     paths.iter().find(has_first).or(only)
 }
 
-/// Makes the optimizer keys of two checkpoints comparable: if some optimizer has parameter names as keys, the numbers in both
-/// checkpoints are replaced by names where the names are known.
+/// Makes the optimizer keys of two checkpoints comparable. If an optimizer in one of them has parameter names as keys,
+/// the parameter ids (numbers) in both checkpoints are replaced by names, where the names are known.
 pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
     if [&source.state, &other.state].into_iter().any(|state| !named_optimizers(state).is_empty()) {
         name_like(source, other);
@@ -150,7 +150,7 @@ fn name_like(catalog: &mut Catalog, named: &Catalog) {
     rename_entries(catalog);
 }
 
-/// Sets the name in the catalog entry of each optimizer tensor to the path of this tensor.
+/// Sets the name in the catalog entry of each tensor of optimizer state to the path of the tensor in the state dict.
 pub(super) fn rename_entries(catalog: &mut Catalog) {
     let mut names = Vec::new();
     tensors(&catalog.state, &Path::default(), &mut |path, id| {

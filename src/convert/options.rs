@@ -307,7 +307,8 @@ pub struct ReshardOptions {
 /// Python class of sharded tensors in rank files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorClass {
-    /// Each tensor has the class that it has in the checkpoint of `--like` or else in the source.
+    /// Each tensor has the class that it has in the checkpoint of `--like`. Without `--like`, it has its class in the
+    /// source.
     Auto,
     /// Sharded tensors are DTensors.
     DTensor,

@@ -21,8 +21,8 @@ pub struct PlanOptions<'a> {
 }
 
 impl PlanOptions<'_> {
-    /// Combines the plan of the command line with the plan of the layout file `layout`. The command line has priority.
-    /// Returns `None` if neither gives a plan or the role of a mesh dimension.
+    /// Combines the plan of the command line with the plan of the layout file `layout`; the command line has priority.
+    /// Returns `None` if neither of them names a plan or sets the use of a mesh dimension, as `--tp` or `--fsdp` does.
     ///
     /// # Errors
     /// `Usage` for an unknown plan, and errors from reading the file of the option.

@@ -13,8 +13,9 @@ use crate::layout::partial::Share;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use crate::quantity::count;
 
-/// Sets, for every tensor with a `Partial` placement in the target, which partial values of the source each target rank
-/// combines into its own partial value. For all other tensors, partial values of the source are reduced.
+/// Sets, for each target rank, which partial values of the source the rank combines into its own partial value. Applies
+/// to tensors with a `Partial` placement in the target. For all other tensors, the partial values of the source are
+/// reduced to the value of the tensor.
 ///
 /// # Errors
 /// `Unsupported` if the source's placements cannot be converted to the target's.

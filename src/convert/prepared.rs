@@ -47,8 +47,8 @@ impl Prepared {
         divide(&self.reservation.files, part)
     }
 
-    /// Adds to an error the checkpoint, and the node of the process that it names. Informs the other processes why this
-    /// process ends.
+    /// Adds two facts to an error: the checkpoint, and the node of the process that the error names. Informs the other
+    /// processes why this process ends.
     pub fn failed(&mut self, error: Error) -> Error {
         let error = self.source.locate(error);
         if let Some(peers) = self.source.peers.take() {

@@ -103,8 +103,8 @@ impl ReadBack<'_> {
     }
 
     /// Compares the bytes that are not tensor data: headers, pickles, zip directories, checksums and sidecar files.
-    /// Returns the first difference. This run may not have written these bytes itself: a resumed run keeps those of an
-    /// earlier run.
+    /// Returns the first difference. These bytes may come from an earlier run, because a resumed run keeps bytes that
+    /// are already written.
     fn around_tensors(&self) -> Result<Option<Mismatch>> {
         let Self { conversion, folder, .. } = *self;
         let written = &conversion.reservation.files;

@@ -81,11 +81,12 @@ pub struct Report {
     pub bytes_read: u64,
     /// Time since the source was opened.
     pub time: Duration,
-    /// Warnings about values that overflowed or became NaN in casts. Empty if another process published the
-    /// destination.
+    /// Warnings about values in casts: values that overflowed, and values that are NaN. If several processes share the
+    /// run, only the process that published the destination has the warnings about all values; if another process
+    /// published it, the list is empty.
     pub warnings: Vec<String>,
-    /// Hint that names the options with which values that were left out by default are included. `None` if no option
-    /// would include more values, and for [`Outcome::UpToDate`].
+    /// Hint that names the options with which values are included that were left out by default. `None` if no option
+    /// includes more values, and for [`Outcome::UpToDate`].
     pub hint: Option<String>,
     line: String,
     document: Json,
@@ -114,8 +115,8 @@ pub struct ReportSource<'a> {
     before: Option<AnonymousMemory>,
     /// Limit of anonymous memory in bytes (`--max-memory`).
     max_memory: u64,
-    /// For each process, the bytes that it would read, send and receive. Only the preview of an exchange has them;
-    /// otherwise empty.
+    /// For each process, the number of bytes that it would read, send and receive. Empty unless this is the preview of
+    /// a run in which processes exchange data.
     pub loads: Vec<Load>,
     /// Warnings about options that have no effect.
     pub unused_options: Vec<String>,
@@ -131,8 +132,9 @@ pub fn notes(conversion: &Prepared) -> Vec<String> {
     notes
 }
 
-/// Returns the values that are not written, as two lists: groups for the closing line, and single names. The JSON
-/// document has both lists.
+/// Returns two lists of the values that are not written. The first list has groups of values, for the closing line; the
+/// second list has the names of single tensors and objects. Series and folders that were not read are only in the first
+/// list. The JSON document has both lists.
 pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
     let source = &conversion.source;
     let left = &source.selection.left_out;
@@ -154,7 +156,7 @@ fn cast_text(stats: &Stats) -> Vec<String> {
     stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
 }
 
-/// Returns warnings about values that overflowed or became NaN in casts, for each pair of dtypes.
+/// Returns warnings about values in casts that overflowed or are NaN, for each pair of dtypes.
 fn cast_warnings(stats: &Stats) -> Vec<String> {
     let mut warnings = Vec::new();
     for ((from, to), cast) in &stats.casts {

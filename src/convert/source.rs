@@ -72,8 +72,8 @@ pub struct ConversionSource {
     pub left_out_remedy: Option<&'static str>,
 }
 
-/// Returns a hint about the tensors that `defaults` leave out. The hint names the option that includes these tensors.
-/// Returns `None` if `defaults` leave out none, or if the user selected names.
+/// Returns a hint that names the option with which tensors are included that the defaults of the verb leave out.
+/// Returns `None` if the defaults leave out no tensors, or if the user selected names.
 fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'static str> {
     let SelectOptions { include, include_from, exclude, root, .. } = select;
     if !include.is_empty() || !exclude.is_empty() || include_from.is_some() || root.is_some() {
@@ -347,7 +347,7 @@ impl ConversionSource {
     }
 }
 
-/// Choice of what is read from a source, and of how incomplete sources are treated.
+/// Choice of what is read from a source, and of whether an incomplete source may be read.
 pub struct ReadRequest<'a> {
     /// Checkpoint of the same model that provides shapes for flat parameters.
     pub like: Option<&'a Path>,

@@ -52,7 +52,7 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     wrong.map(|(index, error)| (name(index), error)).collect()
 }
 
-/// The replicas that are compared.
+/// The replicas that a check compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replicas {
     /// Only replicas of plain tensors: several ranks store the complete tensor, but no metadata states that the stored

@@ -129,7 +129,7 @@ fn folders(source: &ConversionSource) -> Option<Vec<PartTarget>> {
 #[derive(Clone, Copy)]
 pub struct NewJob {
     pub world_size: u32,
-    /// The version of FSDP in the new job. `None` if the version of the old job is kept.
+    /// The version of FSDP in the new job. `None` if `fsdp_config.json` keeps the version of the old job.
     pub fsdp_version: Option<u32>,
 }
 

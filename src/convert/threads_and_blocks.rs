@@ -18,7 +18,7 @@ use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
-/// Resource that limits the speed of the threads.
+/// The resource that limits the speed of the worker threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bottleneck {
     /// The threads wait for the processor most of the time.
@@ -36,8 +36,8 @@ impl Bottleneck {
     }
 }
 
-/// Starts the threads for a run, and returns them with the number of threads and the length of write blocks. `rounds`
-/// is the bucket size, or `None` if processes exchange no data.
+/// Starts the worker threads of a run. Returns them, and options with the number of threads and the length of write
+/// blocks. `rounds` is the bucket size of the exchange rounds, or `None` if processes exchange no data.
 ///
 /// # Errors
 /// `Usage` if the number of threads is invalid, or if the memory limit is too low for this number of threads.
@@ -136,9 +136,10 @@ pub const MIN_WRITE_BLOCK_BYTES: u64 = 64 << 10;
 /// blocks are written, while others prepare the next blocks.
 const DISK_THREADS: usize = 4;
 
-/// Returns one thread per core that this process may use, or fewer if memory is short. For a disk, returns at least
-/// [`DISK_THREADS`], or as many of them as can have write blocks of full length. The cores limit the number even for a
-/// disk if Slurm limits the CPUs of the process.
+/// Returns the number of worker threads: one per core that this process may use, or fewer if memory is short. If the
+/// disk is the bottleneck, returns at least [`DISK_THREADS`], because threads sleep while the disk writes; but not more
+/// than can have write blocks of full length. If Slurm limits the CPUs of the process, there is no such minimum for a
+/// disk.
 fn threads_within(max_memory: u64, scratch: u64, pace: Bottleneck) -> usize {
     let given = cpus(&process_environment);
     let cores = cores(given);
@@ -161,17 +162,17 @@ pub fn affordable(max_memory: u64, scratch: u64, write_block_bytes: u64) -> usiz
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
-/// Whether workers read the data of a write block just before they write the block, or one round earlier.
+/// Whether workers read the data of a write block just before they write the block, or one exchange round earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadTiming {
     /// A worker reads the data of a block just before it writes the block.
     AsTheyWrite,
-    /// Some workers read the next round while other workers write the current round.
+    /// Some workers read the data for the next exchange round while other workers write the data of the current round.
     Ahead,
 }
 
 impl ReadTiming {
-    /// Returns when workers read, in a run with or without exchange rounds.
+    /// Returns when workers read: ahead if there are exchange rounds, otherwise just before they write.
     pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
     }
@@ -187,8 +188,8 @@ pub fn scratch_bytes(io: Option<IoMode>, reads: ReadTiming) -> u64 {
     }
 }
 
-/// Returns the smallest memory limit, in bytes, with which `threads` threads can run without exchange rounds. Each
-/// thread then has the shortest write block and `scratch` bytes.
+/// Returns the smallest memory limit, in bytes, with which `threads` threads can run if there are no exchange rounds.
+/// Each thread then has a write block of the shortest length, and `scratch` bytes of other buffers.
 pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (MIN_WRITE_BLOCK_BYTES + scratch)
 }
@@ -266,8 +267,9 @@ mod tests {
         assert_eq!(write_block_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), MIN_WRITE_BLOCK_BYTES);
     }
 
-    /// Checks that each worker has more scratch memory if there are exchange rounds, because workers then write a round
-    /// while others read the next one, and that all buffers of the most threads possible fit into the limit.
+    /// Checks two things. Each worker has more scratch memory if there are exchange rounds, because some workers then
+    /// read the next round while others write. With the largest number of threads, all buffers fit into the memory
+    /// limit.
     #[test]
     fn rounds_need_additional_scratch_buffers() {
         let (alone, ahead) = (scratch_bytes(None, ReadTiming::AsTheyWrite), scratch_bytes(None, ReadTiming::Ahead));

@@ -34,7 +34,7 @@ const TIED: [(&str, &str); 7] = [
 #[derive(Debug, PartialEq, Eq)]
 struct Tie {
     embedding: String,
-    /// Length in bytes of the prefix that both names have before the part that [`TIED`] lists.
+    /// Length in bytes of the prefix that both names have. The rest of each name is listed in [`TIED`].
     prefix: usize,
     output: String,
     id: TensorId,
@@ -66,8 +66,8 @@ fn find(state: &Value) -> Vec<Tie> {
     found
 }
 
-/// Returns the output layers that the checkpoint stores although the model class may tie them. Each output layer is
-/// paired with its embedding.
+/// Returns each output layer that the checkpoint stores, although the model class may tie it to the embedding, together
+/// with the name of the embedding.
 pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
     let stored = find(state).into_iter().filter(|tie| tie.is_stored);
     stored.map(|tie| (tie.output, tie.embedding)).collect()
@@ -168,7 +168,7 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
 }
 
 /// Adds the name of the output layer to the state dict: at the end of the dict that contains the embedding, or of a
-/// dict above it. Returns false if the names of the nested dicts do not match the names of [`TIED`].
+/// dict above it. Returns false if the state dict is nested in another way than the names in [`TIED`].
 fn insert(state: &mut Value, tie: &Tie) -> bool {
     let root = state_dict::model(state).root;
     let mut path = None;

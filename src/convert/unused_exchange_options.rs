@@ -73,7 +73,7 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
     }))
 }
 
-/// Returns true if processes are connected and reduce partial values on the CPU, not with NCCL.
+/// Returns true if processes are connected, and the CPU reduces partial values, not NCCL.
 fn is_by_hosts(conversion: &Prepared) -> bool {
     conversion.source.peers.is_some() && conversion.source.reducing() == ReductionMethod::InRankOrder
 }

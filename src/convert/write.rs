@@ -121,8 +121,8 @@ pub fn write_destination(
     }
 }
 
-/// Returns the request of this process to work on a destination. The request says whether this process may replace an
-/// existing checkpoint, and whether it may resume or discard earlier work.
+/// Returns the claim of this process to work on a destination. The claim says whether the run may replace an existing
+/// checkpoint, and whether it may resume or discard earlier work.
 pub fn claim(conversion: &Prepared, args: &ConvertOptions, options: &Options, run: &Run<'_>) -> Claim {
     let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
@@ -280,8 +280,8 @@ impl DestinationWriter<'_> {
         published
     }
 
-    /// Publishes the destination if everything is recorded; otherwise waits for the process that publishes, or returns
-    /// and lets that process publish.
+    /// Publishes the destination if all work is recorded. Otherwise, if the processes wait for each other, waits until
+    /// process 0 has published it; if they do not wait, returns, because the process that finishes last publishes it.
     fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // If processes wait for each other, process 0 seals and reports.
@@ -320,8 +320,8 @@ impl DestinationWriter<'_> {
         Ok(true)
     }
 
-    /// Continues although some processes did not start or did not report that they finished. This is correct only if
-    /// the journals record all work of these processes: they then finished their work before they ended.
+    /// Continues although some processes did not start or did not report that they finished. This is allowed only if
+    /// the journals record all work of these processes, so that nothing is missing in the output.
     ///
     /// # Errors
     /// An error with the missing parts if their work is not recorded.
@@ -334,8 +334,8 @@ impl DestinationWriter<'_> {
         Ok(())
     }
 
-    /// Checks with `is_recorded` that the journals contain the finished work. Succeeds also if another process has
-    /// already published the destination.
+    /// Checks with `is_recorded` that the journals record the work that is finished. Also succeeds if another process
+    /// has already published the destination, because the journals are then removed.
     fn check(&self, is_recorded: impl Fn(&CompletedWork) -> bool) -> Result<()> {
         let mut incomplete = None;
         let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
@@ -405,8 +405,8 @@ impl DestinationWriter<'_> {
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_active))
     }
 
-    /// Describes the work of this process that the next run can skip, for example `12.30 GB of 40.00 GB`. Leaves out
-    /// the work of other processes, because they may still be writing.
+    /// Describes the work that this process has finished and that the next run can skip, for example `12.30 GB of 40.00
+    /// GB`. The work of other processes does not count, because they may still be writing.
     fn kept(&self) -> String {
         let part = self.part();
         let own = self.conversion.division(part);

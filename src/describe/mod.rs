@@ -24,8 +24,8 @@ use crate::text::escape_invisible;
 pub use document::object_document;
 use draw::{ChunkHolder, PictureSize};
 
-/// The tensors of a checkpoint to describe, under every name of each tensor, in the order of the state dict. If the
-/// user asked for digests, also the digest of each tensor that can be read.
+/// The description of a checkpoint: the tensors to describe, under every name of each tensor, in the order of the state
+/// dict. If the user asked for digests, the description also has the digest of each tensor that can be read.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
     args: &'a InspectOptions,

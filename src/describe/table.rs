@@ -46,9 +46,9 @@ fn most_chunks(view: &Inspection<'_>) -> u64 {
     view.checkpoint.catalog.tensors.iter().map(|entry| entry.chunks.len() as u64).max().unwrap_or(0)
 }
 
-/// Returns a text such as `S(0) x 8` if the boxes of a tensor are the shards of one dim that `torch.chunk` makes for
-/// that many ranks, otherwise `None`. The number may be below `ranks`, because other mesh dimensions may replicate the
-/// tensor.
+/// Returns a text such as `S(0) x 8` if the boxes of a tensor are the shards that `torch.chunk` makes along one dim for
+/// some number of ranks (here 8); otherwise returns `None`. This number may be below `ranks`, because other mesh
+/// dimensions may replicate the tensor.
 fn shard_of_boxes(entry: &TensorEntry, ranks: u64) -> Option<String> {
     let mut boxes: Vec<Region> = entry
         .chunks

@@ -33,7 +33,8 @@ pub struct Casts {
 pub struct CastTile {
     /// The byte range of the tile in the output buffer, after the cast.
     pub range: Range<usize>,
-    /// The cast, and the portions of the tile that are cast one by one; `None` if the shuffle does not cast the tile.
+    /// The cast, and the portions of the tile that are cast one by one. `None` if the tile needs no cast, or if the
+    /// writer casts it.
     pub cast: Option<(Cast, Vec<Portion>)>,
 }
 
@@ -42,7 +43,8 @@ pub struct CastTile {
 pub struct Portion {
     /// The range of elements in the portion, counted from the first element of the tile.
     pub elements: Range<u64>,
-    /// The part of `elements` in which this process counts the values that the cast loses. May be empty.
+    /// The part of `elements` in which this process counts the values that the cast loses. Empty if this process counts
+    /// no values in this portion.
     pub counted: Range<u64>,
 }
 

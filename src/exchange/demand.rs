@@ -89,7 +89,7 @@ pub struct Need {
     pub ranks: Ranks,
 }
 
-/// Indices of target chunks with equal elements (replicas). A small tensor usually has one.
+/// Indices of target chunks with equal elements (replicas). A small tensor usually has one target chunk.
 pub type Chunks = SmallVec<[usize; 1]>;
 /// The ranges of a tile's elements that processes need. A small tensor usually has one range.
 pub type Needs = SmallVec<[Need; 1]>;
@@ -107,8 +107,8 @@ pub struct SourceElements {
 }
 
 impl<'a> Demand<'a> {
-    /// Checks that the source chunks cover the tensor, and plans the tiles of the tensor. The result is empty if no
-    /// process needs the tensor.
+    /// Checks that the source chunks cover the tensor, and plans the tiles of the tensor. If no process needs any
+    /// element of the tensor, [`Self::is_empty`] of the result returns true.
     ///
     /// # Errors
     /// Returns the errors of [`SourceTensor::new`], and `Unsupported` if the partial values cannot be reduced.

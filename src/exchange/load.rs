@@ -36,9 +36,9 @@ impl WireBytes {
 pub struct Load {
     /// The number of bytes that are read from files into the stage buffer.
     pub read: u64,
-    /// The bytes that are sent and received in the first phase, including NCCL reductions.
+    /// The bytes that are sent and received in the first phase (the messages with source bytes) and in NCCL reductions.
     pub first_phase: WireBytes,
-    /// The bytes that are sent and received in the second phase.
+    /// The bytes that are sent and received in the second phase, which sends reduced values to further processes.
     pub second_phase: WireBytes,
     /// The length of the unpacked buffer in bytes. It contains the values that this process writes, and the partial
     /// values that it reduces.

@@ -4,9 +4,9 @@
 //! All processes derive the same rounds from the same catalogs. In each round, a process reads contiguous ranges of
 //! source chunks. The [shuffle](Shuffle) sends the bytes to the processes that need them, and reduces partial values.
 //! The results are ranges of target tiles, which are written as in other conversions ([`crate::exec::copy::write`]).
-//! Reading, shuffling and writing overlap: each has its own thread, and one finished round can wait for the next
-//! thread. A shuffle with several steps may start the next round before the current round is finished
-//! ([`Shuffle::ROUNDS_IN_FLIGHT`]).
+//! Reading, shuffling and writing overlap: each has its own thread, and a thread that has finished a round waits until
+//! the next thread takes this round. A shuffle with several steps may start the next round before the current round is
+//! finished ([`Shuffle::ROUNDS_IN_FLIGHT`]).
 //!
 //! All sizes and offsets are in bytes. Invariant: bytes are recorded as done only after the process that read these
 //! bytes from SRC has checked them.
@@ -296,7 +296,8 @@ impl<'a> Exchange<'a> {
 /// Tiles of a round that are ready to be written, and the ranges of the output files into which they are written.
 type Arrived = (Vec<PlannedTile>, TileBatch);
 
-/// The finished rounds, as input for the writer. Ends after the last round. Returns an error if this process must stop.
+/// The source from which the writer takes the finished rounds. It ends after the last round, and returns an error if a
+/// round failed or if this process must stop.
 struct Batches<'a> {
     shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,

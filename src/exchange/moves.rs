@@ -155,7 +155,7 @@ pub struct Moves {
     pub second_phase: Option<TransferPhase>,
     /// The layout of the output after casts; `None` if the shuffle casts no value in this round.
     pub casts: Option<Casts>,
-    /// True if the round completes its tensors; see [`Round::completes_tensors`].
+    /// True if the round transfers the last elements of its tensors; see [`Round::completes_tensors`].
     pub completes_tensors: bool,
 }
 
@@ -238,9 +238,9 @@ impl Moves {
         self.unpacked_len > self.output_len
     }
 
-    /// Returns the tiles, or parts of tiles, that this process gets by a transfer plan. The key is the index in
-    /// `plan.targets`. Copies from the first phase are not yet included. Also schedules the messages of the second
-    /// phase.
+    /// Returns the tiles, or parts of tiles, that this process gets by a transfer plan. The keys of the map are indices
+    /// in `plan.targets`. The caller has to add the copies of the first phase. Also schedules the messages of the
+    /// second phase.
     fn plan_arriving_tiles(
         &mut self,
         plan: &TransferPlan<'_>,

@@ -47,10 +47,10 @@ pub struct NcclReduction {
 }
 
 impl ReductionKind {
-    /// Returns the kind of NCCL reduction with which `ranks` processes can reduce a tile. Returns `None` if NCCL cannot
-    /// reduce it: there must be one partial value for each process (at least two processes), NCCL must support the
-    /// dtype, the operation and the divisor, and every element of the tile must have partial values (elements without
-    /// partial values must stay 0).
+    /// Returns the kind of NCCL reduction with which `ranks` processes can reduce a tile. Returns `None` unless all of
+    /// these hold: there are at least two processes; there is one partial value for each process; NCCL supports the
+    /// dtype, the operation and the divisor; every element of the tile gets the reduced value (NCCL cannot set the
+    /// other elements to 0).
     pub fn for_tile(needed: &NeededTile, ranks: usize) -> Option<Self> {
         use ReduceOp::{Avg, Max, Min, Product, Sum};
         let reducer = needed.reducer?;

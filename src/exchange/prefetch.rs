@@ -24,7 +24,7 @@ const MAX_TENSORS: usize = 1 << 10;
 pub struct PlannedUnit<'a> {
     /// The elements of a tensor that the plan transfers.
     pub unit: Unit<'a>,
-    /// The transfer plan; `None` if the plan would have too many copies.
+    /// The transfer plan. `None` if the plan would have too many copies, so that the unit must be split.
     pub plan: Option<SizedPlan<'a>>,
 }
 

@@ -73,8 +73,8 @@ struct Session {
 }
 
 impl Session {
-    /// Parses the session file of a session with `of` processes. `generation` is the number of the lease that process 0
-    /// held when it wrote the file.
+    /// Parses the session file of a session with `of` processes. `generation` is the generation of the lease that
+    /// process 0 held when it wrote the file.
     ///
     /// # Errors
     /// `Malformed` if the file does not have one generation for each process, or contains an impossible generation.
@@ -122,7 +122,8 @@ impl Session {
 }
 
 impl Records {
-    /// Connects to the other processes of `part` through files in `folder`. Creates the folder if necessary.
+    /// Connects this process, which has the number `part.index`, to the other `part.of - 1` processes, through files in
+    /// `folder`. Process 0 creates the folder if necessary.
     ///
     /// # Errors
     /// `Comm` naming a process that did not come in time or has failed in the meantime; `Stopped`; `Io`.
@@ -407,7 +408,7 @@ impl Meeting {
     }
 }
 
-/// Returns the name of the session of `of` processes in which the lease of process 0 has the number `generation`.
+/// Returns the name of the session of `of` processes in which process 0 holds the lease of this generation.
 fn session(of: u32, generation: u32) -> String {
     format!("session-{of}.{generation}")
 }

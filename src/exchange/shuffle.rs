@@ -56,7 +56,8 @@ pub struct ShuffleOutput<M: HostMemory> {
     /// The values. If values are cast, [`Moves::casts`] describes their layout; otherwise they are the first
     /// [`Moves::output_len`] bytes.
     pub values: PooledBuffer<M>,
-    /// The number of values that casts lost, for each portion of each tile.
+    /// The number of values that casts lost, for each portion of each tile. Empty if the shuffle casts no values; the
+    /// writer then casts the values and counts the lost ones.
     pub cast_losses: Vec<LossCounts>,
 }
 

@@ -63,8 +63,8 @@ pub struct SizedPlan<'a> {
 }
 
 impl<'a> TransferPlan<'a> {
-    /// Plans the transfers of a unit (elements of a tensor that are exchanged in one round), or returns `None` if the
-    /// transfers need more than `max_copies` strided copies.
+    /// Plans the transfers of a unit (elements of a tensor that are exchanged in one round). Returns `None` if the
+    /// transfers need more than `max_copies` strided copies; the caller then splits the unit.
     ///
     /// # Errors
     /// Returns the errors of [`Topology::choose_readers`].

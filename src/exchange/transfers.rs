@@ -36,8 +36,8 @@ pub struct TransferTarget {
     pub part_bytes: u64,
     /// The processes that need these elements.
     pub ranks: Ranks,
-    /// The process that reduces the partial values and sends the result to the other processes that need it. `None` if
-    /// each process receives the source bytes, and reduces or copies them itself.
+    /// The process that gets the reduced values and sends them to the other processes that need them. `None` if no
+    /// values are sent on: each process in `ranks` gets the source bytes, or is the root of the NCCL reduction.
     pub reducing_rank: Option<u32>,
     /// The NCCL reduction that computes the values. `None` if NCCL does not reduce them; then the partial values are
     /// sent as messages.

@@ -30,7 +30,7 @@ pub const BLOCK_JOINER_BYTES: u64 = MAX_PENDING as u64 * 2 * ALIGNMENT;
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == ALIGNMENT, "a block is what a direct write is aligned to");
 
-/// A file block in memory that is aligned for a direct write.
+/// A file block in memory. Its address is aligned, so that a direct write (`O_DIRECT`) can use it.
 #[derive(Clone, Debug)]
 #[repr(align(4096))]
 pub struct DirectBlock([u8; BLOCK]);
@@ -46,7 +46,7 @@ impl DirectBlock {
 /// The number of an output file, and the number of the file block in it.
 type BlockKey = (u32, u64);
 
-/// The incomplete file blocks of all output files, the oldest first.
+/// The incomplete file blocks of all output files, in the order in which they were begun.
 #[derive(Debug, Default)]
 pub struct BlockJoiner(Mutex<IndexMap<BlockKey, PendingBlock>>);
 
@@ -60,11 +60,12 @@ struct PendingBlock {
 /// The result of adding a part of a file block.
 #[derive(Debug)]
 pub enum Joined {
-    /// The file block is still incomplete.
+    /// The file block is still incomplete; there is nothing to write yet.
     Incomplete,
-    /// The part completed this file block.
+    /// The part completed this file block, which the caller must write.
     Complete(Box<DirectBlock>),
-    /// The file block is still incomplete. To make room for it, the joiner evicted this older block.
+    /// The file block is still incomplete. The joiner evicted this older block to make room, and the caller must write
+    /// the parts of the evicted block.
     Evicted(BlockRemainder),
 }
 

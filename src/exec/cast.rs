@@ -23,13 +23,13 @@ pub struct Cast {
 /// The dtype of a tensor in the source, and its dtype in the target.
 pub type DtypePair = (Dtype, Dtype);
 
-/// The numbers of elements that the target dtype of a cast cannot represent.
+/// The numbers of elements for which a cast may give a surprising value: overflows and NaNs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LossCounts {
     /// The number of values beyond the largest finite value of the target dtype. The cast makes them infinite, NaN or
     /// that largest value. If the target dtype has no infinity, infinities also count as overflows.
     pub overflows: u64,
-    /// The number of NaNs in the source.
+    /// The number of elements that are NaN before the cast.
     pub nans: u64,
 }
 
@@ -40,7 +40,8 @@ impl LossCounts {
         self.nans = self.nans.saturating_add(other.nans);
     }
 
-    /// Returns these counts minus `other`, which are the counts of a subset of the same elements.
+    /// Returns these counts minus `other`. `other` must be the counts of some of the elements that these counts are
+    /// about.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         let overflows = self.overflows.saturating_sub(other.overflows);
@@ -120,7 +121,7 @@ impl Cast {
 /// compiler vectorise the loop.
 const BLOCK: usize = 4096;
 
-/// Converts each element, and counts the elements that the target dtype cannot represent.
+/// Casts each element, and returns the counts of overflows and NaNs.
 #[inline]
 fn convert_elements<const N: usize, const M: usize>(
     source: &[u8],

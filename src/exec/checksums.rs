@@ -68,8 +68,8 @@ pub struct DeferredChecksums {
 pub struct BlockChecksums(Vec<ChecksumPart>);
 
 impl BlockChecksums {
-    /// Adds the checksum of `bytes`, which are the byte range `place` of the file. `known` lists checksums that are
-    /// already computed for some ranges inside `place`, in ascending order.
+    /// Adds the checksum of `bytes`, which are at the byte range `place` of the file. `known` lists the checksums of
+    /// some ranges inside `place`, in ascending order, so that they need not be computed again.
     pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[ChecksumPart]) {
         let crc = Digest::without_sites(place, bytes, known);
         self.0.push(ChecksumPart { offset: place.start, len: place.end - place.start, crc });
@@ -98,7 +98,8 @@ fn combine<'p>(parts: impl IntoIterator<Item = &'p ChecksumPart>) -> u32 {
 }
 
 impl<'a> Checksums<'a> {
-    /// Prepares the checksums of a reservation. `covers_all_data` is true if this run writes all of its data.
+    /// Prepares to compute the checksums that the output files contain. `covers_all_data` is true if this run writes
+    /// all data.
     pub fn new(reservation: &'a Reservation, covers_all_data: bool) -> Self {
         let files = &reservation.files;
         let site = |sum: &ChecksumSpan, nth: usize| sum.crc_offsets.get(nth).copied();
@@ -111,14 +112,14 @@ impl<'a> Checksums<'a> {
         !self.files[file as usize].checksums.is_empty()
     }
 
-    /// Returns whether a checksum covers any segment of the write block.
+    /// Returns whether a checksum of the file covers at least one segment of the write block.
     pub fn is_checksummed(&self, block: &WriteBlock) -> bool {
         block.segments.iter().any(|segment| self.files[block.file as usize].is_checksummed(segment.offset))
     }
 
-    /// Puts all checksums that are known now into `bytes`, which are the byte range `range` of the file. All other
-    /// bytes must be complete. `parts` are the checksums of the bytes in `range` that belong to byte ranges with a
-    /// checksum.
+    /// Puts the checksums that are already known into `bytes`, which are the byte range `range` of the file and are
+    /// otherwise complete. `parts` are the checksums of those bytes in `range` that a checksum of the file covers.
+    /// Returns the work that remains for later.
     pub fn fill_sites(
         &self,
         file: u32,

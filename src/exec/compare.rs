@@ -135,8 +135,8 @@ pub fn replica_difference(
     Ok(None)
 }
 
-/// Returns the index of the first chunk of a written tensor whose values differ from the values that the source gives
-/// for this chunk: its share of the partial values, reduced and cast. `None` if no chunk differs.
+/// Returns the index of the first chunk of a written tensor that has other values than the source gives for this chunk.
+/// The source gives the chunk's share of the partial values, reduced and cast. `None` if no chunk differs.
 ///
 /// # Errors
 /// Errors of [`digest`].
@@ -258,8 +258,9 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Returns true if the error is `Unsupported` and one of the tensors has partial values. Then the tensor cannot be
-/// compared, because its partial values cannot be reduced: the dtype does not support the op, or the result overflows.
+/// Returns true if the tensors cannot be compared, because the partial values of one of them cannot be reduced: the
+/// dtype does not support the op, or the result overflows. This is so if the error is `Unsupported` and one of the
+/// tensors has partial values.
 pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
     matches!(error, Error::Format(FormatError::Unsupported { .. }))
         && entries.iter().any(|entry| entry.partial_values.is_some())

@@ -1,10 +1,11 @@
 //! Fills the reserved output files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work proceeds in windows of up to 1 GiB of output. For each window, the tensors are planned and their chunks
-//! located, and the tiles are cut into write blocks. Worker threads fill and write these blocks in parallel: one worker
-//! fills the blocks of a row group one after the other, and all other blocks are written in file order. So memory
-//! depends on the window and on the blocks in progress, not on the model. Header bytes after the last tensor data, and
-//! checksums of byte ranges that several write blocks share, are written last.
+//! Work proceeds in windows, groups of tensors with at most about 1 GiB of output, or one larger tensor. For each
+//! window, the tensors are planned and their chunks located, and the tiles are cut into write blocks. Worker threads
+//! fill and write these blocks in parallel: one worker fills the blocks of a row group one after the other, and all
+//! other blocks are written in file order. So memory depends on the window and on the blocks in progress, not on the
+//! model. Header bytes after the last tensor data, and checksums of byte ranges that several write blocks share, are
+//! written last.
 //!
 //! A process may have to write only some of the output: its own share, or the bytes that an earlier run did not finish.
 //! Tensors without such bytes are not planned. Finished work is [logged](WorkLog) after each window, once the source
@@ -60,13 +61,13 @@ pub struct Stats {
     pub traffic: Traffic,
     /// The totals over all processes. The totals are computed when all processes are done.
     pub global_totals: GlobalTotals,
-    /// For each pair of source dtype and target dtype, the number of tensors that are cast, and of values that the
-    /// casts lose.
+    /// For each pair of source dtype and target dtype: the number of tensors that are cast, and the numbers of their
+    /// elements that overflow or are NaN.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
 
-/// The number of tensors that were cast, and the numbers of their elements that the target dtype cannot represent.
-/// Replicas count once.
+/// The number of tensors that were cast, and the numbers of their elements that overflowed or are NaN. An element with
+/// several replicas counts once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
     /// The number of tensors that were cast.
@@ -117,7 +118,7 @@ impl Stats {
         self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 
-    /// Replaces the counts of values that casts lost by the counts in `lost`.
+    /// Replaces the counts of overflows and NaNs in casts by the counts in `lost`.
     pub fn set_cast_losses(&mut self, lost: &CastLosses) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
@@ -193,11 +194,12 @@ pub struct TileBatch {
     /// The counters of reading the tiles of this batch, without the counts of casts.
     pub read_stats: Stats,
     /// True if all source data of this batch and of all earlier batches has been checked against the checksums in the
-    /// source files.
+    /// source files. Only then may the batch be recorded as finished.
     pub is_checked: bool,
 }
 
-/// Tiles whose data is read from source files just before it is written, window by window.
+/// Tiles that are read from source files just before they are written, window by window. A window is a group of tensors
+/// that are planned together.
 struct FileTiles<'a> {
     input: Input<'a>,
     todo: &'a Extents,
@@ -205,7 +207,7 @@ struct FileTiles<'a> {
     pace: WindowPace,
     /// The number of output bytes of the current window (a group of tensors that are planned together).
     window_bytes: u64,
-    /// The first window, which is planned before the first call of `next`.
+    /// The first window. It is planned before the first call of `next`, while the output files are created.
     first: Option<Result<Option<PlannedBatch>>>,
 }
 
@@ -304,7 +306,7 @@ pub fn write(
 }
 
 /// Returns the counters that [`copy`] would return, and copies nothing. Chunks are located, so a chunk that cannot be
-/// read is an error. The values that casts lose are not counted.
+/// read is an error. Overflows and NaNs in casts are not counted, because no data is read.
 ///
 /// # Errors
 /// Errors of [`copy`], except errors of writing.
@@ -462,9 +464,9 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Computes the checksums and the digest of `range`, a byte range of a filled block, and writes the range. `lost`
-    /// has the numbers of values that casts lost in the block, and `read` has the CRCs that were computed while
-    /// reading.
+    /// Computes the checksums and the digest of `range`, a byte range of a filled block, and writes the range to the
+    /// file. `lost` has the counts of overflows and NaNs in the casts of the block. `read` has the CRCs that were
+    /// computed while reading, so that they are not computed again.
     fn write(
         &self,
         block: &WriteBlock,
@@ -498,9 +500,9 @@ impl BlockWriter<'_> {
         Ok(())
     }
 
-    /// Gathers the segment with the index `segment` of the first block in `copies`; the data is used for all blocks in
-    /// `copies`. Adds the number of values that the cast lost to the entry in `lost` of the one block that counts them.
-    /// Adds to `read` the CRCs that were computed while reading.
+    /// Gathers the tensor data of one segment: the segment with the index `segment` in the first block of `copies`. All
+    /// blocks in `copies` have this data, but only one of them counts the overflows and NaNs of the cast; the counts
+    /// are added to the item of `lost` for this block. Adds to `read` the CRCs that were computed while reading.
     fn gather(
         &self,
         copies: &[WriteBlock],

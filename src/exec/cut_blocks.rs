@@ -20,10 +20,10 @@ use crate::storage::direct::ALIGNMENT;
 /// The content of a segment of a write block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SegmentContent {
-    /// The bytes at the offsets `bytes` of a sequence of header bytes. `index` is its index in
+    /// Header bytes: the bytes at the offsets `bytes` of the item with the index `index` in
     /// [`OutputFile::header_bytes`].
     HeaderBytes { index: usize, bytes: Range<u64> },
-    /// The bytes at the offsets `bytes` of the tile with the index `index` in the list of planned tiles.
+    /// Tensor data: the bytes at the offsets `bytes` of the tile with the index `index` in the list of planned tiles.
     Tile { index: usize, bytes: Range<u64> },
 }
 
@@ -52,7 +52,8 @@ impl Segment {
     }
 }
 
-/// The maximum number of segments in a write block, so that a window of small tensors has blocks for several workers.
+/// The maximum number of segments in a write block. The limit exists because small tensors would otherwise share one
+/// long write block, and only one worker would be busy.
 const MAX_SEGMENTS: usize = 1 << 10;
 
 /// A write block: consecutive segments of a file, without gaps between them.
@@ -83,19 +84,19 @@ impl WriteBlock {
     }
 }
 
-/// A cutter of write blocks. The cutter cuts window by window, and remembers which header bytes are already in a block.
+/// Cuts output files into write blocks, window by window (a window is a group of tensors that are planned together).
 #[derive(Debug)]
 pub struct BlockCutter<'a> {
     files: &'a [OutputFile],
     todo: &'a Extents,
-    /// For each file, the index of the first header bytes that are in no block yet.
+    /// For each file, the index of the first header bytes that are in no write block yet.
     next_header: Vec<usize>,
     block_bytes: u64,
 }
 
 impl<'a> BlockCutter<'a> {
-    /// Prepares to cut the ranges of `files` that are in `todo`. A write block has at most `block_bytes` bytes, or one
-    /// element.
+    /// Prepares to cut the ranges of `files` that are in `todo`. A write block has at most `block_bytes` bytes. If one
+    /// element is longer, the write block has one element.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64) -> Self {
         Self { files, todo, next_header: vec![0; files.len()], block_bytes }
@@ -208,16 +209,16 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Returns the number of bytes that a write block can still take. A block of many small segments takes only the
-    /// bytes up to the next file block boundary.
+    /// Returns the number of bytes that can still be added to a write block. A block that already has the maximum
+    /// number of segments takes only the bytes up to the next file block boundary (a multiple of [`ALIGNMENT`]).
     fn remaining_capacity(&self, block: &WriteBlock) -> u64 {
         let end = block.range.end;
         let left = self.capacity.saturating_sub(end - block.range.start);
         if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
     }
 
-    /// Returns the row group at the offset `at`, and the offset of the next boundary. Successive calls must ask for
-    /// ascending positions.
+    /// Returns the row group at the offset `at` of a file, and the offset at which the next write block has to begin.
+    /// Calls must be in ascending order of file and offset.
     fn row_group_at(&mut self, file: u32, at: u64) -> (Option<RowGroup>, u64) {
         while self.boundaries.get(self.passed).is_some_and(|boundary| (boundary.file, boundary.offset) <= (file, at)) {
             self.passed += 1;
@@ -229,11 +230,13 @@ impl<'a> WriteBlocks<'a> {
     }
 }
 
-/// Returns how many of the next `rest` bytes, starting at offset `at`, fit into a write block that can take `fits`
-/// bytes. If not all fit, returns the bytes up to the last file block boundary within reach, so that neighbouring write
-/// blocks do not touch the same file block. If there is no such boundary, or no element ends at it, returns the bytes
-/// of the complete elements that fit. The result is 0 if `at` is the last boundary within reach; the write block then
-/// ends at `at` and is shorter than its capacity.
+/// Returns how many of the next `rest` bytes of a file, starting at offset `at`, are put into a write block that can
+/// take `fits` bytes.
+///
+/// If not all fit, the result reaches to the last file block boundary (a multiple of [`ALIGNMENT`]) within reach, so
+/// that neighbouring write blocks do not share a file block. If no boundary is within reach, or an element crosses the
+/// boundary, the result is the length of all complete elements that fit. The result is 0 if `at` is itself the last
+/// boundary within reach; the write block then ends at `at`.
 fn fitting(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;

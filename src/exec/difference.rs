@@ -16,9 +16,9 @@ use crate::layout::{Region, Tile};
 pub struct Difference {
     /// The row-major index of the first element that differs.
     pub element: u64,
-    /// The largest distance of two elements: their absolute difference, or its modulus for complex elements. NaN if,
-    /// for some pair of elements, only one of the two is NaN. `None` if the dtype has no distance (bool) or packs
-    /// elements (f4).
+    /// The largest distance between two elements: their absolute difference, or its modulus for complex elements. NaN
+    /// if, for some pair of elements, one element is NaN and the other is not. `None` if no distance is defined: the
+    /// dtype is bool, or stores several elements in one byte (f4).
     pub max_abs: Option<f64>,
     /// The number of elements that differ.
     pub differing: u64,

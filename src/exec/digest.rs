@@ -48,7 +48,7 @@ impl Digest {
         Self::new(file, range).combine_with(bytes, summed)
     }
 
-    /// Returns the digest of a range that contains no stored checksum, as [`Digest::of_bytes`] does.
+    /// Returns the digest of a range that contains no stored checksum. The arguments are those of [`Digest::of_bytes`].
     #[must_use]
     pub fn without_sites(range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.combine_with(bytes, summed)

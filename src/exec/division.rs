@@ -26,8 +26,8 @@ const PAGE_BYTES: u64 = 64 << 10;
 /// The divisor that defines "near": a file boundary is near a cut if its distance is at most 1/16 of an equal part.
 const NEAR_FRACTION: u128 = 16;
 
-/// The maximum total length of the files of the ranks of DST that one process writes, as a multiple of an equal part.
-/// The factor 2 is needed because the sizes of shards are rounded up.
+/// The maximum length of the files that one process writes for its ranks of DST, as a multiple of an equal part. It is
+/// not 1, because the sizes of shards are rounded up, so some ranks have longer files.
 const MAX_EXCESS: u128 = 2;
 
 /// Returns the byte ranges that the process with the number `part.index` writes. All processes write about equally many
@@ -101,9 +101,9 @@ impl ConcatenatedFiles {
         file.checked_sub(1).map_or(0, |before| self.ends[before])
     }
 
-    /// Returns the end of the first `count` of `of` parts. The result never decreases with `count`: a cut near the
-    /// start of a file moves to the start, a cut near the end moves to the end, and any other cut stays between the
-    /// start and the end.
+    /// Returns the offset at which the first `count` of `of` parts end. The result never decreases if `count` grows: a
+    /// cut near the start of a file moves to its start, a cut near the end of a file moves to its end, and any other
+    /// cut stays inside the file.
     fn cut(&self, count: u32, of: u32) -> u64 {
         let total = self.ends.last().copied().unwrap_or(0);
         let even = u128::from(total) * u128::from(count) / u128::from(of);

@@ -29,7 +29,7 @@ use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// The identity of the checkpoint that is being written. The text form of a fingerprint is 64 hex digits.
+/// A hash that identifies the checkpoint that is being written. Its text form has 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Fingerprint(pub(crate) [u8; 32]);
@@ -115,7 +115,7 @@ pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p
     found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()))
 }
 
-/// The number of bytes that are collected for one call of the hash function.
+/// The number of bytes that are collected before the hash function is called.
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// The maximum length in bytes of header bytes that are hashed directly. For such short header bytes, a separate digest

@@ -24,11 +24,11 @@ pub trait WorkLog: Sync {
     /// Returns whether this run has to write all bytes of all files.
     fn covers_everything(&self) -> bool;
 
-    /// Adds a range that has been written. [`WorkLog::advance`] counts all added ranges as finished.
+    /// Adds a range that has been written. It counts as finished after the next call of [`WorkLog::advance`].
     fn add(&self, entry: FinishedRange);
 
-    /// Counts all ranges that have been added as finished, and records them now or in a later call. Calls `check`,
-    /// which checks that the source is unchanged, before it records anything.
+    /// Makes all added ranges count as finished, and records them now or in a later call. Before it records anything,
+    /// calls `check`, which checks that the source is unchanged.
     ///
     /// # Errors
     /// `Io`, and the errors of `check`.
@@ -47,7 +47,7 @@ pub trait WorkLog: Sync {
     /// Records all ranges that can be recorded as finished when a run ends early.
     fn stop(&self, outputs: &Outputs);
 
-    /// Returns the numbers of values that casts lost in this run.
+    /// Returns the numbers of overflows and NaNs in the casts of this run.
     fn cast_losses(&self) -> CastLosses;
 }
 
@@ -64,11 +64,12 @@ pub struct FinishedRange {
     /// The CRC-32 values of byte ranges within this range, from which checksums of the file are computed later. They
     /// are in ascending order. Checksums that are already in the file need no entry.
     pub checksum_parts: Vec<ChecksumPart>,
-    /// The numbers of values that casts lost in the range. If a tile has several replicas, only the first one counts.
+    /// The numbers of overflows and NaNs in the casts of the range. If a tile has several replicas, only the first
+    /// replica counts.
     pub cast_losses: CastLosses,
 }
 
-/// The numbers of values that casts lost, by source dtype and target dtype.
+/// The numbers of overflows and NaNs in casts, by source dtype and target dtype.
 pub type CastLosses = BTreeMap<DtypePair, LossCounts>;
 
 impl FinishedRange {
@@ -89,8 +90,8 @@ pub fn add_cast_losses(lost: &mut CastLosses, more: &CastLosses) {
     more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
-/// The CRC-32 of some or all consecutive bytes of a span. A span is a byte range of an output file whose checksum the
-/// file contains.
+/// The CRC-32 of consecutive bytes of a span, which may be all of its bytes. A span is a byte range of an output file
+/// whose checksum the file contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
 pub struct ChecksumPart {
@@ -103,14 +104,15 @@ pub struct ChecksumPart {
 }
 
 impl ChecksumPart {
-    /// Returns a hasher that can be combined with the hashers of other parts.
+    /// Returns a CRC-32 hasher that has already hashed this part, so that it can be combined with the hashers of other
+    /// parts.
     #[must_use]
     pub fn hasher(&self) -> Hasher {
         Hasher::new_with_initial_len(self.crc, self.len)
     }
 
-    /// Joins list elements that follow each other without a gap in one span of `file` (a byte range that has a
-    /// checksum). The list must be in ascending order of offsets.
+    /// Joins parts that follow each other without a gap in one span of `file` (a byte range whose checksum the file
+    /// contains). `parts` must be in ascending order of offsets.
     pub(crate) fn join(parts: &mut Vec<Self>, file: &OutputFile) {
         parts.dedup_by(|next, part| {
             let is_next = part.offset + part.len == next.offset

@@ -23,7 +23,7 @@
 pub(crate) struct LoadedFloat {
     /// The bits of the f32.
     pub single: u32,
-    /// True if the element was finite before it was rounded to f32.
+    /// True if the source element was finite. An f64 can be finite although its value as an f32 is infinite.
     pub was_finite: bool,
 }
 
@@ -90,7 +90,8 @@ pub(crate) const BF16: NarrowFloat = NarrowFloat {
     nan: Nan::Fixed(0xffff),
 };
 
-/// The format of bfloat16 as the target of casts from f16, which store NaNs with other bits.
+/// The format of bfloat16 as the target of casts from f16. It differs from [`BF16`] in the bits of NaN: 0x7fc0, as in
+/// PyTorch.
 pub(crate) const BF16_OF_F16: NarrowFloat = NarrowFloat { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
 /// The format of f8_e4m3fn, which has no infinities and saturates.
@@ -198,13 +199,14 @@ impl NarrowFloat {
 /// The bits of infinity as an f32. NaNs have larger bits.
 pub(crate) const INFINITY: u32 = 0x7f80_0000;
 
-/// Returns the bits of an f32 without the sign.
+/// Returns the bits of an f32 with the sign bit set to 0.
 #[inline]
 pub(crate) fn magnitude(single: u32) -> u32 {
     single & 0x7fff_ffff
 }
 
-/// Loads the bits of an f32 without rounding. The f32 may be a widened f16 or bf16.
+/// Returns the bits of an f32 as a source element that was not rounded. An f16 or bf16 must be converted to an f32
+/// first.
 #[inline]
 pub(crate) fn exact(single: u32) -> LoadedFloat {
     LoadedFloat { single, was_finite: magnitude(single) < INFINITY }
@@ -231,7 +233,8 @@ pub(crate) fn single_of_bf16(bytes: [u8; 2]) -> u32 {
     u32::from(u16::from_le_bytes(bytes)) << 16
 }
 
-/// Converts an f16 to the bits of an f32, exactly except for quiet NaNs.
+/// Converts an f16 to the bits of an f32. No value changes, and NaNs keep sign and payload; a signalling NaN becomes
+/// quiet.
 #[inline]
 pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
     const LEAST_NORMAL: u32 = 113 << 23;
@@ -254,7 +257,7 @@ pub(crate) fn store_f32(single: u32) -> StoredFloat<4> {
     StoredFloat { bytes: single.to_le_bytes(), beyond: magnitude(single) == INFINITY }
 }
 
-/// Widens an f32 to f64, exactly.
+/// Converts an f32 to f64. No value changes, and NaNs keep sign and payload; a signalling NaN becomes quiet.
 #[inline]
 pub(crate) fn store_f64(single: u32) -> StoredFloat<8> {
     let exact = f64::from(f32::from_bits(single)).to_bits();

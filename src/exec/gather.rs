@@ -41,9 +41,9 @@ impl Locations {
 /// The buffers of a worker, which are reused for many reads.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    /// Source bytes from which short strided runs are copied; at most `BLOCK_BYTES` bytes.
+    /// Source bytes from which short runs are copied (bytes without gaps); at most `BLOCK_BYTES` bytes.
     pub block: SourceBlock,
-    /// Elements before their cast; at most [`CAST_BYTES`] bytes.
+    /// Elements before they are cast; at most [`CAST_BYTES`] bytes.
     uncast: Vec<u8>,
     /// Sums of partial values; at most `SUM_BYTES` bytes.
     sums: Vec<u8>,
@@ -65,23 +65,24 @@ pub struct PreparedTile {
     dtype: Dtype,
     cast: Option<Cast>,
     numel: u64,
-    /// The source of each partial value that the tile needs.
+    /// The data from which the tile is computed: one item for each partial value, or a single item with the complete
+    /// value.
     sources: SmallVec<[PartialSource; 1]>,
     /// The reducer of the partial values, or `None` if a single partial value or the complete value is copied.
     reducer: Option<Reducer>,
-    /// The value of elements that no source contains.
+    /// The value of elements that are in none of `sources`.
     fill: Fill,
 }
 
-/// The value of tile elements that no source contains.
+/// The value of tile elements that no source data contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fill {
-    /// Every element is in a source.
+    /// There are no such elements, so no value is needed.
     Nothing,
     Zeros,
 }
 
-/// The source of one partial value, or of the complete value.
+/// The place of the data of one partial value, or of the complete value: source files, or memory.
 #[derive(Debug)]
 enum PartialSource {
     Files(LocatedPlan),
@@ -122,7 +123,8 @@ impl PreparedTile {
         Self::with_share(input, source, tile, None, locations)
     }
 
-    /// Plans as [`PreparedTile::new`] does, for a tile that gets only a share of the partial values.
+    /// Plans as [`PreparedTile::new`] does, for a tile that is reduced from only some partial values of the source:
+    /// those that `share` lists.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::new`].
@@ -231,9 +233,9 @@ impl PreparedTile {
         self.read_with_checksums(input, first, buffer, scratch, None).map(drop)
     }
 
-    /// Reads as [`PreparedTile::read`] does, records the CRCs of zip records of the source, and returns the numbers of
-    /// values that the cast lost. The recorder keeps CRCs for the output only if the bytes are neither cast nor
-    /// reduced.
+    /// Reads as [`PreparedTile::read`] does. Records the CRCs of the source bytes that were read, so that zip records
+    /// can be checked. Returns the numbers of overflows and NaNs in the cast. The recorder keeps CRCs for the output
+    /// only if the bytes are neither cast nor reduced.
     ///
     /// # Errors
     /// Errors of [`PreparedTile::read`].
@@ -326,7 +328,8 @@ impl PreparedTile {
         })
     }
 
-    /// Adds to `wanted` the source ranges of the short runs of `numel` elements, starting at element `first`.
+    /// Adds to `wanted` the source ranges of short runs (bytes without gaps) that are read for the `numel` elements of
+    /// the tile from element `first` on.
     pub fn add_short_runs(&self, first: u64, numel: u64, wanted: &mut WantedRanges) {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());

@@ -64,7 +64,7 @@ mod tests {
         }
     }
 
-    /// If such a message were ignored, the totals would be too small.
+    /// A message of another length must be an error, because the totals would be too small without it.
     #[test]
     fn message_of_wrong_length_is_an_error() {
         for nonsense in [&b""[..], &[0; 8], &[0; 15], &[0; 17], &[0; 24]] {

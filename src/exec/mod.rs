@@ -50,8 +50,8 @@ use crate::catalog::{Catalog, StridedLocation, TensorEntry};
 use crate::error::Result;
 use crate::storage::Files;
 
-/// A function that returns the file, offset and strides of a chunk from its table row. The function reads the file if
-/// the row does not contain these values.
+/// A function that locates a chunk: it returns the file, offset and strides for a row of the chunk table. If the row
+/// does not contain these values, the function reads them from the file.
 pub type Resolve = dyn Fn(&Files, &TensorEntry, u32) -> Result<StridedLocation> + Sync;
 
 /// A checkpoint from which tensor data is read.
@@ -109,7 +109,7 @@ pub struct Options {
 /// enough to stay in cache with its source.
 pub const DEFAULT_WRITE_BLOCK_BYTES: u64 = 4 << 20;
 
-/// The maximum size in bytes of the scratch buffer for strided reads.
+/// The maximum size in bytes of a worker's buffer for strided reads.
 const BLOCK_BYTES: u64 = 2 << 20;
 
 /// The maximum size in bytes of the scratch buffer for elements that are cast: long enough for a good read, short
@@ -123,8 +123,8 @@ const SUM_BYTES: u64 = 512 << 10;
 /// The memory in bytes that a worker needs in addition to its write block.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// The memory in bytes that a worker needs to read source data for the next rounds of an exchange, in addition to its
-/// memory for writing.
+/// The memory in bytes that a worker needs, in addition to its memory for writing, to read source data one exchange
+/// round ahead.
 pub const STAGING_BYTES: u64 = BLOCK_BYTES;
 
 /// The memory in bytes that any thread needs to reduce partial values in rounds of an exchange.

@@ -33,7 +33,7 @@ use crate::storage::filesystem::{close, open_file_budget, start_write_back, suit
 /// of a call, and it finds short free ranges faster than long ones.
 const CALL_BYTES: usize = 256 << 10;
 
-/// The minimum number of bytes of complete file blocks that are worth a direct write.
+/// The minimum number of bytes for which a direct write (`O_DIRECT`) is faster than a write through the page cache.
 const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
 /// The output files of a run, opened on demand.
@@ -45,8 +45,8 @@ pub struct Outputs {
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// The incomplete file blocks of files that are written past the page cache.
     joiner: BlockJoiner,
-    /// True once a write has failed. Every later sync must then fail: the system reports a failed write only once, and
-    /// joined blocks that could not be written are not kept in memory.
+    /// True once a write has failed. Every later sync must then fail, for two reasons: the system reports a failed
+    /// write only once; and file blocks that could not be written are not kept in memory.
     has_failed: AtomicBool,
     /// The first error of closing a file, or `None` if there was no error or the error was already reported.
     close_error: Arc<Mutex<Option<Error>>>,

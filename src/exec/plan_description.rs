@@ -30,7 +30,7 @@ pub struct PlanDescription {
 pub type SourceFile = (u64, i64, i64);
 
 impl PlanDescription {
-    /// Describes a conversion of `files` with these options, which also copies `sidecar_files`.
+    /// Describes the options and source files of a conversion. It reads `files`, and copies `sidecar_files` unchanged.
     #[must_use]
     pub fn new(
         options: BTreeMap<String, String>,
@@ -77,8 +77,8 @@ impl PlanDescription {
     }
 }
 
-/// Returns the options or files that differ, each with its name, its old value and its new value; `None` if it did not
-/// exist or no longer exists.
+/// Returns the options or files that differ, each with its name, its old value and its new value. The old value is
+/// `None` if the option or file is new; the new value is `None` if it no longer exists.
 fn differing<'a, T: PartialEq>(
     was: &'a BTreeMap<String, T>,
     is: &'a BTreeMap<String, T>,

@@ -6,7 +6,7 @@
 //!
 //! | dtypes | computed in | ops |
 //! |---|---|---|
-//! | f16, bf16, the 8-bit floats but e8m0fnu | f32 | sum, avg, product, max, min |
+//! | f16, bf16, the 8-bit floats except f8_e8m0fnu | f32 | sum, avg, product, max, min |
 //! | f32, f64 | f64 | sum, avg, product, max, min |
 //! | c32; c64, c128, by real and imaginary part | f32; f64 | sum, avg |
 //! | integers | 128 bits, exactly | all |
@@ -184,7 +184,8 @@ impl Reducer {
         self.finish(sums, value)
     }
 
-    /// Returns the length of the sums as a multiple of the length of one partial value.
+    /// Returns how many bytes of sums are needed for one byte of a partial value, because sums are computed in a wider
+    /// type.
     #[must_use]
     pub fn widening(self) -> usize {
         match self.dtype {

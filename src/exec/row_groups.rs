@@ -38,9 +38,9 @@ const GAP_BYTES: u64 = 64 << 10;
 /// call.
 const MAX_TILES: usize = 128;
 
-/// The minimum total length, in bytes, of consecutive copies in a file that get write blocks of their own. Shorter
-/// sequences of copies are written like tiles without a group. A copy shares a write block with the next copy only if
-/// both copies are shorter than this.
+/// The minimum total length, in bytes, of consecutive copies (tiles with equal elements in several files) that get
+/// write blocks of their own. Shorter sequences of copies are written like tiles without a group. Two copies share a
+/// write block only if each of them is shorter than this length.
 const MIN_COPY_BYTES: u64 = 256 << 10;
 
 /// The position of a tile in an output file.
@@ -95,7 +95,7 @@ pub type RowGroup = (usize, u64);
 pub struct GroupCandidate<'a> {
     /// The elements of the tensor that the tile holds.
     pub tile: Tile,
-    /// The share of the source's partial values that the tile gets.
+    /// The partial values of the source from which the tile is reduced; `None` if the tile gets the complete value.
     pub share: Option<&'a Share>,
     /// The number of source bytes that the tile reads.
     pub source_bytes: u64,
@@ -106,8 +106,8 @@ pub struct GroupCandidate<'a> {
     pub output_range: &'a mut OutputRange,
 }
 
-/// Puts tiles of one tensor into groups, if at least two tiles need the same rows or are equal. The numbers of the
-/// groups start at `number`, and there are no more groups than tiles.
+/// Puts tiles of one tensor into tile groups, if at least two tiles need the same source rows or have equal elements.
+/// The numbers of the tile groups start at `number`, and there are at most as many tile groups as tiles.
 pub fn assign_groups<'a>(members: impl IntoIterator<Item = GroupCandidate<'a>>, mut number: usize) {
     let mut by_rows: IndexMap<(Option<Intervals>, Option<&Share>), Vec<GroupCandidate<'_>>> = IndexMap::new();
     let mut by_tile: IndexMap<(Tile, Option<&Share>), Vec<GroupCandidate<'_>>> = IndexMap::new();
@@ -137,7 +137,7 @@ pub fn assign_groups<'a>(members: impl IntoIterator<Item = GroupCandidate<'a>>, 
     }
 }
 
-/// A position at which a write block has to begin.
+/// A position in an output file at which a write block has to begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Boundary {
     /// The number of the output file.
@@ -170,9 +170,9 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
     boundaries
 }
 
-/// Cuts an output range into row groups of complete rows. A cut moves to the next file block boundary if the distance
-/// is small compared with the row group. File block boundaries are at other rows in each file, so a few rows are then
-/// read for two row groups. Short output ranges share a row group.
+/// Cuts an output range into row groups of complete rows. If row groups are long, each cut moves to a file block
+/// boundary (a multiple of [`ALIGNMENT`]). File block boundaries are at other rows in each file, so a few rows are then
+/// read for two row groups. Short output ranges that follow each other share a row group.
 fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mut Vec<Boundary>) {
     let OutputRange { file, offset, len, group, .. } = *output_range;
     let Some(TileGroup { number, kind: TileGroupKind::Rows { source_bytes, rows } }) = group else { return };

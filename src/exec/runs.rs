@@ -65,7 +65,8 @@ pub fn is_row_by_row(piece: &Piece) -> bool {
     steps().max() == steps().next()
 }
 
-/// Returns the range of the source file from the first byte to the last byte of a piece (a strided copy).
+/// Returns the range of the source file that contains all bytes of a piece (a strided copy), including the gaps between
+/// its runs.
 #[must_use]
 pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
@@ -117,8 +118,8 @@ pub fn read_piece(
     }
 }
 
-/// Reads short strided runs block by block. Each block covers as many steps of the outermost level as fit the scratch
-/// buffer.
+/// Reads short strided runs, with one read call for many runs. Each call covers as many steps of the outermost loop
+/// level as fit into the scratch buffer.
 fn read_blocks(
     file: &OpenFile,
     source: u64,

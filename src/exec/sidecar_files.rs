@@ -115,7 +115,8 @@ pub fn is_unchanged_copy(path: &Path) -> bool {
     metadata.is_file() && value.get(..len) == Some(state(&metadata).as_bytes())
 }
 
-/// Returns the length of a file and the time of the last change of its content, as text.
+/// Returns a text with the length of a file and the time of the last change of its content. The text differs if
+/// somebody has changed the file.
 fn state(metadata: &Metadata) -> String {
     format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }

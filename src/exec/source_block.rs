@@ -74,7 +74,7 @@ impl SourceBlock {
     }
 }
 
-/// The ranges that a row group needs from the source.
+/// The byte ranges of the source that the write blocks of a row group need.
 #[derive(Debug, Default)]
 pub struct WantedRanges(Vec<FileRange>);
 

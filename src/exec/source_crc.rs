@@ -21,7 +21,7 @@ pub struct SourceCrcs {
 /// A recorder of the CRCs of data that is read into a buffer. The recorder also keeps the CRCs that are worth combining
 /// for the checksums of the output.
 pub struct CrcRecorder<'a> {
-    /// The CRCs of ranges that have been read, by zip record.
+    /// The CRCs of the ranges that have been read, for each zip record.
     pub source_crcs: &'a SourceCrcs,
     /// The CRCs that are worth combining, by their offset in the buffer.
     pub parts: &'a mut Vec<ChecksumPart>,
@@ -29,7 +29,7 @@ pub struct CrcRecorder<'a> {
 
 #[derive(Debug)]
 struct SeenRanges {
-    /// The first tensor that was read from the zip record.
+    /// The name of the first tensor that was read from the zip record, for messages.
     name: Fqn,
     summed: ChecksummedRange,
     /// The length and CRC of each range that was read, by the offset of the range.

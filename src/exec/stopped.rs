@@ -21,7 +21,7 @@ pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("US
 pub struct Stopped {
     /// The name of the signal: `TERM`.
     pub signal: &'static str,
-    /// The exit code of a program that ends with this error.
+    /// The exit code that a program uses if it ends with this error.
     pub exit: u8,
     /// The process that received the signal; `None` if it was this process.
     pub rank: Option<Peer>,

@@ -1,9 +1,10 @@
 //! Windows: groups of tensors that are planned and located together. The size of a window is in bytes of the output.
 //!
-//! A window is up to 1 GiB of output, or a few thousand tiles if the tiles are small. A window contains only complete
-//! tensors. For each tensor of a window, threads in parallel check that the chunks cover the tensor exactly once, plan
-//! the tensor, and locate its chunks. Only one window's plans exist at a time, so memory depends on the window, not on
-//! the model. Tensors and chunks without bytes to write are skipped.
+//! A window contains only complete tensors. It ends at the latest with the tensor with which its output reaches 1 GiB
+//! or its number of tiles reaches a few thousand, so a single large tensor can be a window of more than 1 GiB. For each
+//! tensor of a window, threads in parallel check that the chunks cover the tensor exactly once, plan the tensor, and
+//! locate its chunks. Only one window's plans exist at a time, so memory depends on the window, not on the model.
+//! Tensors and chunks without bytes to write are skipped.
 //!
 //! A stopped run loses its current window. Therefore [`WindowPace`] chooses the size of a window by time: on a disk of
 //! any speed, a window takes a few seconds, unless a single tensor takes longer.
@@ -81,8 +82,8 @@ impl WindowPace {
     }
 }
 
-/// Returns the size in bytes of a window that takes `WINDOW_TIME`. `took` is the time that the last window, of `bytes`
-/// bytes, took.
+/// Returns the size in bytes of a window that would take `WINDOW_TIME`, if it is as fast as the last window. The last
+/// window had `bytes` bytes and took the time `took`.
 fn scaled_to_window_time(bytes: u64, took: Duration) -> u64 {
     let next = u128::from(bytes) * WINDOW_TIME.as_micros() / took.as_micros().max(1);
     u64::try_from(next).unwrap_or(u64::MAX).clamp(LEAST_BYTES, WINDOW_BYTES)
@@ -103,8 +104,8 @@ impl<'a> Windows<'a> {
         Self { input, rest: tensors.iter(), todo }
     }
 
-    /// Returns the tensors of the next window, or `None` if no tensor is left. The window ends with the tensor that
-    /// reaches `most_bytes`.
+    /// Returns the tensors of the next window, or `None` if no tensor is left. The window ends with the tensor with
+    /// which it reaches `most_bytes` bytes of output or `WINDOW_TILES` tiles.
     pub fn next(&mut self, most_bytes: u64) -> Option<Vec<&'a Reserved>> {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
@@ -147,26 +148,26 @@ fn is_to_be_written(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct PlannedTile {
     /// The plan, with the locations of its chunks.
     pub tile: PreparedTile,
-    /// The counter of the values that the tile's cast loses. `None` if there is no cast, and for all replicas except
-    /// the first.
+    /// The counter of the overflows and NaNs in the cast of the tile. `None` if nothing is counted: the tile is not
+    /// cast, or it is a replica that is not the first.
     pub cast_counter: Option<CastCounter>,
-    /// The number of the group of tiles with equal elements that contains this tile; `None` if no other tile of the
-    /// window is equal.
+    /// The number of the tile group that contains this tile and tiles with equal elements, which are gathered once and
+    /// written to several files. `None` if the tile is not in such a group.
     pub copy_group: Option<usize>,
 }
 
-/// A counter of the values that the cast of a tile loses.
+/// A counter of the overflows and NaNs in the cast of a tile.
 #[derive(Clone, Debug)]
 pub enum CastCounter {
-    /// The values are counted while write blocks are filled.
+    /// The elements are counted while write blocks are filled.
     WhileWriting(DtypePair),
-    /// The values were counted earlier, in ranges of elements. For each range, the list has the index of its first
-    /// element in the tile, and the counts.
+    /// The elements were counted earlier, range by range. The list has one item for each range: the index of its first
+    /// element in the tile, and its counts.
     Counted(DtypePair, Vec<(u64, LossCounts)>),
 }
 
-/// Checks, plans and locates the tensors of a window. Replaces the content of `tiles` by their tiles, and returns the
-/// position of each tile in the output files.
+/// Checks, plans and locates the tensors of a window. Replaces the content of `tiles` by the tiles of these tensors,
+/// and returns the position of each tile in the output files.
 ///
 /// # Errors
 /// The error of the first tensor that has one.

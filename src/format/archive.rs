@@ -1,6 +1,6 @@
-//! Connects `torch.save` archives with the files of a checkpoint: reads the bytes of an archive from a file, converts
-//! the errors of an archive to errors of the file, and adds archives to output files. Unit of offsets and lengths:
-//! bytes. Source of the format: `torch/serialization.py`.
+//! Connects `torch.save` archives with the files of a checkpoint: reads the bytes of an archive from a file, adds the
+//! path of the file to errors of an archive, and adds archives to output files. Unit of offsets and lengths: bytes.
+//! Source of the format: `torch/serialization.py`.
 
 use std::collections::HashSet;
 use std::io;
@@ -33,13 +33,14 @@ impl<'a> ArchiveSource<'a> {
 
     /// Reads the ZIP directory of the archive that fills a byte range of the file.
     ///
-    /// # Errors `Malformed` if the byte range does not contain an archive, `Unsupported` if entries are compressed (in
-    /// this case another tool or `torch.jit.save` wrote the file), `Io`.
+    /// # Errors
+    /// `Malformed` if the byte range does not contain an archive; `Unsupported` if `torch.jit.save` wrote the archive,
+    /// or if its entries are compressed, because another tool has repacked it; `Io`.
     pub fn archive(self, file_range: FileRange) -> Result<Archive> {
         Archive::read_at(&self, file_range.offset, file_range.len).map_err(|error| self.error(error))
     }
 
-    /// Converts an error of reading an archive to an error of its file.
+    /// Converts an error of reading an archive to an error that names the file.
     pub fn error(self, error: ArchiveError) -> Error {
         let path = self.files.path(self.file);
         match error {
@@ -120,10 +121,12 @@ impl SharedBytes {
     }
 }
 
-/// Writes the leaves of a state dict that have no pickle opcode. The closure `tensors` writes a tensor. If a value
-/// differs between the ranks of SRC, the value for `rank` is written (see [`RankValue::value_for`]).
+/// Pickles the leaves of a state dict that have no pickle opcode: tensors, and values that differ between the ranks of
+/// SRC. The closure `tensors` writes a tensor. If a value differs between ranks, the value for `rank` is written (see
+/// [`RankValue::value_for`]).
 pub struct Leaves<F> {
-    /// The rank whose file gets the pickle. If this is `None`, a value that differs between ranks is an error.
+    /// The rank whose file gets the pickle; `None` if the file belongs to no rank. Without a rank, a value that differs
+    /// between ranks is an error.
     pub rank: Option<Rank>,
     pub tensors: F,
 }

@@ -29,11 +29,10 @@ pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
 }
 
 /// Verifies the CRC-32 of every zip record in the archive at `file_range`. Zip records without a CRC-32 pass, because
-/// PyTorch can save without checksums.
+/// PyTorch can save without checksums. Calls `each_block` with the length of every block that is read.
 ///
 /// # Errors
-/// `Malformed` naming the zip record, `Io`, or the error of `each_block`, which is called with the length of every
-/// block that is read.
+/// `Malformed` naming the zip record whose CRC-32 is wrong; `Io`; the error of `each_block`.
 pub fn check(files: &Files, file_range: FileRange, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
     let source = ArchiveSource::new(files, file_range.file);
     let mut each_block = |len| each_block(len).map_err(io::Error::other);

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup;
 
-/// Detects the format of a path. `from` is the format that the user requires.
+/// Detects the format of a path. `from` is the format that the user requires; `None` if the user accepts any format.
 ///
 /// # Errors
 /// `Unsupported` if the path has no format that dtshard reads, with a hint for known formats of other frameworks;
@@ -70,8 +70,8 @@ fn can_be(found: Format, from: Format) -> bool {
     found == from || found.has_rank_files() && from.has_rank_files()
 }
 
-/// Returns the error for a path that contains no checkpoint of the required format `from`. The hint names the subfolders that
-/// contain one.
+/// Returns the error for a path that contains no checkpoint of the required format `from`. The hint names the
+/// subfolders that contain a checkpoint of this format.
 pub fn not_that_format(path: &Path, from: Format) -> Error {
     let names = list(path).unwrap_or_default();
     if from == Format::TorchCheckpointing
@@ -97,8 +97,8 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(format!("{} contains no checkpoint of format {from}", path.display()), hint)
 }
 
-/// Returns the subfolders of a folder that contain a checkpoint of a format, or of any format, in natural order. Subfolders that cannot be read
-/// are left out, because the list is only for a hint.
+/// Returns the subfolders of a folder that contain a checkpoint of `format` (of any format if `format` is `None`), in
+/// natural order. Subfolders that cannot be read are left out, because the list is only for a hint.
 fn subfolders_with(folder: &Path, format: Option<Format>) -> Vec<String> {
     let mut found: Vec<String> = (lookup::list(folder).into_iter().flatten())
         .filter(|entry| entry.is_folder().unwrap_or(false))
@@ -113,11 +113,12 @@ fn subfolders_with(folder: &Path, format: Option<Format>) -> Vec<String> {
     found
 }
 
-/// Returns the checkpoint file of a folder in which no file shows its format by its name: the only file that may be a
-/// complete checkpoint. If there are several, files whose names show that they contain no model do not count.
+/// Returns the only file of a folder that may be a complete checkpoint, for a folder in which no file name shows a
+/// format. If several files may be a complete checkpoint, ignores the files whose names show that they contain no
+/// model, such as `scheduler.pt`.
 ///
 /// # Errors
-/// `Unsupported`, `Usage`.
+/// `Unsupported` if not exactly one file remains; `Usage` instead if the user requires a format with `from`.
 pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<DetectedFiles> {
     let listing = FolderListing::of(folder, from)?;
     let saved = lone_files(&listing)?;
@@ -171,7 +172,7 @@ fn unknown_folder(FolderListing { folder, names, .. }: &FolderListing<'_>, saved
     )
 }
 
-/// Returns whether the names in a folder show files that may each be a complete checkpoint.
+/// Returns whether a folder has at least one file that may be a complete checkpoint, as the name of the file shows.
 ///
 /// # Errors
 /// `Io`.
@@ -199,7 +200,8 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<DetectedFiles>> {
     Ok(found)
 }
 
-/// Removes formats that detected only files that the index of another format names with certainty.
+/// Removes each detected format whose files are all named by the index of another format, because these files belong to
+/// the other format. Only an index that was detected with certainty counts.
 fn leave_out_indexed(all: &mut Vec<DetectedFiles>) {
     let is_owner = |found: &&DetectedFiles| found.certainty == Match::Certain && found.index.is_some();
     let Some(owner) = all.iter().find(is_owner) else { return };

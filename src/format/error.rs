@@ -121,7 +121,8 @@ impl FormatError {
         }
     }
 
-    /// Returns the path and the hint of a damaged file, so that the caller can set a more specific hint.
+    /// Returns the path of the damaged file and the hint of this error, so that the caller can set a more specific
+    /// hint. Returns `None` for any other error, and for a file that users may write by hand.
     pub(crate) fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self {
             Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),

@@ -58,8 +58,8 @@ impl CheckpointLocation {
 /// are at most five folders deep.
 const MAX_DEPTH: usize = 8;
 
-/// The maximum number of folders in which the search continues only because they are the only subfolder of their
-/// folder.
+/// The maximum number of times that the search enters a folder only because it is the only subfolder of its parent
+/// folder, and not because of its name.
 const MAX_UNNAMED: usize = 2;
 
 /// Finds the checkpoint at or below `path`.
@@ -146,9 +146,9 @@ pub fn may_lead_on(name: &str) -> bool {
     LATEST.contains(&name) || is_candidate(name) || is_model(name) || is_optimizer(name) || is_lightning(name)
 }
 
-/// If SRC is a single file, returns the other files of its folder that a reader may also read, or that messages may
-/// count: rank files of the same series, and index files. If SRC is an index (or another `.json` file), returns all
-/// other files of the folder.
+/// Returns the files beside the file `path` (SRC) that a reader may also read, or whose number a message may state:
+/// rank files of the same series, and index files. If SRC is an index (or another `.json` file), returns all other
+/// files of the folder.
 ///
 /// # Errors
 /// `Io` if the folder of the file cannot be listed.
@@ -202,9 +202,9 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
 }
 
 /// Returns a warning for each model folder and each optimizer folder of accelerate inside the checkpoint folder `root`.
-/// Each of these folders is a separate checkpoint and is not read. accelerate makes optimizer folders beside rank files
-/// of flat parameters (`LOCAL_STATE_DICT`). A model folder may be beside a file `model.safetensors` that was merged
-/// from the files in this folder.
+/// Each of these folders is a separate checkpoint and is not read. Such a folder can be beside the files of another
+/// checkpoint: accelerate writes optimizer folders beside rank files of flat parameters (`LOCAL_STATE_DICT`), and the
+/// files of a model folder may have been merged into a file `model.safetensors` beside the model folder.
 ///
 /// # Errors
 /// `Io` if the folder cannot be listed.
@@ -234,8 +234,8 @@ fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The names of folders for one training step or epoch. Each pair has the text at the start of the name, and the separator
-/// before the number.
+/// The names of folders for one training step or epoch. Each pair has the text at the start of the name, and the
+/// separator before the number.
 const STEPS: [(&str, &str); 10] = [
     ("global_step", "_"),
     ("global_step", ""),
@@ -262,9 +262,9 @@ const OLMO_FOLDER: &str = "model_and_optim";
 /// The names of the folders that verl makes for its models.
 const ROLES: [&str; 2] = ["actor", "critic"];
 
-/// Returns the name of the subfolder of `folder` in which the search continues. Returns `None` if no subfolder has a
-/// name that trainers use, and no file (such as `latest`) names a subfolder. `names` are the subfolders with such
-/// names.
+/// Returns the name of the subfolder of `folder` in which the search continues. `names` lists the subfolders whose
+/// names trainers use (see [`may_lead_on`]). Returns `None` if there is no such subfolder, and if no file (such as
+/// `latest`) names a subfolder.
 fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     // In `names`, `latest` is a link to a folder: a text file of this name is not a subfolder.
     if let Some(latest) = LATEST.iter().find(|latest| names.iter().any(|name| name == **latest)) {
@@ -306,9 +306,9 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
 
 /// Returns the next folder on the path to a checkpoint of Lightning:
 /// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A folder or a file with the suffix `.ckpt` is a
-/// checkpoint. If `last.ckpt` is a link to another checkpoint in the folder, `last.ckpt` is ignored. Returns `None` if
-/// no subfolder has such a name. Also returns `None` if no subfolder has the suffix `.ckpt`, and `folder` itself
-/// contains a torch file that may be the intended checkpoint.
+/// checkpoint. If `last.ckpt` is a link to another checkpoint in the folder, `last.ckpt` is ignored. Returns `None` in
+/// two cases: no subfolder has a name of this path; no subfolder has the suffix `.ckpt`, and `folder` itself contains a
+/// torch file that may be the intended checkpoint.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
     let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
@@ -402,8 +402,8 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
 const MAX_NAME_BYTES: usize = 255;
 
 impl Pointer {
-    /// Returns the name of the folder that the text names; `None` if this folder does not exist. The text is the
-    /// complete name of the folder, or only the step number that the name of the folder contains.
+    /// Returns the name of the folder to which the content of this text file refers; `None` if this folder does not
+    /// exist. The content is the complete name of the folder, or only the step number in the name of the folder.
     fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];

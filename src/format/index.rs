@@ -41,8 +41,9 @@ pub fn is_index_of(name: &str, format: Format) -> bool {
     })
 }
 
-/// Returns the index that loaders read, out of the `names` of the indexes in a folder. This is the name `usual` if it
-/// is there, otherwise a name without a variant such as `fp16`, otherwise the first name in alphabetical order.
+/// Returns the index that loaders read, out of the `names` of the indexes in a folder: the name `usual` if the folder
+/// has it; otherwise the alphabetically first name without a variant such as `fp16`; otherwise the alphabetically first
+/// name.
 pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
     names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
@@ -83,7 +84,7 @@ impl ShardIndex {
         Ok(Self { path: path.to_path_buf(), weight_map, total_size })
     }
 
-    /// Returns the path of a file as the index spells it, relative to the folder of the index.
+    /// Returns a path relative to the folder of the index. The index names files in this form.
     fn name(&self, path: &Path) -> String {
         let below = path.strip_prefix(self.folder()).unwrap_or(path);
         below.display().to_string()
@@ -188,9 +189,9 @@ impl ShardIndex {
 
     /// Returns the first difference between the index and the tensors in the files that it names. The index must list
     /// every tensor with the file that stores the tensor, and may list further names of tied tensors. For a tensor
-    /// without elements, the index may list any file. `holder` returns, for a name, the file that stores the tensor:
-    /// `None` if there is no such tensor, `Some(None)` if the tensor has no elements. `stored` lists the tensors of the
-    /// files in `read`.
+    /// without elements, the index may list any file. `read` lists the files to check, and `stored` lists the tensors
+    /// in these files. `holder` returns, for the name of a tensor, the file that stores the tensor: `None` if no file
+    /// has the tensor, and `Some(None)` if the tensor has no elements.
     pub fn differing<'a>(
         &self,
         holder: &dyn Fn(&str) -> Option<Option<&'a Path>>,

@@ -80,8 +80,8 @@ pub enum Match {
     Certain,
     /// Other formats use such file names as well.
     Likely,
-    /// In a folder, the file counts only if the folder also has files that are a certain or likely match. A file that
-    /// the user gives as SRC counts also with this certainty.
+    /// In a folder, files with this certainty count only beside files that are a certain or likely match. A file that
+    /// the user gives as SRC counts in any case.
     Possible,
 }
 

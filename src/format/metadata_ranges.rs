@@ -69,8 +69,8 @@ fn containers<'a>(path: &'a Path, head: &'a [u8]) -> impl Iterator<Item = &'stat
     Format::ALL.iter().map(|format| format.entry().read).filter(|read| read.is_container(path, head))
 }
 
-/// Returns whether readers may read a file: a document, a file with tensors or objects, a pickle, a tokenizer file
-/// (`.model`), or a file that names another file, such as `latest`.
+/// Returns whether readers may read a file. They may read documents, files with tensors or objects, pickles, tokenizer
+/// files (`.model`), and files that name another file, such as `latest`.
 ///
 /// # Errors
 /// `Io`.

@@ -258,8 +258,9 @@ pub struct FlatKnowledge {
     pub like: Option<PathBuf>,
     /// If true and no source gives the shapes of parameters, flat parameters are read as they are stored.
     pub raw: bool,
-    /// If true, optimizer state that cannot be divided into the state of parameters is an error, even if `raw` is true.
-    /// If false, this state is left out with a warning if `raw` is true.
+    /// Applies to a model with sharded parameters whose optimizer has state of flat parameters. If true, optimizer
+    /// state that cannot be divided among the parameters is an error. If false, such state is left out with a warning
+    /// if `raw` is true, and is an error if `raw` is false. For a model with flat parameters, `raw` alone decides.
     pub is_strict: bool,
 }
 

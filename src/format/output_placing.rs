@@ -30,9 +30,9 @@ impl Placing {
         self.0.contains_key(fqn)
     }
 
-    /// Divides tensors among the files. In each file, the tensors keep their order. If no file is assigned to a tensor,
-    /// the tensor goes to the file of the preceding tensor. If no tensor precedes it, it goes to the file of the next
-    /// tensor that has one.
+    /// Divides tensors among the files. In each file, the tensors keep their order. A tensor to which no file is
+    /// assigned goes to the file of the preceding tensor. Such tensors at the start of the list go to the file of the
+    /// first tensor to which a file is assigned.
     pub fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
         let first = self.0.values().min().cloned().unwrap_or_default();
         let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);

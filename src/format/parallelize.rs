@@ -106,8 +106,9 @@ pub struct PlannedModel {
     mesh: DeviceMesh,
     /// The placement of each parameter, in the order of the state dict.
     placements: IndexMap<Fqn, ParameterPlacement>,
-    /// The names of the built-in plans that match the most parameter names. The list may contain the chosen plan. Empty
-    /// if the user chose no built-in plan, or if the styles of the chosen plan match all parameters.
+    /// The names of the built-in plans that match the most parameter names. A note suggests these plans, unless the
+    /// list contains the chosen plan. The list is empty if the user chose no built-in plan, or if the styles of the
+    /// chosen plan match all parameters.
     matching_families: Vec<&'static str>,
     /// The names of parameters whose placements come from a rule instead of the plan.
     covered_by_rule: HashSet<Fqn>,
@@ -143,7 +144,7 @@ impl PlannedModel {
         })
     }
 
-    /// Returns the placement of a tensor of the model.
+    /// Returns the placement of a parameter; `None` if the model has no parameter of this name.
     pub fn placement(&self, name: &Fqn) -> Option<&ParameterPlacement> {
         self.placements.get(name)
     }

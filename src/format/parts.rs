@@ -2,8 +2,8 @@
 //! other.
 //!
 //! Each checkpoint is read separately and becomes one part of a joined state dict: a subtree under the name of the
-//! series or folder, or keys that are merged with the keys of the other parts. A list of [`CheckpointPart`]s records the
-//! origin of each part, so that the parts can be written separately again.
+//! series or folder, or keys that are merged with the keys of the other parts. A list of [`CheckpointPart`]s records
+//! the origin of each part, so that the parts can be written separately again.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,8 @@ pub enum PartContent {
 }
 
 impl CheckpointPart {
-    /// Returns the part for the only checkpoint in a folder.
+    /// Returns the part for a checkpoint that is the only one in its folder. All values of the state dict come from
+    /// this part.
     pub fn whole(name_pattern: Option<RankNamePattern>, world_size: u32) -> Self {
         Self { folder: PathBuf::new(), content: PartContent::Whole, name_pattern, world_size }
     }

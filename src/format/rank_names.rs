@@ -165,7 +165,7 @@ fn after_separator(stem: &str, at: usize) -> usize {
     if stem[at..].starts_with(SEPARATORS) { at + 1 } else { at }
 }
 
-/// Returns the range of the digits at `at`, or after one separator at `at`.
+/// Returns the range, in bytes, of the digits that begin at the offset `at`, or after one separator at `at`.
 fn digits_after(stem: &str, at: usize) -> Option<(usize, usize)> {
     let start = after_separator(stem, at);
     let len = stem[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(stem.len() - start);

@@ -100,8 +100,8 @@ impl<'a> ReadFindings<'a> {
         Ok(())
     }
 
-    /// Selects the series of rank files that the options request, and records the selected and the skipped series. If an
-    /// incomplete checkpoint is shown, also records the files that the selected series lack.
+    /// Selects the series of rank files that the options request, and records the selected and the skipped series. If
+    /// an incomplete checkpoint is shown, also records the files that the selected series lack.
     ///
     /// # Errors
     /// `Usage` if a requested series does not exist.
@@ -120,7 +120,8 @@ impl<'a> ReadFindings<'a> {
         Ok(chosen)
     }
 
-    /// Returns the regular files below `root` that no reader has read and that are not part of the checkpoint.
+    /// Returns the regular files below `root` that no reader has read and that are not part of the checkpoint. If there
+    /// are too many files to list, returns an empty list, and adds a warning to `catalog`.
     ///
     /// # Errors
     /// `Io` if a folder cannot be listed or an entry cannot be examined.

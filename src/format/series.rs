@@ -225,8 +225,8 @@ impl SeriesSet {
         self.series.iter().map(|series| series.name.clone()).collect()
     }
 
-    /// Returns the names of the series of this checkpoint that were not chosen. Other versions of the checkpoint are not
-    /// part of it.
+    /// Returns the names of the series of this checkpoint that were not chosen. Leaves out series that are other
+    /// versions of the checkpoint, such as other training steps, because they are checkpoints of their own.
     pub fn skipped(&self) -> Vec<String> {
         self.skipped.iter().filter(|series| !series.is_version()).map(|series| series.name.clone()).collect()
     }
@@ -236,7 +236,7 @@ impl SeriesSet {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
-    /// Returns the chosen series whose file names state the number of files.
+    /// Returns a set of numbered files for each chosen series whose file names state the number of files.
     ///
     /// # Errors
     /// `Malformed` or `Conflict` if the numbers in the file names of one series contradict each other.
@@ -254,12 +254,12 @@ impl SeriesSet {
         files.map(|(series, name)| (series.name.as_str(), Rank(name.rank)))
     }
 
-    /// Returns the set with the series that `choice` selects as the chosen series; all other series become skipped
-    /// series.
+    /// Divides the series of this set by `choice`, and returns the set: the series that `choice` selects become the
+    /// chosen series, and all other series become skipped series.
     ///
     /// # Errors
-    /// `Usage` if `choice` names a series that does not exist, or names no series although several series are complete
-    /// checkpoints, or if the model series cannot be determined.
+    /// `Usage` in three cases: `choice` names a series that does not exist; `choice` names no series, although several
+    /// series are complete checkpoints; the model series cannot be determined.
     pub fn choose(mut self, choice: &SeriesChoice) -> Result<Self> {
         let all = self.names();
         if !matches!(choice, SeriesChoice::Named(_)) {
@@ -289,8 +289,9 @@ impl SeriesSet {
         Ok(self)
     }
 
-    /// Checks that at most one series is a complete checkpoint ([`Series::is_version`]). makani overwrites its versions in
-    /// turn, so the numbers do not show which version is the newest.
+    /// Checks that at most one series is a complete checkpoint ([`Series::is_version`]). The user must choose one of
+    /// several: makani overwrites its versions in turn, so the numbers in the names do not show which version is the
+    /// newest.
     fn refuse_several_versions(&self) -> Result<()> {
         let mut versions: Vec<&Series> = self.series.iter().filter(|series| series.is_version()).collect();
         versions.sort_by(|left, right| natural_order(&left.name, &right.name));
@@ -374,7 +375,7 @@ impl SeriesSet {
     /// Returns the names of the files that the chosen series lack.
     ///
     /// # Errors
-    /// The errors of the names of files.
+    /// `Malformed` or `Conflict` if the numbers in the file names of one series contradict each other.
     pub fn missing_files(&self, options: &ReadOptions) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for series in &self.series {
@@ -413,7 +414,7 @@ fn model_series(names: &[String]) -> String {
     }
 }
 
-/// The hint for missing rank files for the case that the existing rank files have every element of every tensor.
+/// The hint for missing rank files, if the existing rank files have every element of every tensor.
 pub const ALLOW_MISSING_HINT: &str =
     "use options::allow_missing to continue without these files: replicas on the other ranks cover every tensor";
 
@@ -427,8 +428,9 @@ struct MissingRanks {
 }
 
 impl Series {
-    /// Returns whether the series is one of several complete checkpoints that a trainer keeps in one folder: a version of
-    /// makani (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`), or a step of Composer (`ep1-ba500-rank0.pt`).
+    /// Returns whether the series is one of several complete checkpoints that a trainer keeps in one folder: a version
+    /// of makani (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`), or a step of Composer
+    /// (`ep1-ba500-rank0.pt`).
     fn is_version(&self) -> bool {
         self.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&self.name)
     }
@@ -562,7 +564,8 @@ impl Series {
         Ok(NumberedSet::new(self.name, size, self.files))
     }
 
-    /// Returns the name of the series for messages. Rank files such as `rank_0.pt` have no name of a series.
+    /// Returns the name of the series for messages: `series NAME`, or `the rank files` if the file names, such as
+    /// `rank_0.pt`, contain no name of a series.
     fn label(&self) -> String {
         if self.name.is_empty() { String::from("the rank files") } else { format!("series `{}`", self.name) }
     }

@@ -53,8 +53,9 @@ pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// Returns a shortfall if the numbers in the file names of a folder have gaps. If the user declares a layout
-/// (`is_declared`), rank files are not checked here, because the reader of rank files checks for missing ranks.
+/// Returns a shortfall (the missing files) if the numbers in the file names of a folder show that files are missing. If
+/// the user declares a layout (`is_declared`), rank files are not checked here, because the reader of rank files checks
+/// for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let GroupedFiles { sets, rank_files: ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered_sets).collect::<Result<Vec<_>>>()?;

@@ -23,7 +23,8 @@ impl Shortfall {
     }
 }
 
-/// Returns the warning about an incomplete set of which only the existing files are shown. `error` names what is missing.
+/// Returns the warning about an incomplete set of which only the existing files are shown. `error` names what is
+/// missing.
 #[must_use]
 pub fn only_found(error: &Error) -> String {
     format!("{error}; only the tensors that were found are shown")

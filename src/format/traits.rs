@@ -83,8 +83,9 @@ pub trait Read: Sync {
         false
     }
 
-    /// Reads all bytes of a container that are not tensor data, so that [`Files`] records their byte ranges (see
-    /// [`Files::recording_reads`]). Damage is ignored.
+    /// Reads all bytes of a container that are not tensor data. [`Files`] records the byte ranges that are read (see
+    /// [`Files::recording_reads`]), and the metadata mirror (a sparse copy of the metadata of all files) copies these
+    /// ranges. Damage is ignored.
     fn read_header(&self, _: &Files, _: FileId) {}
 
     /// Returns the objects in the data files of a folder, according to its metadata files.
@@ -95,8 +96,9 @@ pub trait Read: Sync {
         Ok(Objects::new())
     }
 
-    /// Reads the given objects from a data file, so that [`Files`] records their byte ranges (see
-    /// [`Files::recording_reads`]). Damage is ignored.
+    /// Reads the given objects from a data file. [`Files`] records the byte ranges that are read (see
+    /// [`Files::recording_reads`]), and the metadata mirror (a sparse copy of the metadata of all files) copies these
+    /// ranges. Damage is ignored.
     fn read_objects(&self, _: &Files, _: FileId, _: &[Object]) {}
 }
 

@@ -18,8 +18,8 @@ const MAX_UNITS: u64 = 1 << 31;
 const MAX_ACCESS_BYTES: u64 = 16;
 
 /// A copy between device addresses. It consists of nested loops over contiguous runs of bytes. Every loop has more than
-/// one iteration. Adjacent loops that together copy the bytes of one loop are merged, and so are loops that only make
-/// the run longer.
+/// one iteration. Two adjacent loops are merged if one longer loop can replace them. The innermost loop is replaced by
+/// a longer run if its runs follow each other without a gap in the source and in the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopNest {
     /// The device address of the first run in the source.

@@ -343,8 +343,8 @@ pub(super) fn lent<V>(
     })
 }
 
-/// Returns the range from the first to the last byte of all ranges. Returns `None` unless the ranges have equal lengths
-/// and follow each other without gaps.
+/// Returns the range from the first to the last byte of all ranges, for `ncclAllGather`. Returns `None` unless the
+/// ranges have equal lengths and follow each other without gaps; `ncclAllGather` then cannot be used.
 fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();

@@ -30,7 +30,7 @@ pub enum Kernels {
     Off,
 }
 
-/// Whether two processes may use the same device.
+/// The choice whether two processes may use the same device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
     #[default]

@@ -68,7 +68,7 @@ pub struct DeviceShuffle<'a> {
     rounds_begun: usize,
 }
 
-/// When the second phase of a round (sending reduced values) is queued. All processes use the same value.
+/// The time at which the second phase of a round (sending reduced values) is queued. All processes use the same value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SecondPhaseTiming {
     AfterFirstPhase,

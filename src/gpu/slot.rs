@@ -77,8 +77,8 @@ impl RoundSlot {
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
     }
 
-    /// Returns the copies of a phase that pack the messages of process `rank`, and those that pack its range of the
-    /// all-gather. The copies read from buffer `from`.
+    /// Returns the copies of a phase that pack the messages of this process, and the copies that pack the range of this
+    /// process in the all-gather. `rank` is the number of this process. The copies read from buffer `from`.
     pub fn pack_nests(&self, phase: &TransferPhase, rank: usize, from: &DeviceBytes) -> Vec<LoopNest> {
         let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<LoopNest> {
             copies.iter().filter_map(|copy| LoopNest::new(copy, from, into, start)).collect()

@@ -144,7 +144,7 @@ impl NcclState {
 /// A thread that regularly checks the status of NCCL and the failure notes. On a failure, it aborts NCCL and notifies
 /// the other processes. The thread runs as long as this value exists.
 pub(super) struct NcclWatch {
-    /// A sender that sends nothing. The thread stops when the sender is dropped, which sets this field to `None`.
+    /// A sender that never sends. The thread ends when the sender is dropped; after that, the field is `None`.
     going: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     is_leaving: Arc<Mutex<bool>>,
@@ -176,8 +176,8 @@ impl NcclWatch {
         Ok(Self { going: Some(going), thread: Some(thread), is_leaving })
     }
 
-    /// From now on, the thread checks only the failure notes, and not NCCL: NCCL reports an error as soon as another
-    /// process shuts down its NCCL.
+    /// Makes the thread check only the failure notes from now on. It must not check NCCL any more, because NCCL reports
+    /// an error as soon as another process shuts down its NCCL.
     pub fn expect_leaving(&self) {
         *self.is_leaving.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -7,8 +7,9 @@
 use super::Env;
 use super::environment::{open_mpi, pmi, slurm_step, text, torchrun};
 
-/// Returns the number of CPUs for this process in a step or a batch script of Slurm; otherwise `None`. Also returns
-/// `None` under torchrun and mpirun, because Slurm assigns CPUs to the launcher then, not to this process.
+/// Returns the number of CPUs that Slurm assigned to this process, in a step or a batch script. Returns `None` if Slurm
+/// assigned no CPUs to it: Slurm did not start it, or torchrun or mpirun did, so that Slurm assigned the CPUs to the
+/// launcher.
 #[must_use]
 pub fn cpus(env: Env<'_>) -> Option<usize> {
     let number = |name: &str| text(env, name)?.parse::<usize>().ok().filter(|number| *number > 0);

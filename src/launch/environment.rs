@@ -54,7 +54,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
     }
 }
 
-/// A hint that is correct in every environment, whichever launcher is used.
+/// A hint that is correct for every launcher, because `--parts 1` always starts a run of one process.
 pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
 
 /// Returns the part of a process that torchrun started. The agents of torchrun set `TORCHELASTIC_RUN_ID`, `RANK` and
@@ -86,7 +86,8 @@ pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<AssignedPart>> {
 }
 
 /// Returns the part that `RANK` and `WORLD_SIZE` assign. `torch.distributed` reads these variables if there is no
-/// launcher, and a PyTorchJob of Kubernetes sets them. If only one of the two is set, it is a leftover and is ignored.
+/// launcher, and a PyTorchJob of Kubernetes sets them. If only one of the two variables is set, it is a leftover of
+/// another program and is ignored.
 pub(super) fn rank_variables(env: Env<'_>) -> Result<Option<AssignedPart>> {
     if text(env, "RANK").is_none() || text(env, "WORLD_SIZE").is_none() {
         return Ok(None);
@@ -100,7 +101,8 @@ pub(super) fn array_index(env: Env<'_>) -> Result<Option<u32>> {
     number(env, "SLURM_ARRAY_TASK_ID")
 }
 
-/// Returns the index of this process among the processes of its node; `None` if the launcher does not set it.
+/// Returns the index of this process among the processes of its node. `None` if the launcher does not set the index, so
+/// that it is unknown.
 pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
     let names: &[&str] = match launcher {
         Launcher::Torchrun | Launcher::Variables => &["LOCAL_RANK"],

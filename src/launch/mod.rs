@@ -133,7 +133,8 @@ pub struct Launch {
     /// The launcher that started the processes of all parts. If the launcher and the command line agree, this field
     /// names the launcher.
     pub launcher: Launcher,
-    /// The index of this process among the processes of its node; `None` if the launcher does not set it.
+    /// The index of this process among the processes of its node; `None` if it is unknown, because the launcher does
+    /// not set it.
     pub local_rank: Option<u32>,
     /// The name that Slurm gives to this node; `None` without Slurm.
     pub node: Option<String>,
@@ -156,9 +157,9 @@ impl Launch {
 /// Returns the launch of this process, from `--part` and `--parts` or from its launcher.
 ///
 /// # Errors
-/// `Usage` if the part index is not below the number of parts, if `part` is given without `parts`, if the launcher sets only
-/// the rank or only the number of ranks, if `parts` is given and nothing defines the index, and if two launchers, or the
-/// launcher and the options, disagree.
+/// `Usage` if one of these holds: the part index is not below the number of parts; `part` is given, but not `parts`;
+/// the launcher sets only the rank or only the number of ranks; `parts` is given, but nothing defines the index; two
+/// launchers disagree; the launcher and the options disagree.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
     let assigned = match (part, parts) {
         (part, Some(parts)) => Some(part_from_options(part, parts, env)?),
@@ -335,8 +336,11 @@ fn part_from_launcher(env: Env<'_>) -> Result<Option<AssignedPart>> {
     Ok(assigned)
 }
 
-/// Checks that `RANK` and `WORLD_SIZE`, if they are set, agree with the launcher. If the variables do not agree,
-/// another program has set them.
+/// Checks that `RANK` and `WORLD_SIZE`, if they are set, agree with the launcher. If they do not agree, another program
+/// has set them, and it is not certain which part this process should do.
+///
+/// # Errors
+/// `Usage` if the variables and the launcher disagree.
 fn check_rank_variables(assigned: &AssignedPart, env: Env<'_>) -> Result<()> {
     match rank_variables(env)? {
         Some(plain) if plain.part != assigned.part => Err(contradiction(assigned, &plain, "RANK and WORLD_SIZE")),

@@ -72,7 +72,8 @@ struct DimParts {
     /// For each combination of coordinates on the mesh dims that shard this tensor dim, the index in `parts` of the
     /// part that ranks at these coordinates hold. The combinations are in row-major order.
     part_of: Vec<u32>,
-    /// For each mesh dim, the stride in `part_of`; 0 for mesh dims that do not shard this tensor dim.
+    /// For each mesh dim, the stride in `part_of`: how far the index in `part_of` advances if the coordinate on this
+    /// mesh dim increases by one. The stride is 0 for mesh dims that do not shard this tensor dim.
     steps: Dims,
 }
 
@@ -82,7 +83,8 @@ impl DimParts {
         Self { parts: vec![Intervals::full(n)], empty, part_of: vec![0], steps: smallvec::smallvec![0; mesh_ndim] }
     }
 
-    /// Splits every part further, into one part for each coordinate of another mesh dim.
+    /// Splits every part (a set of indices of this tensor dim) further by the mesh dim `mesh_dim`: into one part for
+    /// each coordinate of this mesh dim.
     fn cut(&mut self, mesh_dim: usize, cut: &DimCut<'_>) -> Result<(), LayoutError> {
         let whole = std::mem::take(&mut self.parts);
         let of = std::mem::take(&mut self.part_of);

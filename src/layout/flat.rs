@@ -48,8 +48,8 @@ pub enum FlatContent {
 }
 
 impl FlatParameter {
-    /// Computes the ranges of parameters with these numbers of elements, for a number of shards. Returns `None` if the
-    /// sizes exceed `u64`, or if the number of shards or the alignment is 0.
+    /// Computes the range of each parameter in the flat parameter. `numels` has the number of elements of each
+    /// parameter. Returns `None` if the total size exceeds `u64`, or if the number of shards or the alignment is 0.
     ///
     /// `align` is the alignment in elements if `use_orig_params` is true; otherwise `None`.
     #[must_use]
@@ -217,9 +217,9 @@ impl StorageOrder {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }
 
-    /// Returns the sizes of the outer dims, which must be split into single indices. The remaining inner dims need no
-    /// splitting: they are the longest run of innermost dims that the storage has in the tensor's order of dims. `sizes`
-    /// is in storage order.
+    /// Returns the outer items of `sizes`, which are the sizes of the dims in storage order. Only these outer dims must
+    /// be split into single indices to get boxes that are stored in row-major order. The other dims are the innermost
+    /// dims in storage, and the storage has them in the order of the tensor, so they need no splitting.
     fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
         let mut tail = sizes.len();
         let mut inner = usize::MAX;

@@ -152,7 +152,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// Passes an encoding of the share to `emit`. Unequal shares have unequal encodings.
+    /// Passes numbers that encode the share to `emit`, one by one, for a hash. Unequal shares have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.partial_values.len() as u64);
         self.partial_values.iter().copied().for_each(&mut *emit);
@@ -162,7 +162,7 @@ impl Share {
     }
 
     /// Returns the conversion for the rank at `coordinate` of the target mesh. `source` has the placements of the tensor
-    /// in the source; it is `None` if these placements are not known.
+    /// in the source. If these placements are not known, `source` is `None`, and the source counts as a complete value.
     ///
     /// # Errors
     /// `PartialToPartial`, `NoPartialValues` or `MixedReduction` for undefined conversions, and the errors of

@@ -87,7 +87,7 @@ impl Region {
         Some(common)
     }
 
-    /// Returns the box relative to `origin`. No coordinate of `origin` may exceed the offset of the box.
+    /// Returns the box relative to `origin`. In each dim, `origin` must not exceed the offset of the box.
     #[must_use]
     pub fn relative_to(&self, origin: &[u64]) -> Self {
         debug_assert_eq!(self.ndim(), origin.len(), "an origin in the same tensor");

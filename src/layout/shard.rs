@@ -112,7 +112,7 @@ pub(super) struct DimCut<'a> {
 }
 
 impl<'a> DimCut<'a> {
-    /// Returns the split of a mesh dim, or `None` if the mesh dim shards no tensor dim.
+    /// Returns how the mesh dim `mesh_dim` splits a tensor dim, or `None` if `mesh_dim` shards no tensor dim.
     pub fn new(
         shape: &[u64],
         mesh_shape: &[u64],
@@ -152,11 +152,11 @@ impl<'a> DimCut<'a> {
 
 /// Converts placements with an explicit shard order to placements that are read from left to right.
 ///
-/// Each entry of `order` has a tensor dim, and the mesh dims that shard this tensor dim in the order in which they split
-/// it. If some of the mesh dims that split earlier are to the right of a mesh dim, the placement of this mesh dim becomes
-/// a `StridedShard`. The split factor is the product of the sizes of these earlier mesh dims. A tensor dim without an
-/// entry in `order` is sharded by its mesh dims from left to right. If a tensor dim already has a `StridedShard`, its
-/// placements stay unchanged.
+/// Each entry of `order` has a tensor dim, and the mesh dims that shard this tensor dim, in the order in which they
+/// split the tensor dim. A mesh dim gets a `StridedShard` if mesh dims to its right split the tensor dim before it
+/// does. The split factor is the product of the sizes of these mesh dims. For example, `S(0),S(0)` on `dp=2,tp=4`,
+/// where tp splits first, becomes `_S(0,4),S(0)`. A tensor dim without an entry in `order` is split by its mesh dims
+/// from left to right. If a tensor dim already has a `StridedShard`, its placements stay unchanged.
 ///
 /// # Errors
 /// If an entry does not list exactly the mesh dims that shard its tensor dim, or a tensor dim has two entries.

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 
 use super::{DeviceMesh, PlacementSpec};
 
-/// A change from one mesh to another mesh, and which mesh dims of the two correspond.
+/// A change from an old mesh to a new mesh, and the pairs of mesh dims of the two meshes that correspond.
 pub struct MeshChange<'a> {
     pub from: &'a DeviceMesh,
     pub to: &'a DeviceMesh,

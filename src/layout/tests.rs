@@ -9,8 +9,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns piece `r` of a list that is split into `k` pieces like `torch.chunk`: every piece has `ceil(len / k)`
-/// elements, the last pieces may have fewer or none.
+/// Returns piece `r` of a list that is split into `k` pieces like `torch.chunk`: the first pieces have `ceil(len / k)`
+/// elements, and the last pieces may be shorter or empty.
 fn chunk_of(list: &[u64], k: u64, r: u64) -> Vec<u64> {
     let size = (list.len() as u64).div_ceil(k).max(1);
     list.chunks(size as usize).nth(r as usize).unwrap_or_default().to_vec()

@@ -71,7 +71,7 @@ impl Tile {
         super::numel(&self.sizes()).unwrap_or(u64::MAX)
     }
 
-    /// Passes an encoding of the tile to `emit`. Unequal tiles have unequal encodings.
+    /// Passes numbers that encode the tile to `emit`, one by one, for a hash. Unequal tiles have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.dims.len() as u64);
         self.dims.iter().for_each(|dim| dim.encode(emit));

@@ -97,8 +97,9 @@ pub fn assemble(
 }
 
 /// Returns the ranks of the first group in which every rank has a part. The ranks are in the order of the mesh and come
-/// with their coordinates. A group is a set of ranks with equal coordinates on all replicated mesh dims. It is an error
-/// if only some ranks of a group have a part, and `is_missing` is false for a rank of this group without a part.
+/// with their coordinates. A group is a set of ranks with equal coordinates on all replicated mesh dims. If some ranks
+/// of a group have a part and others do not, `is_missing` must be true for the ranks without a part; otherwise, and if
+/// there is no complete group, the function returns an error.
 fn complete_group(
     mesh: &DeviceMesh,
     shared: &SharedTensor,

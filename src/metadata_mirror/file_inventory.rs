@@ -25,17 +25,20 @@ pub struct FileInventory {
     pub dangling: Vec<PathBuf>,
 }
 
-/// The maximum depth of nested folders in SRC. Real checkpoints are three folders deep.
+/// The maximum depth of nested folders in SRC; deeper folders are an error. Folders in real checkpoints are three
+/// levels deep.
 const MAX_DEPTH: usize = 16;
 
-/// The maximum number of files and folders in SRC. Checkpoints of the largest clusters have some ten thousand files.
+/// The maximum number of files and folders in SRC; more are an error. Checkpoints of the largest clusters have some ten
+/// thousand files.
 const MAX_ENTRIES: usize = 1_000_000;
 
 impl FileInventory {
     /// Lists the files that this process sees at `src`.
     ///
     /// # Errors
-    /// `Io`; `Usage` if there are more files than a checkpoint can have; `Unsupported` for names that are not UTF-8.
+    /// `Io`; `Usage` if there are more files, or more nested folders, than a checkpoint can have; `Unsupported` for
+    /// names that are not UTF-8, and if `src` is neither a file nor a folder.
     pub fn scan(src: &Path) -> Result<Self> {
         let nothing = Self { folder: src.to_path_buf(), kind: None, files: Vec::new(), dangling: Vec::new() };
         let Some(metadata) = lookup::metadata_of(src)? else { return refuse_address(src).map(|()| nothing) };

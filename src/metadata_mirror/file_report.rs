@@ -23,7 +23,7 @@ use crate::storage::{Ranges, regular_file};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileReport {
     path: String,
-    /// The properties of the file; `None` if the path is a dangling link for the process that reports it.
+    /// The properties of the file; `None` if the path is a dangling link on the node of the process that reports it.
     found: Option<FoundFile>,
 }
 
@@ -37,7 +37,7 @@ struct FoundFile {
     is_checkpoint_data: bool,
 }
 
-/// A range of metadata: its start and its end in the file, and a hash of its bytes.
+/// A range of metadata: the offset of its start, the offset of its end, and a hash of its bytes.
 type HashedRange = (u64, u64, u64);
 
 /// The name of a property that differs between two reports, and a text with the values in both reports.
@@ -48,11 +48,12 @@ type Difference = (&'static str, String);
 pub struct ReportedFile {
     /// The path, relative to the folder of SRC.
     pub path: PathBuf,
-    /// The length in bytes; `None` if the path is a dangling link for every process that sees it.
+    /// The length in bytes; `None` if the path is a dangling link for every process that reports it.
     pub len: Option<u64>,
     /// The latest modification time that a process sees, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// The modification time that this process sees; `None` if this process does not see the file.
+    /// The modification time that this process sees. `None` if this process sees no file at this path, or a file that
+    /// differs from the file of the lowest process.
     pub own_modified: Option<(i64, i64)>,
     /// The byte ranges of the file that the mirror contains.
     pub mirrored: Arc<Ranges>,
@@ -69,7 +70,7 @@ pub struct ReportedFile {
 /// The maximum number of bytes of a file that are read and hashed in one step.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Reports those files of the inventory that `is_selected` selects.
+/// Returns reports about the files of `inventory` that `is_selected` selects, for the other processes.
 ///
 /// # Errors
 /// `Io`, and the errors of finding metadata. If there are several errors, returns the first.
@@ -188,8 +189,8 @@ pub fn merge_reports(own: &Path, rank: u32, reports: Vec<Vec<FileReport>>) -> Re
     merged.collect()
 }
 
-/// The reports about one file, each with the number of the process that made it; `None` if the path is a dangling link
-/// there.
+/// The reports about one file, each with the number of the process that made it. A report is `None` if the path is a
+/// dangling link on the node of this process.
 type RankReports = Vec<(u32, Option<FoundFile>)>;
 
 impl ReportedFile {

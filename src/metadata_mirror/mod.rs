@@ -82,8 +82,9 @@ pub fn create(communicator: &impl Communicator, own: &Path, mirror: &AnchoredPat
     Ok(MetadataMirror { folder, own, kind, files, ranks_without_files, written })
 }
 
-/// Returns the positions of objects in the data files that this process sees, by folder. The positions come from the
-/// metadata files in the mirror, because the metadata file of a folder may be on the disk of another node.
+/// Returns the positions of objects in the data files that this process sees, for each folder. Objects are metadata, so
+/// their bytes are mirrored. The positions are read from the mirror, because the metadata file of a folder may be on
+/// the disk of another node.
 fn objects(inventory: &FileInventory, mirror: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
     let data_files = inventory.files.iter().filter(|path| is_data_file(path));
     let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
@@ -106,8 +107,8 @@ struct MirrorMaker<'a, C> {
 
 impl<C: Communicator> MirrorMaker<'_, C> {
     /// Sends the reports about the selected files of this process to all processes, and merges the reports of all
-    /// processes. Writes into the mirror each file of this process that no lower process has. Returns all selected
-    /// files of SRC.
+    /// processes. Then writes files of this process into the mirror; if several processes have a file, only the lowest
+    /// of them writes it. Returns all selected files of SRC. Collective.
     fn mirror_files(
         &mut self,
         is_selected: impl Fn(&Path) -> bool,
@@ -168,7 +169,7 @@ impl MetadataMirror {
         &self.own
     }
 
-    /// Returns whether the process `rank` sees neither a file nor a folder at the path of SRC that it was given.
+    /// Returns whether the process `rank` sees neither a file nor a folder at its path of SRC.
     #[must_use]
     pub fn sees_no_files(&self, rank: u32) -> bool {
         self.ranks_without_files.values().flatten().any(|other| *other == rank)
@@ -187,9 +188,9 @@ impl MetadataMirror {
     }
 }
 
-/// Checks that at least one process sees SRC, and that SRC has one kind (file or folder) for all processes that see it.
-/// Returns the kind, and the processes that see neither a file nor a folder at SRC, grouped by the path of SRC that
-/// each of them was given.
+/// Checks that at least one process sees SRC, and that SRC is a folder for all processes that see it, or a file for all
+/// of them. Returns the kind of SRC, and the processes that see nothing at SRC, grouped by the path of SRC that each
+/// process was given.
 fn agree_on_kind(
     communicator: &impl Communicator,
     own: &Path,

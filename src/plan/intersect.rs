@@ -12,8 +12,8 @@
 //!   +-------+ rank 2                       +---+
 //! ```
 //!
-//! Invariant: unless `within` restricts the elements, the overlaps of a target tile hold each element of the tile
-//! exactly once. PyTorch's counterpart is `create_read_items_for_chunk_list` in
+//! Invariant: unless the caller of [`SourceTensor::plan`] restricts the elements to copy, the overlaps of a target tile
+//! hold each element of the tile exactly once. PyTorch's counterpart is `create_read_items_for_chunk_list` in
 //! `torch/distributed/checkpoint/planner_helpers.py`.
 
 use smallvec::SmallVec;
@@ -41,7 +41,7 @@ impl<'a> SourceTensor<'a> {
     }
 
     /// Returns, for each source tile, the chunks that hold the tile: first the chunk that a plan reads, then the
-    /// replicas of this chunk. The tiles are in the order of the partial values.
+    /// replicas of this chunk. If the tensor has partial values, the tiles of the first partial value come first.
     pub fn holders(&self) -> impl Iterator<Item = &Holders> {
         self.tilings.iter().flat_map(|tiling| &tiling.holders)
     }
@@ -71,7 +71,7 @@ impl<'a> SourceTensor<'a> {
 }
 
 /// The sources of a target tile: overlaps with source chunks. The overlaps together hold every element of the tile
-/// exactly once, except elements that will be zero.
+/// exactly once, except elements that the caller of [`SourceTensor::plan`] excludes; these elements become zero.
 #[derive(Debug)]
 pub struct TilePlan {
     /// The shape of the target's local tensor.

@@ -20,8 +20,8 @@ pub struct LoopLevel {
     pub target_step: u64,
 }
 
-/// A strided copy from one source chunk into a write block of the target. A write block is a unit of writing: a byte range
-/// of one output file.
+/// A strided copy from one source chunk into a write block of the target. A write block is a unit of writing: a byte
+/// range of one output file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The index of the overlap in [`TilePlan::overlaps`].

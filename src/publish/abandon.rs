@@ -18,8 +18,9 @@ use crate::fault;
 use crate::launch::Part;
 
 impl Staging {
-    /// Leaves the run after an error. If all processes have left, deletes the partial folder, unless it has journals or
-    /// some parts have not started and must still learn why the others ended.
+    /// Leaves the run after an error. If all processes have left, deletes the partial folder. The folder is kept if it
+    /// contains journals, or if a part has not started yet and its process must still be able to read why the other
+    /// processes ended.
     pub fn abandon(self) {
         let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
@@ -45,9 +46,9 @@ impl Staging {
 }
 
 impl Destination {
-    /// Renames the partial folder to a trash name. The folder must have no valid plan, or must be the unchanged folder
-    /// `examined`. Returns false if another process has already renamed the folder, or has started to work in the
-    /// folder.
+    /// Renames the partial folder to a trash name. `examined` is the state of the folder in which the caller decided to
+    /// delete the folder; `None` means that the folder has no valid plan. Returns false, and renames nothing, if the
+    /// folder has changed since then, or if another process is deleting the folder.
     pub fn throw_away(
         &self,
         shape: DestinationKind,
@@ -92,8 +93,8 @@ impl Destination {
 }
 
 impl Partial {
-    /// Returns true if the plan and the leases in `now`, a later state of the folder, are still those of `self`. Then
-    /// no process has started to work in the folder in between.
+    /// Returns true if `now`, a later state of the folder, has the same plan and the same leases as `self`. In this
+    /// case, no process has started to work in the folder in between.
     fn is_still(&self, now: &Self) -> bool {
         let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
             let leases = partial.leases.iter().filter(|seen| seen.name.role != LeaseRole::Restart);

@@ -38,9 +38,9 @@ pub(super) enum Admission {
     /// An earlier run ended in this folder. The process may continue the work of that run by acquiring the lease with
     /// the number `generation`, but only with `--resume`.
     Resume { generation: u32 },
-    /// The process must not work, because another live process works in the folder, and the two processes cannot work
-    /// together: the other process has the same part, has divided the work into another number of parts, or writes
-    /// another output, or the folder must be deleted. The value is the name of the lease of the other process.
+    /// The process must not work, because another live process works in the folder. One of these holds: both processes
+    /// have the same part; they divide the work into different numbers of parts; they write different outputs; the
+    /// folder must be deleted first. The value is the name of the lease of the other process.
     Conflict(LeaseName),
     /// The process must watch the leases first, because it is not known yet whether all lease holders are alive.
     Watch,
@@ -209,8 +209,9 @@ impl Acquiring<'_> {
         }
     }
 
-    /// Begins where no partial folder exists: creates this folder. Returns `Done` if the destination already has the
-    /// finished output and this run accepts it.
+    /// Handles the state in which no partial folder exists. Returns `Done` if the destination already has the finished
+    /// output and this run accepts it. Otherwise creates the partial folder; if the run has `--restart`, only the
+    /// process of part 0 creates it.
     fn start(&mut self) -> Result<NextStep> {
         finish_replacement(&self.destination)?;
         let free = check_destination(&self.destination, self.shape, self.claim);

@@ -47,7 +47,8 @@ impl fmt::Debug for ReplaceCheck {
     }
 }
 
-/// The right to seal the output. The right is valid as long as this value exists.
+/// The right to seal the output (to complete its checksums) and to publish it. This process has the right as long as
+/// this value exists.
 #[derive(Debug)]
 pub struct Seal<'a> {
     pub(super) staging: &'a Staging,

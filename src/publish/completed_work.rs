@@ -66,8 +66,8 @@ impl RecordedRange {
 }
 
 impl CompletedWork {
-    /// Reads all journals of `folder`, for the output files `files` and for `carried` sidecar files (a number). With
-    /// `sync`, the completed work must be on disk, so records that are valid on one boot only are ignored.
+    /// Reads all journals of `folder`. The output consists of `files`, and `carried` is the number of sidecar files.
+    /// With `sync`, the completed work must be on disk, so records that are valid on one boot only are ignored.
     ///
     /// # Errors
     /// `Io` if the folder or a journal cannot be read.
@@ -145,7 +145,8 @@ impl CompletedWork {
     }
 }
 
-/// Returns true if a folder contains no journal. A process creates its journal together with its first record.
+/// Returns true if a folder contains no journal. This means that no work is recorded, because a process creates its
+/// journal together with its first record.
 ///
 /// # Errors
 /// `Io` if the folder cannot be read.
@@ -168,7 +169,8 @@ pub struct ChangedRange {
     pub found: u32,
 }
 
-/// Returns the recorded ranges that overlap `own` and whose bytes in `folder` have changed.
+/// Reads again all recorded ranges that overlap the byte ranges `own`. Returns those whose bytes in `folder` have
+/// changed.
 ///
 /// # Errors
 /// `Io`, `Stopped`.

@@ -95,8 +95,8 @@ impl Destination {
         })
     }
 
-    /// Returns this destination for a check that creates nothing. Because the check creates no file, it does not know
-    /// which user owns new files in this folder.
+    /// Returns this destination for a check that creates nothing. The check accepts the files of every user: only a new
+    /// file would show which user owns new files in this folder.
     pub fn for_a_look(self) -> Self {
         let folder = AnchoredPath::read_only(self.path.parent().unwrap_or(Path::new("")));
         Self { folder, ..self }

@@ -95,8 +95,8 @@ impl JournalRecord {
             || self.entries.iter().map(|entry| 1 + entry.checksum_parts.len()).sum::<usize>() >= MAX_ITEMS
     }
 
-    /// Returns true if the record is valid for these output files and for `carried` sidecar files: all file numbers
-    /// exist, and all byte ranges are within their files.
+    /// Returns true if the record is valid for these output files and this number of sidecar files (`carried`): all
+    /// file numbers exist, and all byte ranges are within their files.
     pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
         let is_entry_possible = |entry: &FinishedRange| {
             let Some(file) = files.get(entry.file as usize) else { return false };
@@ -154,8 +154,9 @@ pub fn invalidate(journal: &AnchoredPath, invalidated: Vec<InvalidatedEntry>, sy
     Ok(())
 }
 
-/// Returns the id of the current boot, for records that are valid only until the node boots again. Returns `None` if
-/// the data is synced, because a record of synced data stays valid after a boot. An empty id matches no boot.
+/// Returns the boot id for a journal record. If the data is not synced, this is the id of the current boot, and the
+/// record is valid only until the node boots again. If the data is synced, the result is `None`, and the record stays
+/// valid. If the system gives no boot id, the result is an empty id, which matches no boot.
 pub(super) fn boot_of(sync: bool) -> Option<String> {
     (!sync).then(|| this_boot().unwrap_or_default())
 }

@@ -432,9 +432,10 @@ impl LeaseWatch {
 }
 
 /// Leases that existed when this process acquired its own lease, and whose processes were not known to be alive. If
-/// such a lease changes later, its process belongs to this run. If the lease does not change, the lease is from an
-/// earlier run, and this process expects that the part starts again. The part is not expected to start again if its
-/// lease records that the part failed in this launch. Without `--resume`, every recorded failure is from this launch.
+/// such a lease changes later, its process belongs to this run. As long as the lease does not change, it counts as a
+/// lease of an earlier run: this process waits until a new process starts this part. Exception: if the lease records
+/// that the part failed in this launch, this process does not wait for the part. Without `--resume`, every recorded
+/// failure counts as a failure in this launch.
 #[derive(Clone, Debug)]
 pub(super) struct StaleLeases {
     leases: Vec<SeenLease>,

@@ -32,7 +32,7 @@ pub(super) struct PlanFile {
     pub fingerprint: String,
     /// The name of the launch that created the folder; `None` if the launcher sets no name.
     pub run: Option<String>,
-    /// The number of parts into which the work is divided. The process that created the folder set it.
+    /// The number of parts into which the work is divided, as chosen by the process that created the folder.
     pub parts: u32,
     /// A random id that no other folder has ever had.
     pub id: String,

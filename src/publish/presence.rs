@@ -282,7 +282,9 @@ impl Presence {
 }
 
 impl Members {
-    /// Returns the first process that has ended, as far as the process of `part` knows.
+    /// Checks the processes that the process of `part` watches, and returns one that has ended, if any. Process 0
+    /// watches all other processes. Any other process watches process 0, and after process 0 has finished, all other
+    /// processes. If several processes have ended, one that gave a reason is returned.
     fn first_gone(&mut self, part: Part) -> Option<PeerFailure> {
         let len = self.generations.len();
         let watched = match self.generations.first().filter(|_| part.index != 0) {

@@ -40,7 +40,7 @@ pub struct OtherPart {
     pub done_bytes: u64,
     /// The name of the part's journal; `None` if no process of this run has worked on the part.
     pub journal: Option<String>,
-    /// The error that ended the last process of the part.
+    /// The error that ended the last process of the part; `None` if the lease of the part records no error.
     pub failure: Option<String>,
 }
 

@@ -46,7 +46,8 @@ pub struct Log<'a> {
 struct LogState {
     /// The work that the next journal record will contain.
     next: JournalRecord,
-    /// The checksum parts of all written records. Empty unless this run writes the entire output.
+    /// The checksum parts of all written records. Collected only if this run writes the entire output, because only
+    /// such a run computes complete checksums without the journals of other runs.
     sums: Vec<(u32, ChecksumPart)>,
     /// The number of values that casts lost in this entire run.
     lost: CastLosses,

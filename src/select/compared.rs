@@ -1,8 +1,8 @@
 //! Selects the names of two checkpoints that are compared.
 //!
-//! Names and casts apply to SRC alone. The filters (`--include`, `--exclude`) leave out tensors and objects of both
-//! checkpoints. If the filters leave out a tensor of SRC, they also leave out the tensor of OTHER that has the same name
-//! after the names of SRC are changed.
+//! The options for names and casts apply to SRC alone. The filters (`--include`, `--exclude`) leave out tensors and
+//! objects of both checkpoints. If the filters leave out a tensor of SRC, they also leave out the tensor of OTHER that
+//! has the same name after the names of SRC are changed.
 
 use std::collections::HashSet;
 
@@ -13,10 +13,12 @@ use crate::catalog::path;
 use crate::catalog::{Catalog, Value};
 use crate::error::Result;
 
-/// Selects the names of SRC as [`select`] does, and the names of OTHER without those that the filters leave out.
+/// Selects the names of SRC like [`select`], and selects the names of OTHER that the filters keep.
 ///
 /// # Errors
-/// The errors of [`select`]. A pattern must match a name of SRC or of OTHER.
+/// The errors of [`select`], with one exception: a pattern that matches no name of SRC is no error if the pattern is
+/// also applied to OTHER and matches a name there. If the names of SRC are changed, the patterns of `--include` are not
+/// applied to OTHER.
 pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> Result<(Selected, Selected)> {
     if !has_filters(options) {
         return Ok((select(source, options)?, select(other, &unfiltered(options))?));
@@ -85,7 +87,7 @@ fn has_filters(options: &NameOptions) -> bool {
     !options.include.is_empty() || !options.exclude.is_empty()
 }
 
-/// Returns whether the options give tensors of SRC other names.
+/// Returns whether the options change names of SRC, apart from wrapper components.
 fn is_renamed(options: &NameOptions) -> bool {
     options.root != Root::Whole
         || !options.strip_prefixes.is_empty()

@@ -24,8 +24,9 @@ impl<'o> UsedPatterns<'o> {
         Self { patterns, used: vec![false; patterns.len()] }
     }
 
-    /// Returns whether any pattern covers any of the names. After the first match, the function compares only those
-    /// patterns that have not matched a leaf so far, to record which patterns match anything.
+    /// Returns whether any pattern covers any of the names. If `is_leaf` is true, also marks the patterns that cover a
+    /// name as used (an empty dict is no leaf). After the first match, compares only the patterns that are not marked
+    /// yet.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
@@ -53,13 +54,14 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Makes a selection that no pattern has made.
+    /// Returns the kept leaves for the case that there are no patterns.
     pub fn of(leaves: Vec<bool>) -> Self {
         Self { leaves, by_patterns: None, unused: Vec::new() }
     }
 }
 
-/// The leaves that patterns select, without parameter groups that are kept because of their state.
+/// The leaves that the patterns themselves select. Parameter groups that are kept only because optimizer state is kept
+/// are not included.
 pub(super) struct SelectedByPatterns {
     /// For each leaf, whether a pattern includes it and none excludes it.
     pub selected: Vec<bool>,
@@ -139,8 +141,8 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
     survey.for_patterns(names)
 }
 
-/// Returns a note if parameters are left out, but all optimizer state with parameter numbers is kept. The numbers do
-/// not show which state belongs to the parameters that are left out.
+/// Returns a note if parameters are left out, but all optimizer state whose keys are parameter ids (numbers) is kept. A
+/// parameter id does not show which parameter the state belongs to.
 pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -> Vec<String> {
     if options.include.is_empty() && options.exclude.is_empty() {
         return Vec::new();

@@ -204,8 +204,9 @@ fn reject_unsupported(source: &Catalog, selected: &Value, options: &NameOptions)
     Err(why.error(entry.fqn.as_str()).naming(&names))
 }
 
-/// Returns the selected part of the state dict if nothing in it is renamed or left out, and marks all leaves outside
-/// this part as not kept. Otherwise returns `None`.
+/// Returns the part of the state dict below the root, if nothing in this part is renamed or left out, so that it need
+/// not be rebuilt. Also marks all leaves outside the part as not kept. Otherwise returns `None`, and the caller must
+/// build a new state dict.
 fn unchanged_state<'a>(
     source: &'a Catalog,
     survey: &Survey<'_>,
@@ -291,8 +292,9 @@ impl<'k> KeptParameters<'k> {
         Self { leaves, by_patterns, with_state }
     }
 
-    /// Returns whether a list of an optimizer keeps a parameter: the model keeps it, or state of it is kept, or the patterns
-    /// select the list and do not exclude the parameter.
+    /// Returns whether a list of parameters in an optimizer keeps a parameter. It does if one of these holds: the model
+    /// does not contain the parameter; the filters keep the parameter in the model; the filters keep state of the
+    /// parameter in this optimizer; the patterns select the list and do not exclude the parameter.
     fn is_listed(&self, survey: &Survey<'_>, (list, leaf): (usize, Leaf), name: &str) -> bool {
         let Some(&parameter) = survey.parameters.get(name) else { return true };
         let by_patterns = |by: &SelectedByPatterns| by.selected[list] && !by.excluded[parameter as usize];
@@ -303,9 +305,9 @@ impl<'k> KeptParameters<'k> {
     }
 }
 
-/// Returns the value of a leaf in the result. In the lists `params` and `param_names` of an optimizer, each name
-/// changes like the name of the parameter. The names of parameters are removed from `params` if the parameters and their
-/// state are left out.
+/// Returns the value of a leaf in the result. In the lists `params` and `param_names` of an optimizer, the name of each
+/// parameter is replaced by its new name. A parameter is removed from `params` if [`KeptParameters::is_listed`] returns
+/// false. No parameter is removed from `param_names`.
 fn value(
     survey: &Survey<'_>,
     naming: &Naming<'_, '_>,

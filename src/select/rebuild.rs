@@ -22,8 +22,8 @@ const MAX_PADDING: usize = 1 << 16;
 pub(super) struct Rebuild<'a> {
     survey: &'a Survey<'a>,
     nodes: Vec<RebuiltNode<'a>>,
-    /// The child nodes of all containers. The key of the map is: the index of the container's node, the text of the
-    /// child's key, and true if this key is a text in the source.
+    /// The node index of each child of each container. A key of the map has three values: the node index of the
+    /// container, the text of the child's key, and true if the child's key is a text in the source.
     children: HashMap<(u32, Box<str>, bool), u32>,
     /// The leaves by their new names. The boolean is true if the leaf has another name in the source.
     names: HashMap<String, (Leaf, bool)>,

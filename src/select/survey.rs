@@ -88,10 +88,11 @@ impl Leaf {
 pub(super) struct Named<'a> {
     pub steps: Vec<Step<'a>>,
     pub name: String,
-    /// The number of bytes at the end of the name that consist of the parameter's name and its state key. The number is
-    /// 0 if the name does not contain the name of a parameter.
+    /// The length in bytes of the last part of the name: the parameter's name and the text after it, such as
+    /// `w1.exp_avg` in `optim.state.w1.exp_avg`. 0 if the name does not contain the name of a parameter.
     pub tail: usize,
-    /// The number of bytes of the parameter's name. The last `tail` bytes of the name begin with the parameter's name.
+    /// The length in bytes of the parameter's name, with which the last `tail` bytes of the name begin. 0 if the name
+    /// does not contain the name of a parameter.
     pub parameter: usize,
 }
 
@@ -379,8 +380,8 @@ impl<'a> Survey<'a> {
         self.clean(&above) + "state."
     }
 
-    /// Returns the name of a leaf. If the leaf is optimizer state, also returns the position of the parameter's name in
-    /// this name.
+    /// Returns the name of a leaf. If the leaf is in optimizer state or in flattened parameter groups, also returns the
+    /// position of the parameter's name in this name.
     pub fn named(&self, leaf: Leaf) -> Named<'a> {
         let keys = self.keys(leaf.node);
         let head = match leaf.optimizer {
@@ -410,10 +411,11 @@ impl<'a> Survey<'a> {
         named
     }
 
-    /// Returns the number of bytes of `FQN.exp_avg` that are the name of the parameter. If the first key is a number,
-    /// the number is the name of the parameter. Otherwise the longest beginning of `text` that is a parameter of the
-    /// model is the name. If no beginning is a parameter of the model, everything except the last key (or except the
-    /// last component if `keys` is `None`) is the name.
+    /// Returns the length in bytes of the parameter's name at the start of `text`, such as `FQN.exp_avg`. `keys` are
+    /// the first and the last key of `text`; `None` if the optimizer is flattened. The first rule that applies gives
+    /// the name: a first key that is an int (a parameter id); the longest beginning of `text` that is a parameter of
+    /// the model; a first key that consists of digits; everything except the last key. Without `keys`, only the second
+    /// rule can apply, and otherwise everything except the last component is the name.
     fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
         if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
             return first.text.len();
@@ -429,7 +431,8 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Returns whether a parameter's name is a number, as in optimizers that refer to parameters by number.
+/// Returns whether the name of a parameter in an optimizer is a parameter id, which is a number, as in
+/// `Optimizer.state_dict()`.
 pub(super) fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }

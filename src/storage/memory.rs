@@ -1,7 +1,7 @@
 //! The memory use of this process. All results are in bytes.
 //!
-//! The numbers of the kernel are more exact than the sum of all parts of a catalog, because they include the overhead
-//! of the allocator.
+//! The numbers come from the kernel, so they include the overhead of the allocator. A sum over the parts of a catalog
+//! would not include this overhead.
 
 /// The size of anonymous memory, which does not include the pages of mapped files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,8 +13,8 @@ pub struct AnonymousMemory {
 }
 
 /// Returns the memory use of this process, or `None` if the system does not report it. `peak` is the largest size of
-/// all memory (including mapped files) minus the current size of the mapped files. Therefore `peak` is exact only if no
-/// source was mapped.
+/// all memory (including mapped files) minus the current size of the mapped files. If a source was mapped, `peak` is
+/// only an estimate, because the size of the mapped files changes.
 #[must_use]
 pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)

@@ -29,7 +29,8 @@ pub struct OpenFile {
     pub(super) map: OnceLock<Option<Mapping>>,
     /// The counter that [`super::Files::bytes_read`] returns.
     pub(super) bytes_read: Arc<AtomicU64>,
-    /// The action before each read: the range is recorded, or limited to the available bytes.
+    /// The action before each read: the range is recorded, or the read fails if the mirror does not contain the range.
+    /// `None` if reads need neither.
     pub(super) read_check: Option<ReadCheck>,
 }
 

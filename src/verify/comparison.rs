@@ -91,8 +91,8 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Adds a hint to use `--common` if one checkpoint lacks an output layer that may be tied to an embedding. In the
-    /// other checkpoint, the output layer and the embedding must have equal values.
+    /// Adds a hint to use `--common` if one checkpoint lacks an output layer that may be tied to an embedding. The
+    /// output layer may be tied if the other checkpoint has both tensors with equal values.
     fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
         let Self { run, .. } = self;
         let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
@@ -302,9 +302,8 @@ impl Findings {
     }
 }
 
-/// Adds a hint to change the prefix of names, if a name that only one of SRC and OTHER has equals a name that only the
-/// other has, apart from a prefix. For example, a checkpoint may have the name `model.x` where the exported model has
-/// the name `x`.
+/// Adds a hint to change the prefix of names, if a name that only SRC has and a name that only OTHER has differ only in
+/// a prefix. For example, a checkpoint has the name `model.x`, and the exported model has the name `x`.
 fn suggest_root(source: &Selected, options: &SelectOptions, found: &mut Findings) {
     let SelectOptions { root, strip_prefix, rename, rename_file, add_prefix, nest, .. } = options;
     // `options::root` takes names of the file, and the names here are those after the options.
@@ -333,8 +332,9 @@ fn suggest_root(source: &Selected, options: &SelectOptions, found: &mut Findings
     }
 }
 
-/// Returns a name below which `theirs` has all of `ours`. For example, SRC is an exported model, and OTHER is the
-/// checkpoint of a trainer with a model and an optimizer.
+/// Returns the path below which `theirs` has all names of `ours`: `model` if `ours` has the name `x`, and `theirs` has
+/// the name `model.x`. For example, SRC is an exported model, and OTHER is the checkpoint of a trainer with a model and
+/// an optimizer.
 fn root_in_other<'n>(ours: &[String], theirs: &'n [String]) -> Option<&'n str> {
     let first = ours.first()?;
     let known: HashSet<&str> = theirs.iter().map(String::as_str).collect();
@@ -388,8 +388,8 @@ fn same_names(left: &Value, right: &Value) -> bool {
     names(left).is_some_and(|left| names(right) == Some(left))
 }
 
-/// Returns the objects of a state dict by name. Tensors that differ between ranks are no object: they are compared as
-/// tensors, with one name for each rank.
+/// Returns the objects of a state dict by name. Tensors that differ between ranks are left out, because they are
+/// compared as tensors, with one name for each rank.
 fn objects(state: &Value) -> BTreeMap<String, &Value> {
     let is_tensor = |value: &Value| match value {
         Value::Other(holdings) => holdings.iter().all(|holding| matches!(holding.value, Value::Tensor(_))),
@@ -403,8 +403,8 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     )
 }
 
-/// Collects values by name. A state dict may have both `{"a.b": ..}` and `{"a": {"b": ..}}`, whose paths have equal
-/// dotted names. The second value then gets another name, so that both values are compared.
+/// Collects values by name. Two paths of a state dict, as in `{"a.b": .., "a": {"b": ..}}`, may have one dotted name.
+/// The second value then gets another name, so that both values are compared.
 fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
     let mut all = BTreeMap::new();
     for (mut name, value) in named {

@@ -82,11 +82,13 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     Ok(())
 }
 
-/// The tensors to compare: SRC with the selected names and dtypes, and OTHER without what the filters leave out.
+/// The tensors to compare: those of SRC, with the selected names and dtypes, and, if OTHER is a checkpoint, those of
+/// OTHER that the filters keep.
 struct ComparedNames {
     source: Selected,
     other: Option<Selected>,
-    /// The names of SRC that the filters leave out; empty if OTHER is a checkpoint.
+    /// The names of SRC that the filters leave out, which are also ignored in a listing of digests. Empty if OTHER is a
+    /// checkpoint, because the filters are then applied to OTHER itself.
     left_out: HashSet<String>,
 }
 

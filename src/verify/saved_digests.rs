@@ -40,7 +40,8 @@ fn null_as_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(
 }
 
 impl DigestListing {
-    /// Returns the listing of digests at `path`, or `None` if `path` is not a JSON file or is an index of weights.
+    /// Returns the listing of digests at `path`. Returns `None` if `path` can only be a checkpoint: a folder, a file
+    /// that is not JSON, or an index of weights.
     ///
     /// # Errors
     /// `Malformed` for a JSON document that is not a listing, `Usage` for a listing without digests, `Io`.

@@ -33,7 +33,8 @@ const NAMES: [(&str, Fault); 7] = [
     ("refuses-pinned", Fault::RefusesPinned),
 ];
 
-/// A fault and a number n, counted from 1: the fault happens when the program reaches its point for the nth time.
+/// A fault and a number n, counted from 1: the fault happens when the program reaches the point of the fault for the
+/// nth time.
 pub type PlannedFault = (Fault, usize);
 
 /// Parses the value of `GPU_STAND_IN_FAULT`.
@@ -44,7 +45,7 @@ pub fn planned(text: &str) -> Option<PlannedFault> {
 }
 
 impl Fault {
-    /// Call this when the program reaches the point of this fault. Returns true if the fault happens now.
+    /// Counts that the program has reached the point of this fault. Returns true if the fault happens now.
     pub fn happens(self) -> bool {
         static COME_BY: AtomicUsize = AtomicUsize::new(0);
         match Machine::start().settings.fault {
@@ -53,7 +54,7 @@ impl Fault {
         }
     }
 
-    /// Call this when the program reaches the point of this fault. Kills the process if the fault happens now.
+    /// Counts that the program has reached the point of this fault. Kills the process if the fault happens now.
     pub fn strikes(self) {
         if self.happens() {
             // SAFETY: the call only sends a signal to this process.

@@ -12,8 +12,8 @@ use std::sync::Arc;
 /// A Python value as a tree. If several Python containers shared an object, the object occurs several times in the
 /// tree.
 ///
-/// `T` represents a tensor: it is the type that the function that recognises tensors returns. `X` is a type of the
-/// caller for its own kind of values, which no pickle contains.
+/// `T` represents a tensor: a function of the caller recognises tensors, and returns a `T` for each tensor. `X` is a type
+/// of the caller for its own kind of values, which no pickle contains.
 #[derive(Clone, Debug)]
 pub enum Value<T, X = Infallible> {
     /// The value `None`.

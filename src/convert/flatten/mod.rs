@@ -75,8 +75,8 @@ pub fn lay_out(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Lays out every series of the source. First checks that no value is lost: two tensors which share one position in a
-/// flat parameter must be equal. The layout file beside the rank files records which parameters the optimizer numbers.
+/// Lays out every series of the source. Two tensors may share one position in a flat parameter; only one of them is
+/// written, so both must be equal. The layout file beside the rank files records the parameter ids of the optimizer.
 ///
 /// # Errors
 /// `Conflict` if two tensors that share one position differ.
@@ -108,10 +108,12 @@ pub fn reserve(source: &ConversionSource, layout: &FlatLayout, to: Format, run: 
     Ok(whole)
 }
 
-/// Lays out an optimizer whose model is not flattened.
+/// Lays out the rank files of an optimizer that has state of flat parameters. Its model is not written as flat
+/// parameters.
 ///
 /// # Errors
-/// `Conflict` if the target stores one value for the state of two parameters, but these two states differ.
+/// `Conflict` if the target stores one value for the state of two parameters, but the states of these parameters
+/// differ.
 pub fn reserve_optimizer(
     source: &ConversionSource,
     part: &PartTarget,

@@ -1,8 +1,9 @@
-//! Derives the parameter numbers that an optimizer will use.
+//! Derives the parameter ids that an optimizer will use.
 //!
-//! `optimizer.state_dict()` identifies parameters by number. With `use_orig_params` the numbers follow
-//! `model.parameters()`. That order differs from the order within flat parameters, where the root's parameters come
-//! first even if the root registers them after its children. A state dict that names parameters may be in either order.
+//! `optimizer.state_dict()` identifies parameters by their ids, which are numbers. With `use_orig_params`, the ids
+//! follow `model.parameters()`. That order differs from the order of the flat parameters: there, the parameters of the
+//! root module come first, even if the root module registers them after its children. In a state dict with parameter
+//! names, the names may be in either order.
 
 use std::collections::HashSet;
 
@@ -12,12 +13,13 @@ use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order;
 
-/// Returns the parameter groups of the optimizer for a layout with `use_orig_params`, from the parameter names in a
-/// state dict and the order of the model, if known. `source` is the flat layout of SRC: without `use_orig_params`, the state
-/// dict has the parameters in the order of its units. Returns `None` if the state dict has no named parameters.
+/// Returns the parameter groups of the optimizer for a layout with `use_orig_params`: the parameters of each group, in
+/// the order of their parameter ids. The names come from `state`; `order` is the order of the model, if known. `source`
+/// is the flat layout of SRC, because names may also be in the order of its units. Returns `None` if `state` has no
+/// parameter names.
 ///
 /// # Errors
-/// `Unsupported` if the order of the names is not the order of the model.
+/// `Unsupported` if it is not certain which order the optimizer uses.
 pub fn of_parameters(
     layout: &FlatLayout,
     source: Option<&FlatLayout>,

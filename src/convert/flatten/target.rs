@@ -25,7 +25,7 @@ const MAX_RANKS: u32 = 1 << 14;
 /// The base layout: the flat layout from which the layout of the target is made.
 struct FlatBase {
     layout: FlatLayout,
-    /// True if the layout was derived from the order of a state dict. Such a layout has no world size.
+    /// True if the layout was derived from the order of a state dict. Such a layout does not know the world size.
     derived: bool,
     notes: Vec<String>,
 }
@@ -33,7 +33,8 @@ struct FlatBase {
 /// The shard group size: the number of ranks over which one copy of the model is sharded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GroupSize {
-    /// The user gave no group size: use the group size of the base layout, or all ranks if there is no base layout.
+    /// The user gave no group size. `NO_SHARD`, and the group size of `HYBRID_SHARD`, are taken from the base layout;
+    /// otherwise one copy of the model is sharded over all ranks.
     #[default]
     Unsaid,
     /// One copy of the model is sharded over all ranks: `FULL_SHARD`.
@@ -48,8 +49,8 @@ pub struct FlattenRequest {
     /// The flat layout in the layout file of the target. If SRC has flat parameters, `--flat-layout` describes SRC, so
     /// it is not used here.
     layout: Option<FlatLayout>,
-    /// The parameters of each optimizer group with `use_orig_params`, in the order of their numbers. This list comes
-    /// from the layout file of the target.
+    /// The parameters of each optimizer group, in the order of their parameter ids. The list comes from the layout file
+    /// of the target, and is used with `use_orig_params`.
     numbered: Option<Vec<Vec<Fqn>>>,
     /// Patterns of module names; each module that matches becomes a unit.
     pub wrap: Vec<Pattern>,
@@ -137,10 +138,10 @@ impl FlattenRequest {
         Ok(self)
     }
 
-    /// Returns the layout of the target, and notes for the user.
+    /// Returns the flat layout of the target, and notes for the user.
     ///
     /// # Errors
-    /// `Unsupported` if the order of parameters would be a guess, `Usage` for options that contradict each other.
+    /// `Unsupported` if the order of parameters is not certain, `Usage` for options that contradict each other.
     pub fn layout(&self, source: &ConversionSource) -> Result<(FlatLayout, Vec<String>)> {
         let FlatBase { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
@@ -217,8 +218,9 @@ impl FlattenRequest {
         Ok((world_size, group))
     }
 
-    /// Sets the dtype and alignment of each unit from the tensors to write. A cast parameter gets the alignment of its
-    /// new dtype, unless the alignment comes from mixed precision.
+    /// Sets the dtype and the alignment of each unit. The dtype is the dtype of the unit's tensors in the target. The
+    /// alignment comes from `--forward-dtype` if that option is given; otherwise an alignment from mixed precision is
+    /// kept; otherwise the new dtype determines it.
     fn retype(&self, layout: &mut FlatLayout, source: &ConversionSource) {
         let selected = &source.selection.catalog;
         let tensors: HashMap<Fqn, TensorId> = state_dict::model(&selected.state).tensors.into_iter().collect();
@@ -241,7 +243,8 @@ impl FlattenRequest {
         self.layout.as_ref().or_else(|| source.like.as_ref().and_then(of)).or_else(|| of(&source.checkpoint))
     }
 
-    /// Returns the base layout: its units, world size and group size.
+    /// Returns the base layout, from which the layout of the target is made: a known flat layout, or a layout that is
+    /// derived from `--wrap` and the order of a state dict.
     fn base<'s>(&'s self, source: &'s ConversionSource) -> Result<FlatBase> {
         let like = source.like.as_ref();
         if let Some(layout) = self.known_layout(source).filter(|_| self.wrap.is_empty()) {
@@ -296,7 +299,8 @@ impl FlattenRequest {
     }
 }
 
-/// Returns the error for a target whose flat parameters depend on padding that the files do not show.
+/// Returns the error for a target that cannot be laid out, because the padding between parameters of flat parameters is
+/// unknown: the files match several alignments.
 pub fn unknown_padding(source: &ConversionSource) -> Error {
     let like = source.like.as_ref().filter(|like| like.catalog.flat.is_some());
     Error::unsupported(
@@ -310,8 +314,8 @@ pub fn unknown_padding(source: &ConversionSource) -> Error {
     )
 }
 
-/// Returns true if PyTorch's `_metadata` in the state dict lists every module. The parameters of a flat checkpoint are
-/// then in the order of that list.
+/// Returns true if PyTorch's `_metadata` in the state dict lists the module of every parameter. The parameters of a
+/// checkpoint with flat parameters are then in the order in which the model registers them.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = state_dict::model(state);
     let dict = root.find(state).and_then(Value::as_dict);

@@ -49,12 +49,12 @@ pub struct WrapPolicy<'a> {
 /// Last components of tensor names that PyTorch's modules and common models use for floating-point buffers.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
-/// Returns the flat layout for a world size of 1, and notes for the user. The layout has no parameter numbers of an
-/// optimizer.
+/// Returns the flat layout for a world size of 1, and notes for the user. The layout does not contain the parameter ids
+/// of an optimizer.
 ///
 /// # Errors
-/// `Unsupported` if the order of parameters or elements is not known, or if the model lacks a parameter of SRC; `Usage` for a
-/// pattern that matches nothing.
+/// `Unsupported` if the order of parameters or elements is not known, or if the model lacks a parameter of SRC; `Usage`
+/// for a pattern that matches nothing.
 pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = state_dict::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
@@ -110,11 +110,11 @@ pub fn derive(model: &OrderedModel<'_>, wrapping: &WrapPolicy<'_>) -> Result<(Fl
     Ok((layout, notes))
 }
 
-/// Adds names of a state dict that are tied to a parameter of the layout. The layout comes from another checkpoint,
-/// which may lack these names.
+/// Adds to `layout` the names in `state` that are tied to a parameter of the layout. These names may be missing in the
+/// layout, because it was derived from another checkpoint.
 ///
 /// # Errors
-/// `Unsupported` if the two names would be in different units.
+/// `Unsupported` if the parameter and the name tied to it would be in different units.
 pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     let tensors = state_dict::model(state).tensors;
     let in_units = layout.units.iter().enumerate();
@@ -266,7 +266,7 @@ fn divide<'a>(
     Ok(divided)
 }
 
-/// Maps every name of each parameter in a flat layout to the parameter.
+/// Returns the parameter for each name in a flat layout. A tied parameter has several names.
 fn names_of(layout: &FlatLayout) -> HashMap<&Fqn, &FlatParam> {
     let mut names: HashMap<&Fqn, &FlatParam> = layout.params().map(|(_, param)| (&param.fqn, param)).collect();
     for SharedName { fqn, with } in layout.units.iter().flat_map(|unit| &unit.shared) {
@@ -277,8 +277,8 @@ fn names_of(layout: &FlatLayout) -> HashMap<&Fqn, &FlatParam> {
     names
 }
 
-/// Divides the tensors of a model like the flat layout of SRC: the parameters of the layout are parameters, and all other
-/// tensors are not. A tied parameter has the first of its names in the model.
+/// Divides the tensors of a model into parameters and buffers, as the flat layout of SRC does: a tensor is a parameter
+/// if the layout lists it. A tied parameter gets the first of its names in the model.
 fn divide_like<'a>(
     model: &OrderedModel<'a>,
     tensors: &[(Fqn, TensorId)],

@@ -203,8 +203,9 @@ impl Peers {
         !matches!(self.link.way(), Transport::Copy)
     }
 
-    /// Lets process 0 decide for all processes whether files of SRC are copied. Returns `None` if no files are copied.
-    /// Otherwise returns the bytes of DST that are written to the same file system as the copy. Collective.
+    /// Lets process 0 decide for all processes whether files of SRC are copied to a folder that all processes see.
+    /// Returns `None` if no files are copied. Otherwise returns the number of bytes that DST will need on the file
+    /// system of this folder. Collective.
     ///
     /// # Errors
     /// The error of `decide` on process 0; on the other processes, `Comm` with that error.
@@ -214,9 +215,9 @@ impl Peers {
         Ok(decisions.first().and_then(|first| Some(u64::from_le_bytes(first.as_slice().try_into().ok()?))))
     }
 
-    /// Copies the files of SRC that the conversion reads and that only some processes see. `beside` is the number of
-    /// bytes that DST needs on the same file system. Does nothing if all processes see all files or if the processes
-    /// exchange tensor data. Collective.
+    /// Copies the files of SRC that the conversion reads and that only some processes see to a folder that all
+    /// processes see. `beside` is the number of bytes that DST needs on the same file system. Does nothing if all
+    /// processes see all files or if the processes exchange tensor data. Collective.
     ///
     /// # Errors
     /// `Usage` if there is not enough space, and the errors of [`SourceCopy::run`].
@@ -278,8 +279,8 @@ impl Peers {
         }
     }
 
-    /// Returns which processes see the files of two chunks, for example `a.pt is seen by process 0 of 2 (n1, pid 7),
-    /// b.pt is seen by ...`, or `None` if all processes see them.
+    /// Returns a text that says which processes see the files of two chunks: `a.pt is seen by process 0 of 2 (n1, pid
+    /// 7), b.pt is seen by ...`. Returns `None` if all processes see at least one of the two files.
     #[must_use]
     pub fn whereabouts(&self, checkpoint: &Checkpoint, entry: &TensorEntry, chunks: [u32; 2]) -> Option<String> {
         let files = &checkpoint.files;
@@ -326,14 +327,15 @@ impl Peers {
         Ok(())
     }
 
-    /// Returns the processes that see a file of SRC completely. Returns an empty list if all processes see the file.
+    /// Returns the processes that see a file of SRC, if some processes see only its metadata in the mirror. Returns an
+    /// empty list if all processes can read the complete file.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
         let apart = self.mirror.as_ref().filter(|mirror| !mirror.holds_all_of(path));
         apart.map_or_else(Vec::new, |mirror| mirror.seen_by(path).to_vec())
     }
 
-    /// Checks that all processes have computed the same plan. Collective.
+    /// Checks that all processes have computed the same plan; its hash is `fingerprint`. Collective.
     ///
     /// # Errors
     /// `Comm` with the first process whose plan differs from the plan of process 0.
@@ -382,8 +384,8 @@ impl Peers {
         }))
     }
 
-    /// Returns which processes see which files of the checkpoint. With `--fill-from`, all processes see the files of
-    /// FILLER.
+    /// Returns which processes see which files of the checkpoint. All processes see the files of the checkpoint of
+    /// `--fill-from`.
     fn sight(&self, checkpoint: &Checkpoint) -> FileVisibility {
         if self.see_apart() {
             FileVisibility::from_files(&checkpoint.files, self.link.size())
@@ -392,8 +394,8 @@ impl Peers {
         }
     }
 
-    /// Returns what the exchange must know about the processes: nodes, visible files, choice of replicas and reduction
-    /// method.
+    /// Returns the facts that the exchange needs about the processes: their nodes, the files that each of them sees,
+    /// the choice of replicas, and the method that reduces partial values.
     fn parties(&self, checkpoint: &Checkpoint) -> Topology {
         let sight = self.sight(checkpoint);
         Topology {
@@ -441,8 +443,8 @@ impl Peers {
         Ok(Stats { global_totals: own.sum_over_processes(&self.link)?, ..stats })
     }
 
-    /// Computes the statistics that the exchange would have, and the bytes that each process would read, send and
-    /// receive.
+    /// Computes, without sending tensor data, the statistics that the exchange would have, and the number of bytes that
+    /// each process would read, send and receive.
     ///
     /// # Errors
     /// The errors of [`Exchange::dry_run`].
@@ -473,7 +475,7 @@ impl Peers {
         self.link.fail(error);
     }
 
-    /// Returns the value of `mine` if every process succeeded. Collective.
+    /// Returns the value of `mine` if every process succeeded; otherwise all processes return an error. Collective.
     ///
     /// # Errors
     /// The error of `mine`, and the errors of [`Communicator::vote`].
@@ -570,8 +572,8 @@ fn is_not_there(error: &Error) -> bool {
     matches!(error, Error::Storage(StorageError::Io { source, .. }) if source.kind() == ErrorKind::NotFound)
 }
 
-/// Returns the cause of an error about a missing file: perhaps another process has ended and removed the file. Waits up
-/// to two seconds for a sign that a process has ended, and returns the error about this process. Returns `error` if
+/// Returns the cause of an error about a missing file: another process may have ended and removed the file. Waits up to
+/// two seconds for a sign that a process has ended, and then returns the error about that process. Returns `error` if
 /// there is no such sign.
 fn cause(link: &Link, error: Error) -> Error {
     let begun = Instant::now();

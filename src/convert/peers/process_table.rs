@@ -10,8 +10,8 @@ use crate::name_list::short_list;
 /// Node and process id of each process of a run.
 pub struct ProcessTable {
     of: u32,
-    /// Node and process id of each process as text, such as `n1, pid 4711`, in the order of process numbers. Empty
-    /// before the processes have connected.
+    /// Node and process id of each process as text, such as `n1, pid 4711`, in the order of process numbers. The list
+    /// is empty until the processes have connected; messages then name processes only by number.
     places: Vec<String>,
 }
 

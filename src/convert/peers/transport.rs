@@ -20,7 +20,8 @@ use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 use crate::launch::process_environment;
 use crate::progress::Progress;
 
-/// Connection by which the processes found each other. It carries the control messages, except those that NCCL carries.
+/// The connection by which the processes found each other: message files or MPI. It carries the control messages,
+/// unless NCCL carries them.
 pub enum Meeting {
     Records(Arc<Records>),
     #[cfg(feature = "mpi")]
@@ -46,7 +47,8 @@ pub struct Link {
 /// Inputs for choosing how the processes send tensor data to each other.
 pub struct LinkRequest<'a> {
     pub args: &'a ExchangeOptions,
-    /// Largest possible bucket size of the exchange rounds.
+    /// The largest bucket size that the exchange rounds can have. The bucket size limits the bytes of a process in a
+    /// round.
     pub rounds: Bucket,
     pub local_rank: u32,
     pub process_table: &'a ProcessTable,
@@ -167,7 +169,7 @@ impl Link {
         Self { way: Transport::Copy, met }
     }
 
-    /// Chooses how the processes send tensor data to each other. All processes choose the same method. Collective.
+    /// Chooses how the processes send tensor data to each other. The result is the same on all processes. Collective.
     ///
     /// # Errors
     /// The errors of [`gpu::open`] if the options require GPUs, `Comm`, and errors from the devices.
@@ -204,7 +206,8 @@ impl Link {
 }
 
 impl Communicator for Link {
-    /// Uninhabited type: this communicator sends only control messages, and tensor data uses [`Link::way`].
+    /// Uninhabited, because this communicator sends no tensor data, only control messages. Tensor data is sent by
+    /// [`Link::way`].
     type Memory = Infallible;
 
     fn rank(&self) -> u32 {

@@ -38,8 +38,8 @@ const COPY: &str = "copy";
 pub struct WorkFolder {
     folder: AnchoredPath,
     run: AnchoredPath,
-    /// Parent folders of DST that did not exist before this run, the innermost first. Empty on all processes but
-    /// process 0.
+    /// Parent folders of DST that process 0 creates because they are missing, the innermost first. The run removes them
+    /// again if they are empty at its end. The list is empty on all other processes.
     made: Vec<PathBuf>,
     #[cfg(any(test, feature = "mpi"))]
     held: Option<Presence>,
@@ -136,8 +136,8 @@ impl WorkFolder {
         self.folder.join(COPY)
     }
 
-    /// Records that this run copies files of SRC. A run that fails before this call leaves an existing copy unchanged;
-    /// a run that fails later keeps the copy only if `keeps_copy` is true.
+    /// Records that this run copies files of SRC into the work folder. If the run fails before this call, an existing
+    /// copy stays. If it fails later, the copy stays only if `keeps_copy` is true.
     pub fn uses_copy(&mut self, keeps_copy: bool) {
         self.keeps_copy = keeps_copy;
     }
@@ -148,8 +148,9 @@ impl WorkFolder {
         (self.is_done, self.is_published) = (true, is_published);
     }
 
-    /// Removes the message files of this launch, and the copied files of SRC unless `--resume` may need them, if no
-    /// other process uses them. After DST was published, also removes what killed runs left in the work folder.
+    /// Removes the message files and the metadata mirror of this launch, unless another process still uses them. Also
+    /// removes the copied files of SRC, unless they are in use or a run with `--resume` may need them. After DST was
+    /// published, also removes the files of killed runs in the work folder.
     fn clear(&self) {
         // The result is used for both decisions below: a later check can find a lease whose file another process is
         // deleting, and such a lease counts as in use.

@@ -9,8 +9,9 @@ use crate::catalog::path::key_text;
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, Path, TensorId, state_dict};
 
-/// Removes from the flat layout of SRC the parameters that are not selected, and renames the others like the selection. A
-/// parameter is selected if the model or the optimizer state in the selection has it. Returns whether a parameter was removed.
+/// Removes from the flat layout of SRC the parameters that are not selected, and gives the remaining parameters their
+/// new names. A parameter is selected if the model or the optimizer state in `selected` has it. Returns true if a
+/// parameter was removed.
 pub fn select_parameters(layout: &mut FlatLayout, stored: &Catalog, selected: &Catalog) -> bool {
     let new_names: HashMap<TensorId, Fqn> =
         parameters(selected).into_iter().rev().map(|(name, id)| (id, name)).collect();
@@ -43,8 +44,8 @@ pub fn select_parameters(layout: &mut FlatLayout, stored: &Catalog, selected: &C
     count(layout) < before
 }
 
-/// Returns the parameters of the model and of the optimizer state, each with a tensor of the parameter or of its state. The
-/// parameters of the model are first.
+/// Returns the names of the parameters of the model, and then of the optimizer state. Each name has a tensor: the
+/// parameter itself, or its state. By this tensor, a parameter is found again under a new name.
 fn parameters(catalog: &Catalog) -> Vec<(Fqn, TensorId)> {
     let optimizers = named_optimizers(&catalog.state);
     let is_alone = optimizers.contains(&Path::default());

@@ -1,10 +1,10 @@
 //! `reshard` for a job with FSDP1 that saves its model with `SHARDED_STATE_DICT` and its optimizer with
 //! `optimizer.state_dict()`, as verl does. The model is in DTensors, and the optimizer has state of flat parameters.
 //!
-//! For a job on another number of ranks, the optimizer gets state of the flat parameters of that job. If its shard groups
-//! have one rank, the job uses `NO_SHARD`, and the model gets plain tensors. If an option asks for another layout of the
-//! model, the job is not an FSDP1 job: the optimizer gets state of parameters, with numbers as keys, as in the files of
-//! SRC.
+//! If DST is for a job with FSDP1 on another number of ranks, the optimizer gets state of the flat parameters of that
+//! job. If each shard group of that job has one rank, the job uses `NO_SHARD`, and the model gets plain tensors. If an
+//! option asks for a layout of the model that FSDP1 does not have, DST is for a job without FSDP1: the optimizer gets
+//! the state of each parameter, with parameter ids as keys, as in the files of SRC.
 
 use std::collections::HashSet;
 
@@ -30,11 +30,13 @@ pub struct Fsdp1Job {
 }
 
 impl Fsdp1Job {
-    /// Returns the job that will load DST. Returns `None` if the checkpoint of `--like`, otherwise SRC, is not from a job
-    /// with FSDP1, or if an option asks for a layout that FSDP1 does not have.
+    /// Returns the job with FSDP1 that will load DST. Returns `None` if DST is not for such a job. Examples: the
+    /// checkpoint of `--like` (without `--like`: SRC) is not from a job with FSDP1; or an option asks for a layout that
+    /// FSDP1 does not have.
     ///
     /// # Errors
-    /// `Unsupported` if SRC has optimizer state by number, and the flat layout of its model is unknown.
+    /// `Unsupported` if the optimizer state in SRC has parameter ids as keys, and the flat layout of its model is
+    /// unknown.
     pub fn new(
         args: &ReshardOptions,
         source: &ConversionSource,
@@ -77,10 +79,12 @@ impl Fsdp1Job {
         self.shard_group_size == 1
     }
 
-    /// Returns the flat layout of the optimizer in DST. Returns `None` if no optimizer state of flat parameters was read.
+    /// Returns the flat layout of the optimizer in DST. Returns `None` if the checkpoint of `--like` (without `--like`:
+    /// SRC) has no optimizer state of flat parameters.
     ///
     /// # Errors
-    /// `Unsupported` if the layout depends on padding that the files do not show; the errors of [`FlattenRequest::layout`].
+    /// `Unsupported` if the layout depends on padding that the files do not show; the errors of
+    /// [`FlattenRequest::layout`].
     pub fn flat_layout(&self, source: &ConversionSource) -> Result<Option<FlatLayout>> {
         let Some(own) = &example_of(source).catalog.flat else { return Ok(None) };
         let mut request = FlattenRequest::default();
@@ -99,7 +103,7 @@ impl Fsdp1Job {
     }
 }
 
-/// Returns whether the selection has optimizer state by number.
+/// Returns whether the selection has optimizer state whose keys are parameter ids (numbers).
 fn has_numbered_state(source: &ConversionSource) -> bool {
     let state = &source.selection.catalog.state;
     let has_state = |path: &Path| {
@@ -109,7 +113,8 @@ fn has_numbered_state(source: &ConversionSource) -> bool {
     numbered_optimizers(state).iter().any(has_state)
 }
 
-/// Returns the paths of the parameters of a flat layout in the state dict of the model, under all their names.
+/// Returns the paths in the state dict of all parameters that the flat layout lists. A tied parameter has a path for
+/// each of its names.
 pub fn parameter_paths(layout: &FlatLayout, state: &Value) -> HashSet<String> {
     let root = state_dict::model_root(state);
     let shared = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn);
@@ -119,8 +124,9 @@ pub fn parameter_paths(layout: &FlatLayout, state: &Value) -> HashSet<String> {
     own.map(|name| if root.0.is_empty() { name.to_string() } else { format!("{root}.{name}") }).collect()
 }
 
-/// Returns a note if the files of SRC show the padding between the parameters of flat parameters, but the files of DST do
-/// not, because DST is for a job with `NO_SHARD`. `layout` is the flat layout of the optimizer in DST.
+/// Returns a note if DST loses information about padding: SRC shows the padding between the parameters of flat
+/// parameters, but DST does not, because it is for a job with `NO_SHARD`. `layout` is the flat layout of the optimizer
+/// in DST.
 pub fn lost_padding(layout: &FlatLayout, source: &ConversionSource) -> Option<String> {
     let own = source.checkpoint.catalog.flat.as_ref().filter(|own| own.shard_group_size > 1)?;
     (layout.shard_group_size == 1 && layout.depends_on_alignment()).then(|| {
@@ -136,9 +142,9 @@ pub fn lost_padding(layout: &FlatLayout, source: &ConversionSource) -> Option<St
     })
 }
 
-/// Returns whether FSDP1 uses a mesh of two dims for `HYBRID_SHARD`: the first dim has the replicas, and the last dim
-/// shards the model, because it has the name of the last dim of the example's mesh. Under `NO_SHARD` the example has no mesh;
-/// then the name is `fsdp`.
+/// Returns whether FSDP1 uses `mesh` for `HYBRID_SHARD`: the first of two dims replicates, and the last dim shards.
+/// This is so if the last dim has the name that the last dim has in the mesh of `example`. Under `NO_SHARD`, `example`
+/// has no mesh; the last dim must then be named `fsdp`.
 pub fn is_hybrid_shard(mesh: &DeviceMesh, example: &Checkpoint) -> bool {
     let last_name = |mesh: &DeviceMesh| mesh.names().and_then(|names| names.last().cloned());
     let own = match example.catalog.meshes.first() {
@@ -148,9 +154,11 @@ pub fn is_hybrid_shard(mesh: &DeviceMesh, example: &Checkpoint) -> bool {
     mesh.ndim() == 2 && own.is_some() && last_name(mesh) == own
 }
 
-/// Returns whether the files are those of a job with FSDP1 whose model is in DTensors, in ShardedTensors, or under
-/// `NO_SHARD` in plain tensors. `_metadata` alone does not show this for DTensors, because a conversion of flat parameters
-/// to DTensors keeps it; `fsdp_config.json` does.
+/// Returns whether a job with FSDP1 saved the checkpoint as rank files with a model in DTensors, in ShardedTensors or
+/// (under `NO_SHARD`) in plain tensors.
+///
+/// A model in DTensors needs `fsdp_config.json` as evidence. PyTorch's `_metadata` alone is not enough, because it
+/// still lists FSDP1's wrappers after a conversion of flat parameters to DTensors.
 pub fn is_of_fsdp1(checkpoint: &Checkpoint) -> bool {
     let Checkpoint { catalog, format, .. } = checkpoint;
     let is_dtensor = |(_, id): &(_, TensorId)| catalog.tensor(*id).class == Class::DTensor;
@@ -168,7 +176,8 @@ fn lists_wrapped_modules(state: &Value) -> bool {
     paths.any(|path| path.ends_with(FSDP_WRAPPED))
 }
 
-/// Removes FSDP1's wrappers from `_metadata` of the model, as in a job without FSDP1.
+/// Removes FSDP1's wrapper modules from the module paths in `_metadata` of the model, because a job without FSDP1 has
+/// no such modules.
 pub fn remove_wrapped_modules(state: &mut Value) {
     let model = state_dict::model_root(state);
     let Some(paths) = model.find_mut(state).and_then(metadata_mut) else { return };
@@ -184,7 +193,8 @@ pub fn remove_wrapped_modules(state: &mut Value) {
     }
 }
 
-/// Returns whether SRC has state of flat parameters beside a model in DTensors, or under `NO_SHARD` in plain tensors.
+/// Returns whether SRC has optimizer state of flat parameters, but a model in DTensors or (under `NO_SHARD`) in plain
+/// tensors.
 pub fn is_beside_dtensors(source: &ConversionSource) -> bool {
     let checkpoint = &source.checkpoint;
     checkpoint.catalog.flat.is_some() && is_of_fsdp1(checkpoint) && !has_sharded_tensors(checkpoint)
@@ -197,7 +207,8 @@ pub fn has_sharded_tensors(Checkpoint { catalog, .. }: &Checkpoint) -> bool {
     has_model && state_dict::model(&catalog.state).tensors.iter().any(is_sharded)
 }
 
-/// Returns whether the optimizer state, if any is selected, is in a series of rank files of its own.
+/// Returns whether the optimizer state has its own series of rank files in DST. Also true if no optimizer state is
+/// selected.
 fn keeps_optimizer(source: &ConversionSource, to: Format) -> bool {
     let mut state = HashSet::new();
     path::tensors(&source.checkpoint.catalog.state, &Path::default(), &mut |path, id| {

@@ -17,7 +17,8 @@ pub struct LikeLayout<'a> {
     /// The catalog of the `--like` checkpoint.
     pub catalog: &'a Catalog,
     names: Names,
-    /// The tensors that were looked up but not found in the `--like` checkpoint, with their names inside the model.
+    /// The tensors that were not found in the `--like` checkpoint, each with its path, and with its name inside the
+    /// model if it is part of the model.
     missing: Vec<(Path, Option<String>)>,
 }
 
@@ -28,9 +29,9 @@ impl<'a> LikeLayout<'a> {
         Self { root: &checkpoint.root, catalog: &checkpoint.catalog, names, missing: Vec::new() }
     }
 
-    /// Returns the entry of the `--like` checkpoint whose layout a tensor gets: the entry of the same name, or, for
-    /// optimizer state without such an entry, the entry of its parameter `parameter` if it has the shape of the state.
-    /// Returns `None` if there is neither.
+    /// Returns the entry of the `--like` checkpoint whose layout a tensor gets: the entry of the same name. If there is
+    /// no such entry for optimizer state, returns the entry of its parameter `parameter`, provided that the parameter
+    /// has the shape of the state. Returns `None` if the `--like` checkpoint has no layout for the tensor.
     ///
     /// # Errors
     /// `Conflict` if the entry of the same name has another number of dimensions.

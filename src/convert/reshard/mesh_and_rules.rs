@@ -67,7 +67,8 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     })
 }
 
-/// Returns the mesh of ShardedTensors. Returns `None` for a format without ShardedTensors, including flat parameters.
+/// Infers the mesh of the ShardedTensors among `entries`, which record no mesh. Returns `None` if there are no
+/// ShardedTensors, if the format stores flat parameters, or if the checkpoint records `meshes`.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
     (meshes.is_empty() && format.tensors() == TensorStorage::Ranks).then(|| mesh_of_rows(entries))?
 }
@@ -241,13 +242,16 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
     rows(mesh).into_iter().map(PlacementSpec::from).collect()
 }
 
-/// Returns the placements of tensors without a rule, if no list for every tensor is given: the source's placements if
-/// the source's mesh has the dimensions, or at least the dimension names, of the target mesh; otherwise `S(0)` on a
-/// mesh of one dimension. If the source is a checkpoint of makani, the target mesh may lack dimensions of the source.
-/// Replicating every tensor is never a silent default: on other meshes, a rule must match every tensor.
+/// Returns the fallback: the placements of tensors without a rule, if the user gives no list for every tensor. There
+/// are three cases:
+///
+/// - The tensors keep the placements of SRC if `mesh` has the dims of SRC (names and sizes), or at least all dim
+///   names of SRC. For a checkpoint of makani, `mesh` may also lack dims of SRC.
+/// - Otherwise, on a mesh of one dim, the placement is `S(0)`.
+/// - On all other meshes, every tensor needs a rule. To replicate all tensors is never a silent default.
 ///
 /// # Errors
-/// `Usage` if there are no rules either.
+/// `Usage` if a rule is needed and there are no rules.
 fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
@@ -279,7 +283,8 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog, has_rules: bool) -> Re
     if has_rules { Ok(Fallback::Missing) } else { Err(without_placements(mesh, None)) }
 }
 
-/// Returns the error for a mesh dim that is a group of makani over which no tensor of the source is sharded.
+/// Returns the error for a mesh dim that has the name of a process group of makani, although SRC has no tensor that is
+/// sharded over this group.
 fn unused_group(mesh: &DeviceMesh, group: &str, catalog: &Catalog) -> Error {
     let used: Vec<&String> = catalog.meshes.iter().filter_map(DeviceMesh::names).flatten().collect();
     Error::usage(

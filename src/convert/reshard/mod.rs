@@ -130,8 +130,8 @@ pub fn prepare(
     Ok(Prepared { source, reservation, carried, shape: DestinationKind::Folder, to, tied: Vec::new(), notes })
 }
 
-/// Returns true if `--like` only provides the shapes of the source's flat parameters. A `--like` checkpoint without
-/// sharded tensors has no layout that the target could get.
+/// Returns true if `--like` gives DST no layout, because its checkpoint has no sharded tensors. It only provides the
+/// shapes of the parameters in the flat parameters of SRC.
 fn gives_shapes_only(source: &ConversionSource) -> bool {
     let is_whole = |like: &Checkpoint| {
         let catalog = &like.catalog;
@@ -142,9 +142,9 @@ fn gives_shapes_only(source: &ConversionSource) -> bool {
     source.given().1.tensors() == TensorStorage::Flat && source.like.as_ref().is_some_and(is_whole)
 }
 
-/// Returns true if the rank files are for a job with `NO_SHARD`: the checkpoint of `--like`, otherwise SRC, consists of
-/// files of such a job, and no option gives a mesh. Such files have the format `torch-ranks`, but their optimizer state
-/// depends on the flat layout, as in files with flat parameters.
+/// Returns true if DST is for a job with `NO_SHARD`: the checkpoint of `--like` (without `--like`: SRC) consists of
+/// rank files of such a job, and no option asks for another layout. The tensors in these files are plain, but the
+/// optimizer state depends on the flat layout, as in files with flat parameters.
 fn keeps_no_shard(args: &ReshardOptions, source: &ConversionSource) -> bool {
     let names = [&args.plan, &args.tp, &args.fsdp, &args.replicate, &args.ddp];
     let has_mesh = !args.mesh.is_empty() || !args.mesh_ranks.is_empty() || !args.placements.is_empty();
@@ -217,7 +217,7 @@ fn reserve(
     Ok((whole, notes))
 }
 
-/// Chooses the layout of each tensor in one part of the state dict (a series of rank files, or a folder).
+/// Chooses the layout of each tensor in one part of the checkpoint. A part is a series of rank files, or a folder.
 struct PartLayouts<'a, 'c> {
     part: &'a PartTarget,
     resolver: &'a mut PlacementResolver<'c>,

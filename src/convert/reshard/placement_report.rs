@@ -12,12 +12,12 @@ use crate::layout::rules::{Fallback, MeshLayout, unused_rule_warning};
 use crate::nearest;
 use crate::quantity::count;
 
-/// Counts of tensors and rules that the notes for the user need. Each tensor is counted when its placements are chosen.
+/// Counts of tensors and rules for the notes to the user. Each tensor is counted when its placements are chosen.
 #[derive(Default)]
 pub struct PlacementReport {
     /// Indices of the rules that match at least one tensor.
     used: BTreeSet<usize>,
-    /// Indices of the rules that are the first match of at least one tensor.
+    /// Indices of the rules that have an effect: they are the first match of at least one tensor.
     effective: BTreeSet<usize>,
     /// Names of all tensors, for a suggestion if a pattern matches no tensor.
     names: Vec<String>,
@@ -31,7 +31,8 @@ pub struct PlacementReport {
     plain: usize,
     /// Number of parameters that stay plain, because FSDP1 loads them outside all units.
     outside_units: usize,
-    /// Number of optimizer state tensors of one or more dimensions whose parameter has a number but no known name.
+    /// Number of optimizer state tensors of one or more dimensions whose parameter is known by parameter id only, not
+    /// by name.
     nameless: usize,
     /// Number of tensors for which the reduced value is written, because the target cannot store partial values.
     reduced: usize,
@@ -49,8 +50,8 @@ impl PlacementReport {
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
 
-    /// Records the rules that match these names as rules with an effect, so that they cause no error or warning. The
-    /// filters, such as `--include`, leave out the tensors of SRC with these names.
+    /// Records that the rules that match `names` have an effect, so that they cause no error or warning. `names` are
+    /// tensors of SRC that a filter, such as `--include`, leaves out.
     pub fn left_out(&mut self, names: &[String], layout: &MeshLayout) {
         for (index, _) in (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(names)) {
             self.used.insert(index);
@@ -68,7 +69,8 @@ impl PlacementReport {
         self.outside_units += usize::from(subject.in_model.is_some() && subject.owner.is_none());
     }
 
-    /// Counts a tensor that gets the fallback placements. `is_misfit` is true if one of them does not fit the tensor.
+    /// Counts a tensor that gets the fallback placements. `is_misfit` is true if one of the placements does not fit the
+    /// tensor.
     pub fn fallback(&mut self, subject: &TensorContext<'_>, is_misfit: bool) {
         let shape = &subject.entry.shape;
         self.fallback_ndims.insert(shape.len());

@@ -92,8 +92,8 @@ impl<'a> PlacementResolver<'a> {
         Self { like, ..self }
     }
 
-    /// Accepts rules that match only these names. The filters, such as `--include`, leave out the tensors of SRC with
-    /// these names.
+    /// Accepts rules that match no tensor of DST, but one of `names`. These are tensors of SRC that a filter, such as
+    /// `--include`, leaves out.
     pub fn left_out(mut self, names: &[String]) -> Self {
         self.report.left_out(names, self.layout);
         self
@@ -233,8 +233,8 @@ impl<'a> PlacementResolver<'a> {
         Ok(choice)
     }
 
-    /// Returns the split rule for a tensor: the rule that the user gave for all tensors, otherwise `theirs`, the rule
-    /// of SRC or `--like`.
+    /// Returns the split rule for a tensor (the sizes of shards if a dim does not divide evenly): the rule that the
+    /// user gave for all tensors, otherwise `theirs`, the rule of SRC or `--like`.
     fn cut_as(&self, theirs: SplitChoice<'a>) -> SplitChoice<'a> {
         if self.layout.split.is_some() { SplitChoice::AllTensors } else { theirs }
     }
@@ -261,9 +261,9 @@ impl<'a> PlacementResolver<'a> {
         }))
     }
 
-    /// Returns the layout of a tensor by the plan: for a parameter, its own layout; for optimizer state of the shape of
-    /// its parameter, the layout of that parameter. For other tensors, returns `None` if `--like` or fallback
-    /// placements decide, otherwise a plain layout.
+    /// Returns the layout that the plan gives a tensor. Optimizer state with the shape of its parameter gets the layout
+    /// of the parameter. A tensor that the plan does not cover stays plain, or, if `--like` or fallback placements can
+    /// shard it, the result is `None`, and they decide.
     fn by_plan(&self, subject: &TensorContext<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
@@ -350,15 +350,16 @@ impl<'a> PlacementResolver<'a> {
         Ok(Choice::Shared(ResolvedPlacements { shared: self.sliced(fitted.shared, subject), by, cut }))
     }
 
-    /// Returns true if a parameter that is plain in SRC must stay plain, because it is outside all units of FSDP1. This
-    /// is so if other parameters are ShardedTensors in SRC and in DST. FSDP1 loads a parameter outside its units from a
-    /// plain tensor only.
+    /// Returns true if a parameter that is plain in SRC must stay plain. This is so if other parameters are
+    /// ShardedTensors in SRC and in DST: FSDP1 then has no unit for the plain parameter, and loads it from a plain
+    /// tensor only.
     fn is_outside_units(&self) -> bool {
         let class = self.class.unwrap_or(self.usual_class);
         self.subjects.has_sharded_tensors && class == Class::ShardedTensor
     }
 
-    /// Keeps a tensor on the slice of the mesh (some of the mesh dims) on which the source stores it.
+    /// Returns the layout `shared`, restricted to the mesh dims on which SRC stores the tensor. A tensor that SRC
+    /// stores on all mesh dims, or as a plain tensor, keeps `shared`.
     fn sliced(&self, shared: SharedTensor, subject: &TensorContext<'_>) -> SharedTensor {
         match self.subjects.source(subject) {
             Some(source) => self.layout.with_source_slice(shared, source),

@@ -118,14 +118,15 @@ impl<'a> TensorContexts<'a> {
         subject.sharding().map(|sharding| catalog.on_mesh(sharding))
     }
 
-    /// Returns true if the tensor has optimizer state or a gradient of its shape, or is optimizer state or a gradient
-    /// with the shape of its parameter.
+    /// Returns true if it is certain that the tensor is trained: it is a parameter that has optimizer state or a
+    /// gradient of its shape, or it is optimizer state or a gradient that has the shape of its parameter.
     pub fn is_trained(&self, subject: &TensorContext<'_>) -> bool {
         self.trained.contains(&subject.entry.fqn) || subject.follows.is_some()
     }
 
-    /// Returns true if a tensor is plain although other tensors may not be: `is_shared` is false, and there is
-    /// [`ParameterEvidence`]. Without such evidence, all tensors of the source are plain, and the result is false.
+    /// Returns true if the tensor is a plain tensor in a source in which other tensors can be sharded: `is_shared` is
+    /// false, and the source has some [`ParameterEvidence`]. In a source without such evidence, all tensors are plain,
+    /// so the class of a tensor says nothing, and the result is false.
     pub fn is_plain(&self, is_shared: bool) -> bool {
         self.evidence != ParameterEvidence::Nothing && !is_shared
     }
@@ -183,7 +184,8 @@ impl<'a> TensorContext<'a> {
         self.is_stray() && self.owner.as_ref().is_some_and(|owner| owner.id.is_some())
     }
 
-    /// Returns true if the tensor is optimizer state whose parameter has a number, but no known name.
+    /// Returns true if the tensor is optimizer state whose parameter is known by its parameter id (a number) only, not
+    /// by name.
     pub fn is_nameless(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.name.is_none())
     }

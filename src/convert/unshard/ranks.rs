@@ -189,7 +189,7 @@ impl UnitPatterns {
     }
 
     /// Returns the flat layout without the units that the patterns match, and the number of removed units. The new flat
-    /// layout has no parameter numbers of the optimizer, because they would change.
+    /// layout has no parameter ids of the optimizer, because the ids would change.
     fn without(&self, layout: &FlatLayout) -> Result<(FlatLayout, usize)> {
         let is_matched = |pattern: &Pattern, module: &str| match module {
             "" => pattern.as_str() == ROOT,

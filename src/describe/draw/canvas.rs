@@ -13,11 +13,12 @@ pub struct Canvas<'a> {
     grid: &'a DrawnGrid,
     names: &'a [String],
     areas: Vec<Area>,
-    /// The positions of the vertical lines, in characters: the left edge, the lines between stretches, and the right
-    /// edge.
+    /// The positions of the vertical lines, in characters: the left edge, the lines at the cuts between columns of the
+    /// tensor, and the right edge.
     columns: Vec<usize>,
-    /// The positions of the upper edge, of the lines between stretches and of the lower edge, in lines of text. If
-    /// `ruled` is false, there are no lines between stretches; the start of each stretch takes the place of the line.
+    /// The positions of the upper edge, of the lines at the cuts between rows of the tensor, and of the lower edge, in
+    /// lines of text. If `ruled` is false, no lines are drawn at cuts; the position of a cut is then that of the first
+    /// text line after the cut.
     lines: Vec<usize>,
     /// True if horizontal lines are drawn between boxes. If false, boxes follow each other without lines between them,
     /// so that more boxes fit.
@@ -179,8 +180,9 @@ impl<'a> Canvas<'a> {
     }
 }
 
-/// Returns the indices of the stretches just before and just after a position; `lines` are the positions of the lines.
-/// At a position inside a stretch, both are that stretch. Outside the picture there is no stretch (`None`).
+/// Returns the indices of the two stretches (ranges between neighbouring cuts) just before and just after a position.
+/// `lines` are the positions of the lines. If the position is inside a stretch, both indices are the index of this
+/// stretch. Outside the picture there is no stretch (`None`).
 fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
     let behind = lines.partition_point(|line| *line <= at);
     let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
@@ -206,8 +208,9 @@ fn lengths(cuts: &[u64]) -> Vec<u64> {
     if cuts.is_empty() { vec![1] } else { cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
 }
 
-/// Returns the positions of the lines around stretches of these sizes, including both edges. If `ruled` is false, there
-/// are no lines between stretches, and the result has the start of each further stretch instead.
+/// Returns the positions of the lines around stretches (ranges between neighbouring cuts) of these sizes, including
+/// both edges. If `ruled` is false, there are no lines between stretches, and the result has the start of each further
+/// stretch instead.
 fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
     let mut at = 0;
     let mut positions = vec![0];
@@ -230,9 +233,9 @@ fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize
     least
 }
 
-/// Divides characters among stretches in proportion to `lengths`, and returns the size of each stretch. Each size is at
-/// least the value in `least`. The sum of the sizes is close to `natural`, and at most `room`. Returns `None` if `room`
-/// is too small.
+/// Divides characters among stretches (ranges between neighbouring cuts) in proportion to `lengths`, and returns the
+/// size of each stretch. Each size is at least the value in `least`. The sum of the sizes is close to `natural`, and at
+/// most `room`. Returns `None` if `room` is too small.
 fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
     let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
     let scaled = |target: usize| -> Vec<usize> {

@@ -45,7 +45,8 @@ pub enum ChunkHolder {
     File(String),
 }
 
-/// The maximum number of cuts along one dim, including both ends of the dim. A picture with more cuts would not fit.
+/// The maximum number of cuts (offsets at which a chunk begins or ends) along one dim, including both ends of the dim.
+/// A picture with more cuts would not fit.
 const MOST_CUTS: usize = 256;
 
 /// The maximum number of intervals of one dim that are listed, if a list replaces the picture.

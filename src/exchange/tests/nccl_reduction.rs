@@ -39,8 +39,8 @@ pub(crate) fn specs(ranks: u32) -> impl Strategy<Value = Vec<Spec>> {
     prop::collection::vec(spec, 1..5)
 }
 
-/// Runs an exchange in which each process sees other partial values and writes a part of the output. Returns the output
-/// and the load of each process.
+/// Runs an exchange in which each process sees different partial values and writes a part of the output. Returns the
+/// output and the load of each process.
 pub(crate) fn exchange_partial_values<M: Means>(
     means: &M,
     case: &Case,

@@ -41,7 +41,8 @@ fn to_doubles(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
     wide.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-/// Returns element `index` of partial value `of`. The elements have different magnitudes, and their sums are not exact.
+/// Returns element `index` of the partial value with the number `of`. The elements have different magnitudes, so that
+/// sums are not exact.
 fn number(index: usize, of: usize) -> f64 {
     let wild = (index * 31 + of * 17 + 5).wrapping_mul(0x9E37_79B9) % 2003;
     (f64::from(u32::try_from(wild).unwrap()) - 1001.0) / [5.0, 7.0, 64.0, 1000.0][index % 4]

@@ -282,7 +282,7 @@ fn cast_copy_equals_its_source_and_a_flipped_bit_is_found() {
     assert_eq!(found.max_abs, Some(2.0 * value_of(Dtype::Bf16, 28).abs()));
 }
 
-/// Returns an element after a cast to `dtype` and back.
+/// Returns the value of element `index` after a cast from f64 to `dtype` and back.
 fn value_of(dtype: Dtype, index: u64) -> f64 {
     f64::from_le_bytes(cast(dtype, Dtype::F64, &element_of(dtype, index)).0.try_into().unwrap())
 }

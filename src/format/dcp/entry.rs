@@ -1,6 +1,6 @@
 //! DCP directories, which `torch.distributed.checkpoint.save` writes and torchtitan, accelerate, Lightning and others
-//! use: a `.metadata` pickle with the name, the shape and the boxes of each tensor, and data files of the ranks. All
-//! files of a folder are read together.
+//! use: a `.metadata` pickle with the name, the shape and the chunks of each tensor, and the data files that the ranks
+//! wrote. dtshard reads all files of a folder together, as one checkpoint.
 
 use std::path::Path;
 

@@ -13,7 +13,7 @@ use torch_pickle::pickle::WriteError;
 /// The byte range of an item (a tensor chunk or an object) in a data file: PyTorch's `_StorageInfo`.
 #[derive(Clone, Copy)]
 pub struct StorageInfo {
-    /// The index of the data file in the files of the reservation.
+    /// The index of the data file in `Reservation::files`.
     pub file: u32,
     /// The offset in the file, in bytes.
     pub offset: u64,

@@ -2,9 +2,10 @@
 //!
 //! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
 //! tensors has 116 opcodes and 260 bytes per tensor. A tree of Python values would take far more memory than columns of
-//! numbers. So a visitor receives each tensor, chunk, index key and storage location as soon as the pickle has built
-//! the object, and stores the object as a row of numbers. The entries are then returned name by name. The pickle
-//! contains no meshes and no placements.
+//! numbers. So the pickle parser passes each object that describes a tensor, a chunk, an index key or a storage
+//! location to a visitor, as soon as the object is complete, and the visitor stores the object as a row of numbers.
+//! [`DcpMetadata::entries`] then combines these rows to one entry for each FQN. The pickle contains no meshes and no
+//! placements.
 //!
 //! Offsets and lengths of items are in bytes; offsets and sizes of chunks count elements. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
@@ -63,7 +64,7 @@ pub struct StoredChunk {
     pub stored: Option<StoredItem>,
 }
 
-/// A byte range of a data file.
+/// The byte range of a stored item (a chunk or an object) in a data file.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredItem {
     /// The index of the data file in [`DcpMetadata::files`].
@@ -74,8 +75,8 @@ pub struct StoredItem {
     pub len: u64,
 }
 
-/// The number of the table `Columns::chunks`, which has a row for each `ChunkStorageMetadata`. Each constant below is
-/// the number of the table for another class.
+/// Identifies the table `Columns::chunks`, which has a row for each `ChunkStorageMetadata`: the `kind` of these rows is
+/// `CHUNK`. The four constants below identify the tables of the other classes.
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
@@ -84,13 +85,14 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// The offsets and sizes to which the rows of all tables refer, in elements. Equal offsets (or sizes) of
-    /// consecutive rows are stored once.
+    /// The offsets and sizes of all chunks and tensors, in elements, one list after another. The rows of the tables
+    /// have positions in this vector. If a row has the same values as the previous row, both rows have the same
+    /// position.
     dims: Vec<u64>,
     /// For each chunk, the position of its offsets in `dims`. In `dims`, the sizes of the chunk follow the offsets.
     chunks: Vec<DimsAt>,
-    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`;
-    /// `None` as the position for an object.
+    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`.
+    /// If the row is for an object, the position is `None`.
     indexes: Vec<(u32, Option<DimsAt>)>,
     infos: Vec<StoredItem>,
     /// For each `TensorProperties` row, the index of the dtype in `dtypes`.
@@ -294,8 +296,8 @@ impl<'a> DcpMetadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Converts the entry of each name with `make` on several threads, and passes the results to `take` in the order of
-    /// the metadata. While `take` receives results, worker threads call `make` for the next names.
+    /// Converts the entry of each FQN with `make` on several threads, and passes the results to `take` in the order of
+    /// the metadata. While `take` receives results, worker threads call `make` for the next FQNs.
     ///
     /// # Errors
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
@@ -369,7 +371,7 @@ struct ItemPositions<'a> {
 
 /// The items of one FQN, as a range of [`ItemPositions::rows`].
 struct Items<'a> {
-    /// The FQN; `None` if `storage_data` has no item for this FQN.
+    /// The FQN; `None` if `storage_data` has no item for this FQN, and then `rows` is empty.
     name: Option<&'a Arc<str>>,
     rows: &'a [(u32, u32)],
 }
@@ -416,7 +418,8 @@ impl<'a> ItemPositions<'a> {
         Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
     }
 
-    /// Returns the byte range of the item with this chunk offset. `nth` is the expected index of the item in `items`.
+    /// Returns the byte range of the item with the chunk offsets `offset` (`None` for an object); `None` if `items` has
+    /// no such item. `nth` is the expected index of the item in `items`; the lookup is fast if the item has this index.
     fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
         let rows = items.rows;
         let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));

@@ -22,7 +22,7 @@ const OBJECT_CLASS: &str = "BytesStorageMetadata";
 /// Returns the objects that the metadata files of a folder list. Does not read data files.
 ///
 /// # Errors
-/// The errors of reading metadata that lists objects.
+/// The errors of reading a metadata file, and of decoding a metadata file that lists objects.
 pub fn objects(folder: &Path) -> Result<Objects> {
     let mut found = Objects::new();
     for (_, path) in metadata_files(folder)? {
@@ -44,8 +44,9 @@ pub fn objects(folder: &Path) -> Result<Objects> {
     Ok(found)
 }
 
-/// Reads objects from a data file, so that `files` records the byte ranges that are read. The reader of DCP directories
-/// reads the same byte ranges. Damage is ignored here, because that reader reports damage.
+/// Reads objects from a data file. `files` records the byte ranges that are read, and the metadata mirror (a sparse
+/// copy of the metadata of all files) copies these byte ranges. The objects themselves are not used. Damage is ignored,
+/// because the reader of DCP directories reports it later.
 pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
     let whole = files.len_bytes(file);
     for Object { fqn, offset, len } in objects {

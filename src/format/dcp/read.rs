@@ -45,7 +45,8 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
 
 /// Checks the length of a metadata file before it is read, because a sparse file can have any length.
 ///
-/// # Errors `Malformed` if the file is longer than [`pickle::MAX_BYTES`].
+/// # Errors
+/// `Malformed` if the file is longer than [`pickle::MAX_BYTES`].
 fn check_len(path: &Path, len: u64) -> Result<u64> {
     if len <= pickle::MAX_BYTES {
         return Ok(len);
@@ -54,7 +55,7 @@ fn check_len(path: &Path, len: u64) -> Result<u64> {
     Err(Error::malformed(path, "content", expected, format!("{len} bytes")))
 }
 
-/// The tensor or object of one FQN, merged from all metadata files.
+/// The tensor or object of one FQN, merged from all metadata files of the directory.
 enum NamedSlot {
     Tensor(TensorId),
     /// An object, with the byte range of its item. If the ranks saved without collectives, there is one byte range for
@@ -62,8 +63,8 @@ enum NamedSlot {
     Object(Vec<(Rank, FileRange)>),
 }
 
-/// Reads a DCP directory. If `show_incomplete` is true, data files may be missing: chunks and objects in these files are left
-/// out. Also returns a shortfall with the missing data files.
+/// Reads a DCP directory. If `show_incomplete` is true, data files may be missing: the catalog then lacks the chunks
+/// and objects in these files, and the shortfall lists these files. The shortfall is `None` if no data file is missing.
 ///
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
@@ -211,8 +212,8 @@ impl MetadataFile<'_> {
     }
 }
 
-/// Adds to `files` the data files that a metadata file names. All of these data files must exist, unless `show_incomplete` is
-/// true: then the result has `None` for each missing file, and a shortfall.
+/// Adds to `files` the data files that a metadata file names. Missing data files are an error, unless `show_incomplete`
+/// is true: then the result has `None` for each missing file, and a shortfall that lists these files.
 fn open_data_files(
     files: &mut Files,
     metadata_path: &Path,
@@ -273,10 +274,13 @@ fn read_objects(
     Ok(holdings.pop().map(|agreed| agreed.value))
 }
 
-/// Finds the offset and strides of the tensor data in an item. Reads the ZIP directory and the pickle of the item.
+/// Finds the offset and strides of the tensor data of a chunk. The data is in an item, which is a small `torch.save`
+/// archive in the byte range `stretch`. Reads the ZIP directory and the pickle of the item only if a cache does not
+/// give the result.
 ///
 /// # Errors
-/// `Malformed` if the item has another dtype or shape than the chunk in the metadata.
+/// `Malformed` if the item is damaged, or its tensor has another dtype or shape than `.metadata` says; `Unsupported` if
+/// dtshard cannot read the tensor; `Io`.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRange) -> Result<StridedLocation> {
     let sizes = entry.chunks.sizes(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {

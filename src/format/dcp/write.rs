@@ -4,8 +4,8 @@
 //! assigned so far. If several ranks have equally few bytes, the lowest of these ranks writes the tile. A tile that
 //! consists of several boxes is written as several chunks, because a chunk of the format is one box.
 //!
-//! There may be millions of boxes. Until all boxes are assigned to ranks, only the bounds and two numbers of each box
-//! are in memory.
+//! There may be millions of boxes. Until all boxes are assigned to ranks, only the bounds and two indices of each box
+//! are in memory: the index of its tensor, and its index among the boxes of this tensor.
 
 use std::collections::BTreeMap;
 
@@ -23,10 +23,12 @@ use crate::layout::{Rank, Region, Tile};
 /// The distinct tiles of one tensor in the target layout, each with the ranks that have the tile.
 pub type Shards = Vec<HeldTile>;
 
-/// Lays out the state dict `state`. For each tensor, `shards` returns the tiles of the ranks.
+/// Lays out a DCP directory for the state dict `state`. For each tensor, `shards` returns the distinct tiles, each with
+/// the ranks that have the tile.
 ///
 /// # Errors
-/// `Unsupported` if two paths have the same dotted name or an object cannot be pickled.
+/// `Unsupported` if `state` is not a dict, two paths have the same dotted name, or an object cannot be pickled; the
+/// errors of `shards`.
 pub fn reserve(
     source: &Catalog,
     state: &Value,

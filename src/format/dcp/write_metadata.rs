@@ -167,8 +167,8 @@ impl MetadataPickle {
         self.writer.setitems().build();
     }
 
-    /// Writes a `TensorProperties` with a state of five items, which every version of PyTorch reads. Version 2.15
-    /// writes a sixth item, which earlier versions reject.
+    /// Writes a `TensorProperties` with a state of five items, which every version of PyTorch reads. PyTorch 2.15
+    /// writes a sixth item, which earlier versions of PyTorch reject.
     fn properties(&mut self, dtype: Dtype) {
         self.instance("TensorProperties");
         let writer = self.writer.mark().global("torch", dtype.torch_name());

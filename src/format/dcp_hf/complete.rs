@@ -1,6 +1,6 @@
 //! Checks that a folder of DCP's Hugging Face storage has all of its files. PyTorch can consolidate such a folder to N
-//! files of whole tensors, and `shard-R-model-F-of-N` has the data of rank R for file F. So the check looks for missing
-//! R and missing F.
+//! files of whole tensors. The file `shard-R-model-F-of-N` has the data of shard R (one rank) for file F of these N
+//! files. So the check expects a file for each R and each F.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
-/// The hint if files `shard-R-model-F-of-N` are missing, but the existing files have all elements of every tensor that
-/// these files name.
+/// The hint if files `shard-R-model-F-of-N` are missing, but the existing files together have all elements of every
+/// tensor that is in one of the existing files.
 const WITHOUT_THEM: &str = "use options::allow_missing if these files never existed: a rank that has nothing to save writes \
                             no file. dtshard found every element of each tensor that the existing files name";
 

@@ -12,7 +12,7 @@ use crate::layout::{DeviceMesh, Split, comma_list};
 /// A tensor whose local shapes do not match its declared layout.
 pub struct LayoutMisfit<'a> {
     pub entry: &'a TensorEntry,
-    /// A name of the tensor that the pattern of a rule can match. The hint uses it.
+    /// A name of the tensor that the pattern of a rule can match. The hint suggests a rule with this name.
     pub name: &'a str,
     pub shared: &'a SharedTensor,
     /// Text for messages that names the source of the tensor's layout: an option, a rule, the plan, or the default
@@ -119,7 +119,7 @@ pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
 }
 
 /// Returns the reason why the optimizer tensor `fqn` cannot be read: its layout is unknown, because the optimizer
-/// refers to the parameter only by a number, and the parameter with this number is unknown.
+/// identifies the parameter only by a number (the parameter id), and the parameter with this number is unknown.
 pub fn unknown_number(fqn: &Fqn) -> UnreadableKind {
     let of_parameter = fqn.as_str().rsplit_once('.').map_or(fqn.as_str(), |(parameter, _)| parameter);
     UnreadableKind::UnknownLayout {

@@ -1,4 +1,4 @@
-//! Mesh dims along which ranks hold partial values of plain tensors (`options::reduce`).
+//! Applies `options::reduce`, which names the mesh dims along which ranks hold partial values of plain tensors.
 //!
 //! The gradients of a rank, as backward leaves them before any reduction, are partial values along the data-parallel
 //! dims of the job. If the state dict has a subtree of gradients, `options::reduce` applies to the tensors in this
@@ -82,7 +82,7 @@ impl ReduceRules {
     }
 
     /// In the placements of one tensor, replaces Replicate by Partial on each mesh dim that `options::reduce` names.
-    /// Does nothing if the tensor has integers, or is not one of the tensors in `scope`.
+    /// Does nothing if the tensor is not floating-point, or is not one of the tensors in `scope`.
     pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
         if !dtype.is_float() || !self.scope.contains(path) {
             return;

@@ -46,7 +46,7 @@ pub struct LayoutResolver<'a> {
     root: &'a FilePath,
     reading: &'a ReadFindings<'a>,
     owners: Owners<'a>,
-    /// The wrappers in the names of the model.
+    /// The wrapper prefixes in the names of the model's tensors.
     wrappers: ModelWrappers,
     /// The ids of all tensors of the model.
     parameters: HashSet<TensorId>,
@@ -263,8 +263,8 @@ impl<'a> LayoutResolver<'a> {
         Ok(Some(entry.joined((self.mesh, mesh), shared, &parts, found)?))
     }
 
-    /// Returns the ranks that have a file of the series of the tensor. If SRC has several series, they are the top level of the
-    /// state dict.
+    /// Returns the ranks that have a file of the series to which the tensor belongs. If SRC has several series, the
+    /// first key of the tensor's path is the name of the series.
     fn ranks_with_file(&self, id: TensorId) -> &'a BTreeSet<Rank> {
         let reading = self.reading;
         let series = match self.paths[id.0 as usize].first().and_then(|path| path.0.first()) {
@@ -274,8 +274,8 @@ impl<'a> LayoutResolver<'a> {
         series.unwrap_or(&reading.ranks)
     }
 
-    /// Returns the entry of a tensor with its layout. If its layout is unknown or does not match its parts, returns an
-    /// entry that cannot be read: the error matters only if the tensor is selected.
+    /// Returns the entry of a tensor with its layout. If the layout is unknown or does not match the local shapes,
+    /// returns an entry that is marked as unreadable, because the error matters only if the tensor is selected.
     fn resolve_or_defer(
         &mut self,
         id: TensorId,
@@ -292,8 +292,8 @@ impl<'a> LayoutResolver<'a> {
         Ok(TensorEntry { unreadable: Some(Box::new(why)), ..entry.clone() })
     }
 
-    /// Returns the layout of a tensor, and the origin of the layout for messages. Returns `None` if the tensor is
-    /// optimizer state of an unknown parameter.
+    /// Returns the layout of a tensor, and the origin of the layout for messages. Returns `None` if the layout is
+    /// unknown, because the tensor is optimizer state of a parameter of which only the parameter id is known.
     fn choose_layout(
         &mut self,
         id: TensorId,
@@ -375,8 +375,9 @@ impl<'a> LayoutResolver<'a> {
         tensor_names
     }
 
-    /// Returns whether each rank that has the optimizer state and the parameter has the same local shape of both. If the
-    /// state or the parameter of other ranks is missing, the state is still a shard, and not a whole tensor.
+    /// Returns whether the optimizer state and the parameter have equal local shapes on each rank that has both. Ranks
+    /// that lack the state or the parameter are ignored: a tensor of optimizer state that some ranks lack is still
+    /// sharded like its parameter.
     fn has_local_shapes_of(&self, state: TensorId, parameter: TensorId) -> bool {
         let parameter = self.catalog.tensor(parameter).local_shapes();
         let ranks: HashSet<Rank> = parameter.iter().map(|part| part.rank).collect();
@@ -386,7 +387,8 @@ impl<'a> LayoutResolver<'a> {
         !common.is_empty() && common.iter().all(|part| known.contains(&(part.rank, part.sizes.as_slice())))
     }
 
-    /// Returns the path of the file in which a rank stores a chunk of the tensor.
+    /// Returns the path of a file in which `rank` (or, if it is `None`, any rank) stores a chunk of the tensor. If
+    /// there is no such file, returns the path of SRC.
     fn file_of_rank(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
         let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
         let file = own.find_map(|chunk| chunk.location.file());

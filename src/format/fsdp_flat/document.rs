@@ -9,9 +9,10 @@
 //! ```
 //!
 //! Parameters are listed in the order in which the module registered them. These fields are optional:
-//! `shard_group_size`, `optimizer`, `dtype` and `align_numel` of a unit, and `stride` of a parameter. Numbers count
-//! ranks and elements. Every layout that is read has passed [`FlatLayout::check`]. Equal layouts are always rendered as
-//! equal texts. A [layout file](crate::layout::file) may contain such a document under the key `flat`.
+//! `shard_group_size`, `optimizer`, `dtype` and `align_numel` of a unit, and `stride` of a parameter. `world_size` and
+//! `shard_group_size` count ranks; shapes, strides and `align_numel` count elements. Every layout that is read has
+//! passed [`FlatLayout::check`]. Equal layouts are always rendered as equal texts. A [layout file](crate::layout::file)
+//! may contain such a document under the key `flat`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -92,7 +93,8 @@ pub fn read(path: &Path) -> Result<FlatLayout> {
     read_document(path).map_err(with_hint)
 }
 
-/// Sets the hint of an error about the content of a flat layout, whatever the name of the file is.
+/// Adds the hint about flat layouts to an error about the content of a flat layout. The function is needed for files
+/// without the extension `.json`: errors about `.json` files have this hint already.
 pub fn with_hint(mut error: Error) -> Error {
     if let Some((_, hint)) = error.damaged_mut() {
         hint.get_or_insert_with(|| FLAT_LAYOUT_HINT.into());

@@ -68,7 +68,7 @@ pub struct DescribedTensor {
     pub dtype: Dtype,
     pub shape: Dims,
     pub class: Class,
-    /// The sharding of the tensor. The mesh id is an index of the document's `meshes`.
+    /// The sharding of the tensor; `None` for a plain tensor. The mesh id is an index of the document's `meshes`.
     pub sharding: Option<Sharding>,
     /// For a plain tensor, the ranks that have the tensor, in ascending order; `None` if all ranks have the tensor.
     pub ranks: Option<Vec<Rank>>,

@@ -54,7 +54,9 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
     (file_name(rank) == name).then_some(rank)
 }
 
-/// Returns whether a folder is in this format. A single rank file without a document is an ordinary safetensors file.
+/// Returns whether a folder is in this format: the folder has several rank files, or a rank file and `layout.json`. A
+/// single rank file without `layout.json` is an ordinary safetensors file. With options::from `local`, one rank file or
+/// `layout.json` is enough; with options::from `safetensors`, the result is false.
 pub fn matches_listing(listing: &FolderListing<'_>) -> bool {
     let count = listing.names.iter().filter(|name| rank_of(Path::new(name)).is_some()).count();
     let has_layout = listing.names.iter().any(|name| name == FILE_NAME);

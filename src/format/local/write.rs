@@ -49,8 +49,8 @@ pub struct LocalTarget<'a> {
 /// Reads only dtypes and shapes of `source`.
 ///
 /// # Errors
-/// `Unsupported` if two paths have the same dotted name or if safetensors has no tag for a dtype; the errors of
-/// `layout`; `Layout` if placements do not fit.
+/// `Unsupported` if `state` is not a dict or cannot be written as JSON, if two paths have the same dotted name, or if
+/// safetensors has no tag for a dtype; the errors of `layout`; `Layout` if placements do not fit.
 pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Result<Reservation> {
     let LocalTarget { mesh, world_size, layout } = target;
     if !matches!(state, Value::Dict(_)) {
@@ -100,8 +100,8 @@ fn remove_unencodable(state: &mut Value, left_out: &mut Vec<String>) {
     drop_attributes(state, &Path::default(), left_out);
 }
 
-/// Removes attributes of dicts that cannot be encoded. Attributes with tensors cannot be encoded, because a tensor in
-/// an attribute has no name.
+/// Removes the attributes of each dict in `value` whose attributes cannot be encoded, and adds the paths of these dicts
+/// to `left_out`. Attributes with tensors cannot be encoded, because a tensor in an attribute has no name.
 fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
     match value {
         Value::Dict(dict) => {

@@ -1,6 +1,6 @@
-//! safetensors, which Hugging Face libraries write and most loaders read: named whole tensors, without nesting and
-//! without objects, in one file or in a folder of files with an index. The reader reads a single file, or the files
-//! that an index names.
+//! The safetensors format, which Hugging Face libraries write and most loaders read: named whole tensors, without
+//! nesting and without objects, in one file or in a folder of files with an index. The reader reads a single file, or
+//! the files that an index names, or all safetensors files of a folder without an index.
 
 use std::path::{Path, PathBuf};
 

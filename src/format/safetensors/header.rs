@@ -39,8 +39,9 @@ pub fn starts_with_header(head: &[u8], len: u64) -> bool {
     head.get(8) == Some(&b'{') && u64::from_le_bytes(header) <= len.saturating_sub(8)
 }
 
-/// Reads the header of a file, and the states of random number generators in the file, so that `files` records these
-/// byte ranges. Damage is ignored.
+/// Reads the header of a file, and the states of random number generators in the file. `files` records the byte ranges
+/// that are read, and the metadata mirror (a sparse copy of the metadata of all files) copies these byte ranges. Damage
+/// is ignored, because the reader of the format reports it later.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(header) = read_header(files, file) else { return };
     for (name, stored) in header.tensors {
@@ -274,7 +275,7 @@ pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
 /// The dtypes of safetensors that PyTorch does not have.
 const WITHOUT_TORCH_DTYPE: [&str; 2] = ["F6_E2M3", "F6_E3M2"];
 
-/// Returns the error for a dtype tag that has no dtype of PyTorch.
+/// Returns the error for a dtype tag that is not the tag of a PyTorch dtype.
 fn unknown_dtype(path: &Path, name: &str, tag: &str) -> Error {
     let at = format!("{}: {name}", path.display());
     if WITHOUT_TORCH_DTYPE.contains(&tag) {

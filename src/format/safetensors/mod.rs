@@ -46,8 +46,8 @@ pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// Reads one or more safetensors files into one catalog. If there is an index, also returns the first difference
-/// between the index and the files.
+/// Reads one or more safetensors files into one catalog. If there is an index, also returns a shortfall with the first
+/// difference between the index and the files; `None` if they agree.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`, `Unsupported`, `Io`.
@@ -108,8 +108,8 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&ShardIndex>) ->
 /// For each name, the tensor and the path of the first file that contains this tensor.
 type Names = BTreeMap<Arc<str>, (Arc<Path>, TensorId)>;
 
-/// Builds the state dict from the names of tensors. The names are in natural order, and the first name of each tensor
-/// becomes the tensor's FQN.
+/// Builds the state dict from the names of tensors. Sorts the names in natural order (numbers in names are compared as
+/// numbers). The first name of each tensor becomes the tensor's FQN.
 fn put_in_order(catalog: &mut Catalog, names: Names) {
     let mut names: Vec<(Arc<str>, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
@@ -217,7 +217,8 @@ impl SelectedTensors<'_> {
 /// tensor.
 ///
 /// # Errors
-/// `Unsupported` if the format has no tag for a dtype.
+/// `Unsupported` if the format has no tag for a dtype, if two tensors have the same name, or if a further name of a
+/// tied tensor is a reserved key of `__metadata__`.
 ///
 /// # Panics
 /// If a tie names a tensor that is not written.

@@ -56,8 +56,9 @@ impl fmt::Display for ShardName {
     }
 }
 
-/// Returns a warning if no file near the shards gives the shapes of whole tensors: neither a config, nor a file from
-/// consolidation, which PyTorch writes into the folder above `sharded`.
+/// Returns a warning that a missing last box of a tensor is not detected. Returns `None` if a file near the shards may
+/// give the shapes of whole tensors: a config, or a file from consolidation, which PyTorch writes into the folder above
+/// `sharded`.
 ///
 /// # Errors
 /// `Io` if the file system cannot report whether such a file exists.

@@ -101,7 +101,8 @@ impl Reader<'_> {
         read
     }
 
-    /// Subtracts one shard from the number of shards that may still be read.
+    /// Subtracts one shard from the number of shards that may still be read. Returns an error if no more shards may be
+    /// read.
     pub fn count_shard(&mut self) -> Result<(), DecodeError> {
         let left = self.shards_left.checked_sub(1);
         self.shards_left = left.ok_or_else(|| DecodeError::malformed("lists of shards that are repeated too often"))?;

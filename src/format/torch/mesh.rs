@@ -141,8 +141,8 @@ impl MeshAxis {
         self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
     }
 
-    /// Returns the difference, in the root mesh's list of ranks, between the indices of two ranks: the rank at
-    /// `position` along this dim, and the rank at position 0.
+    /// Returns the number of places, in the list of ranks of the root mesh, from the rank at position 0 along this dim
+    /// to the rank at `position`.
     fn offset(&self, position: u64) -> Option<u64> {
         let mut rest = position;
         let mut offset = 0_u64;

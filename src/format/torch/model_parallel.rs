@@ -312,7 +312,8 @@ fn check_agreement(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the number in the name of each file is the position that the file records, and that every rank has a file.
+/// Checks that the number in the name of each file is the position that the file records, and that every rank has a
+/// file.
 fn check_ranks(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     let Some(CommGroup { size, .. }) = grids[0].get(ALL_RANKS) else { return Ok(()) };
     for (file, grid) in files.iter().zip(grids) {
@@ -340,9 +341,10 @@ fn order(name: &str) -> usize {
     ORDER.iter().position(|known| *known == name).unwrap_or(ORDER.len())
 }
 
-/// Returns the mesh of the ranks. Its dims are groups that together give each rank a different position, and whose
-/// sizes multiply to the number of ranks. If several choices of groups do this, the choice with the most groups is
-/// used. Groups of one rank are mesh dims, too, if `sharded_dims_mp` names them.
+/// Returns the mesh of the ranks. The dims of the mesh are groups of `comm_grid`. They are chosen so that no two ranks
+/// have equal positions in all chosen groups, and so that the product of their sizes is the number of ranks. If several
+/// choices are possible, the choice with the most groups is used. A group of one rank is also a mesh dim if
+/// `sharded_dims_mp` names the group.
 fn mesh(files: &[RankFile], grids: &[CommGrid], used: &BTreeSet<&Arc<str>>) -> Result<DeviceMesh> {
     let size = |name: &Arc<str>| grids[0][name].size;
     let large: Vec<&Arc<str>> = grids[0].keys().filter(|name| size(name) > 1).collect();
@@ -417,7 +419,7 @@ pub struct MakaniState {
 
 impl GridTarget<'_> {
     /// Returns the state dict with the `comm_grid` of every rank, and the value of `sharded_dims_mp` for each tensor in
-    /// `parts`. These are the tensors that each rank stores as a plain tensor with its local part. Returns `None` if
+    /// `parts`. `parts` lists the tensors of which each rank stores its local part as a plain tensor. Returns `None` if
     /// the source is not a checkpoint of makani or if `parts` is empty. Also returns `None`, and adds a note, if makani
     /// cannot load the result.
     pub fn plan<'p>(

@@ -68,8 +68,9 @@ impl ArchiveContents {
         }
     }
 
-    /// Returns the frame of a view: the bytes of the archive that determine the location of the view. All archives with
-    /// this frame have the view's data at this location. Returns `None` if the frame is too large to cache.
+    /// Returns the frame of a view: the bytes of the archive that determine where the data of the view is. In every
+    /// archive with an equal frame, the data is at the same place, so a cache can find the place by the frame. Returns
+    /// `None` if the frame is too large to cache.
     ///
     /// # Errors
     /// `Io` if the archive cannot be read.

@@ -48,8 +48,9 @@ pub fn is_archive(head: &[u8], _len: u64) -> bool {
     name.ends_with(b"/data.pkl")
 }
 
-/// Reads the metadata of an archive, and the states of random number generators in it, so that `files` records these
-/// byte ranges. Damage is ignored.
+/// Reads the metadata of an archive, and the states of random number generators in the archive. `files` records the
+/// byte ranges that are read, and the metadata mirror (a sparse copy of the metadata of all files) copies these ranges.
+/// Damage is ignored.
 pub fn look_at(files: &Files, file: FileId) {
     let Ok(contents) = reader::read(files, files.whole(file), "", Unknown::Drop) else { return };
     for (fqn, id) in state_dict::all_tensors(&contents.value) {

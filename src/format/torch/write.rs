@@ -24,8 +24,8 @@ use torch_pickle::zip::ArchiveWriter;
 pub const PREFIX: &str = "archive";
 
 /// The maximum number of boxes for one tensor that is not row-major. Such a tensor is written as row-major boxes, for
-/// example one box per filter and kernel position. The next constant is the maximum for all such tensors of an archive
-/// together. Both constants limit the memory that boxes take.
+/// example one box per filter and kernel position. [`MAX_BOXES_PER_ARCHIVE`] is the maximum for all such tensors of an
+/// archive together. Both constants limit the memory that boxes take.
 const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_PER_ARCHIVE: u64 = 1 << 21;
 

@@ -160,9 +160,10 @@ impl MeshWriter<'_> {
         writer.setitem().build();
     }
 
-    /// Returns, for each mesh dim, the process group along that dim that contains this rank. PyTorch numbers groups in
-    /// the order of their creation. The returned names are right if a job creates the groups of this mesh before all
-    /// other groups; only in such a job can loaded DTensors communicate.
+    /// Returns, for each mesh dim, the process group along that dim that contains this rank. The name of a process
+    /// group is a number, because PyTorch counts the groups in the order in which a job creates them. The names in the
+    /// result are right only if the job creates the groups of this mesh before all other groups; only in such a job can
+    /// loaded DTensors communicate.
     fn groups(&self) -> Vec<MeshGroup> {
         let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);

@@ -6,9 +6,9 @@
 //! rank's replica of a tensor. Offsets are in bytes; shapes count elements.
 //!
 //! Invariants: in every file the data of tensors comes in the order of [`Reservation::tensors`], even if ranks have
-//! different values in the state dict. The pickle refers to storages in this order, and storage keys are counted in this
-//! order. `torch.load` relies on the order if it does not read the data of tensors (in `FakeTensorMode`, or on the meta
-//! device): it then computes the offsets of storages from the order.
+//! different values in the state dict. The pickle refers to storages in this order, and storage keys are counted in
+//! this order. `torch.load` relies on the order if it does not read the data of tensors (in `FakeTensorMode`, or on the
+//! meta device): it then computes the offsets of storages from the order.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
@@ -252,7 +252,8 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     Ok(reservation)
 }
 
-/// Returns the error for a rank outside the mesh. The error exists because FSDP1 expects a ShardedTensor on every rank.
+/// Returns the error for a rank outside the mesh. Such a rank is an error for FSDP1, which expects a ShardedTensor on
+/// every rank.
 fn outside_mesh_error(rank: Rank, mesh: &DeviceMesh) -> Error {
     Error::unsupported(
         format!("ShardedTensors on the mesh {mesh} need every rank, but rank {rank} is not in the mesh"),

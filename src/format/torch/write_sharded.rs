@@ -80,7 +80,8 @@ impl RankGroup {
         Self { ranks: (0..mesh.shape()[dim.0]).map(rank_at).collect(), own }
     }
 
-    /// Returns a group of consecutive ranks.
+    /// Returns the group of the `len` ranks from `first` on. `own` is the index in the group of the rank whose file is
+    /// written.
     pub fn consecutive(first: Rank, len: u32, own: u32) -> Self {
         Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
     }

@@ -1,5 +1,5 @@
-//! Checkpoints whose `metadata.pkl` is missing or damaged. The names of the other files, such as `model_0.pt`, still show
-//! that torch_checkpointing may have saved them.
+//! Checkpoints whose `metadata.pkl` is missing or damaged. The names of the other files, such as `model_0.pt`, still
+//! show that torch_checkpointing may have saved them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,8 +19,8 @@ fn item_file(name: &str) -> Option<(&str, u32)> {
     [".pt", ".safetensors"].iter().find_map(|suffix| name.strip_suffix(suffix)).and_then(item_and_rank)
 }
 
-/// Returns the names of the files of the first item that has the files of several ranks, from rank 0 on. Returns an empty
-/// list if there is no such item.
+/// Returns the file names, in the order of the ranks, of the first item that has files of rank 0 and of other ranks.
+/// Returns an empty list if there is no such item.
 fn files_of_item(names: &[String]) -> Vec<String> {
     let mut items: BTreeMap<&str, Vec<(u32, &String)>> = BTreeMap::new();
     for name in names {
@@ -35,8 +35,8 @@ fn files_of_item(names: &[String]) -> Vec<String> {
     files
 }
 
-/// Refuses a folder with files of several ranks if its `metadata.pkl` is empty, or a pickle that ends too early. Another
-/// program may have written a `metadata.pkl` with other content.
+/// Refuses a folder with files of several ranks if its `metadata.pkl` is empty, or is a damaged pickle. A
+/// `metadata.pkl` with any other content is no error, because another program may have written it.
 ///
 /// # Errors
 /// `Malformed`, `Io`.
@@ -63,15 +63,15 @@ pub fn refuse_damaged(folder: &Path, names: &[String]) -> Result<()> {
         .into())
 }
 
-/// Returns the hint for a folder whose `metadata.pkl` is missing or not from torch_checkpointing, although the other file
-/// names are those of this package; otherwise `None`.
+/// Returns the hint for a folder whose `metadata.pkl` is missing or not from torch_checkpointing, although the other
+/// file names are those of this package; otherwise `None`.
 pub fn hint_if_missing(folder: &Path, names: &[String]) -> Option<String> {
     let files = files_of_item(names);
     (!files.is_empty() && matches!(metadata_of(folder), Ok(None))).then(|| hint(&files))
 }
 
-/// Returns the remedy for files without their metadata. torch.save files record the sharding of their tensors, so they can
-/// be read as rank files.
+/// Returns the hint for item files whose `metadata.pkl` is missing or damaged. torch.save files record the sharding of
+/// their tensors, so the hint also says how to read such files as rank files.
 fn hint(files: &[String]) -> String {
     let restore =
         format!("if torch_checkpointing saved {}, copy its {METADATA} into the folder", short_list(files, FEW));

@@ -25,11 +25,11 @@ pub struct CheckpointMetadata {
     pub root_item: Option<String>,
 }
 
-/// The key of `metadata.pkl` for the item that has a complete state dict. Only dtshard writes this key, for a state dict
-/// whose keys are not names of items. The package ignores the key.
+/// The key of `metadata.pkl` for the name of the item that has the complete state dict. Only dtshard writes this key,
+/// for a state dict whose keys are not names of items. The package torch_checkpointing ignores the key.
 pub const ROOT_ITEM: &str = "root_item";
 
-/// The metadata of one item, such as `model`.
+/// The metadata of one checkpoint item, such as `model`.
 #[derive(Debug)]
 pub struct ItemMetadata {
     pub name: String,
@@ -38,7 +38,7 @@ pub struct ItemMetadata {
     pub tensors: Vec<TensorMetadata>,
 }
 
-/// The file of an item and a rank.
+/// The file in which one rank stores one checkpoint item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileLayout {
     /// The path relative to the folder of the checkpoint.
@@ -55,7 +55,7 @@ pub enum Encoding {
     Other(String),
 }
 
-/// A tensor of an item.
+/// A tensor of a checkpoint item, and its sharding.
 #[derive(Debug)]
 pub struct TensorMetadata {
     /// The path in the item.
@@ -78,7 +78,7 @@ pub struct RankGroup {
 pub enum TensorSharding {
     /// The shard that the placements give on a mesh.
     Mesh { mesh: Arc<DeviceMesh>, placements: Vec<Placement> },
-    /// Boxes of the local tensor.
+    /// The boxes of the tensor that are in the local tensor.
     Boxes(Vec<LocalBox>),
 }
 
@@ -443,9 +443,10 @@ impl Parser<'_> {
     }
 }
 
-/// Checks that each split factor is the number of parts that other mesh dims split the tensor dim into before: "how many
-/// same-dimension shards are logically applied after this placement" (`StridedShardSpec` in `dtensor_metadata.py`). The
-/// error has the expected placement and the placement found.
+/// Checks that the split factor of each strided shard is a product of sizes of later mesh dims that shard the same
+/// tensor dim. torch_checkpointing defines the split factor as "how many same-dimension shards are logically applied
+/// after this placement" (`StridedShardSpec` in `dtensor_metadata.py`). The error has two texts: the expected split
+/// factor, and the placement found.
 pub fn check_split_factors(placements: &[Placement], mesh: &DeviceMesh) -> Result<(), (String, String)> {
     let placements: Vec<PlacementSpec> = placements.iter().copied().map(PlacementSpec::from).collect();
     let Some(unknown) = find_unknown_split_factor(&placements, mesh) else { return Ok(()) };

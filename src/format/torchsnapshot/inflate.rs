@@ -1,8 +1,8 @@
 //! Rebuilds the state dict from the entries of all ranks, like `inflate` in `torchsnapshot/flatten.py`.
 //!
-//! The dicts and lists of all ranks are merged key by key. A value that several ranks store is one value if all ranks
-//! store the same; otherwise it becomes a per-rank value. Plain tensors of one name, dtype and shape are replicas,
-//! which are compared when they are read.
+//! The dicts and lists of all ranks are merged key by key. If several ranks store equal values at one path, the result
+//! has this value once; if the values differ, the result has a per-rank value. Plain tensors of one name, dtype and
+//! shape are replicas, which are compared when they are read.
 
 use std::collections::HashSet;
 
@@ -170,7 +170,8 @@ impl<'a> Inflater<'a> {
         Ok(one_or_each(by_rank))
     }
 
-    /// Returns the paths of the items of a list, and checks that no position from 0 on lacks an item.
+    /// Returns the paths of the items of a list, in the order of the list. Checks that the positions of the items are
+    /// 0, 1, 2, ... without a gap.
     fn items(&self, path: &str) -> Result<Vec<String>> {
         let mut items: Vec<(u64, String)> = Vec::new();
         for child in &self.nodes[path].children {
@@ -309,7 +310,7 @@ impl<'a> Inflater<'a> {
     }
 }
 
-/// Returns whether the entry of one rank is also valid for the other ranks.
+/// Returns whether the entry of one rank also gives the value of the other ranks, as for a replicated value.
 fn is_shared(content: &EntryContent) -> bool {
     match content {
         EntryContent::Primitive { is_replicated, .. }
@@ -323,7 +324,7 @@ fn is_shared(content: &EntryContent) -> bool {
     }
 }
 
-/// Returns the value if all ranks have an equal one; otherwise a per-rank value.
+/// Returns the only value in `by_rank` if all ranks have equal values; otherwise returns a per-rank value.
 fn one_or_each(mut by_rank: Vec<RankValue>) -> Value {
     if by_rank.len() > 1 {
         return Value::Other(by_rank);

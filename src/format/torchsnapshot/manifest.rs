@@ -62,7 +62,7 @@ pub enum EntryContent {
         chunks: Vec<StoredShard>,
         is_replicated: bool,
     },
-    /// The shards of one rank of a ShardedTensor or a DTensor.
+    /// The shards that one rank has of a ShardedTensor or a DTensor.
     Sharded {
         shards: Vec<StoredShard>,
         layout: Option<DTensorLayout>,
@@ -207,8 +207,8 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     Ok(Manifest { entries, files })
 }
 
-/// Checks that every rank of the job has entries: torchsnapshot writes the dicts and lists of each rank. `entries` is sorted by
-/// rank.
+/// Checks that every rank of the job has entries. A complete manifest has entries of every rank, because torchsnapshot
+/// writes the dicts and lists of each rank. `entries` is sorted by rank.
 fn check_ranks(path: &Path, world_size: u32, entries: &[ManifestEntry]) -> Result<()> {
     let ranks = entries.chunk_by(|entry, next| entry.rank == next.rank).map(|entries| entries[0].rank);
     let mut all = (0..world_size).map(Rank);
@@ -383,7 +383,8 @@ impl EntryReader<'_> {
         }
     }
 
-    /// Checks a list of shards. The inner error is the reason why dtshard cannot read one of the shards.
+    /// Checks a list of shards. The outer error is a fault of the manifest. The inner error is the reason why dtshard
+    /// cannot read one of the shards, although the manifest is valid.
     fn shards(&mut self, shards: Vec<ShardJson>) -> Result<Result<Vec<StoredShard>, String>> {
         let mut found: Vec<StoredShard> = Vec::with_capacity(shards.len());
         for ShardJson { offsets, sizes, tensor } in shards {

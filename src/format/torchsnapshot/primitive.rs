@@ -16,7 +16,7 @@ pub fn value(kind: &str, text: &str) -> Option<Value> {
     })
 }
 
-/// Parses a decimal number of at most 128 bits.
+/// Parses a decimal integer. Returns `None` if the text is not an integer, or if the integer needs more than 128 bits.
 fn int(text: &str) -> Option<Value> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     if !digits.bytes().all(|byte| byte.is_ascii_digit()) {

@@ -73,7 +73,7 @@ impl Arithmetic {
 const RECORD: usize = 64;
 /// The size in bytes of the kernel's struct `Outcome`.
 const OUTCOME: usize = 24;
-/// The index of the failed element in an outcome without a failure.
+/// The value that an outcome has in place of the index of the failed element, if no element failed.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
@@ -110,7 +110,7 @@ fn real_elements(dtype: Dtype, numel: u64) -> (u64, Dtype) {
     (numel.checked_mul(2).expect("elements in memory"), part)
 }
 
-/// Returns the bytes of one partial value that a thread reduces in one step.
+/// Returns the number of bytes of one partial value that a thread reduces in one step.
 fn unit_bytes(dtype: Dtype) -> u64 {
     match dtype {
         float if float.is_float() => {

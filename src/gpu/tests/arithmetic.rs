@@ -136,8 +136,8 @@ fn reduce_on_host(job: &ReductionJob, memory: &[u8]) -> Result<Vec<u8>, ReduceEr
     job.reducer.finish(&mut sums, &mut value).map(|()| value)
 }
 
-/// Returns a GPU and two buffers on it: a source buffer with the bytes `from`, and a target buffer of `into` zero
-/// bytes.
+/// Returns a GPU and two buffers on it: a source buffer with the bytes `from`, and a target buffer of `into` bytes,
+/// which are all 0.
 fn trial(from: &[u8], into: usize) -> (Gpu, TransferTrial) {
     let gpu = open(kernels(), 0).unwrap();
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();

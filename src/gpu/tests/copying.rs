@@ -56,8 +56,8 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
     (copy, source + source_span, target + target_span)
 }
 
-/// Makes all copies on the device in order, and returns the content of the target buffer. Each number is added to the
-/// target offsets of its copy.
+/// Makes all copies on the device in order, and returns the content of the target buffer. The number beside a copy is
+/// added to its target offset.
 fn copy_on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
     let mut trial = TransferTrial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
     let mut got = vec![0; target_len];

@@ -27,8 +27,8 @@ fn killed(settings: &[(&str, &str)]) {
     one_is_killed("dying::rank", settings);
 }
 
-/// Checks that device memory can be freed while the device waits for a process that has died. The thread inside this
-/// call cannot check the failure notes, so another thread aborts the exchange. The aborted exchange must not count as
+/// Checks that device memory can be freed while the device waits for a process that has died. The thread that frees the
+/// memory cannot check the failure notes, so another thread aborts the exchange. The aborted exchange must not count as
 /// complete.
 #[test]
 fn memory_is_freed_where_a_peer_is_gone_stand_in() {

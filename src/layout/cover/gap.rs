@@ -29,8 +29,8 @@ pub(super) fn first_gap(shape: &[u64], tiles: &[IndexedTile<'_>]) -> Region {
     grow(hole, shape, tiles)
 }
 
-/// Returns the first range of indices along `dim` at which the tiles do not fill the slice. The slice at one index has
-/// `full` elements, and `n` is the size of the dim.
+/// Returns the first range of indices along `dim` that has a gap: at each of these indices, the part of the tensor has
+/// `full` elements, and the tiles hold fewer. `n` is the size of the dim.
 fn first_not_full(n: u64, dim: usize, full: u64, tiles: &[&Tile]) -> std::ops::Range<u64> {
     // Each triple is a change at an index along `dim`: the number of elements that a tile holds in each slice from this
     // index on, or the number of elements that it holds only in the slices before this index. The other number is 0.

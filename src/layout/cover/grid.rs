@@ -12,7 +12,7 @@
 //!                                                           c c d d
 //! ```
 //!
-//! Every `DTensor` layout is such a product, because `torch/distributed/tensor/_utils.py` splits each dim separately.
+//! Every `DTensor` layout is such a grid, because `torch/distributed/tensor/_utils.py` splits each dim separately.
 
 use std::ops::Range;
 
@@ -78,7 +78,7 @@ impl Grid {
     }
 }
 
-/// The classes of one dim, sorted by their first index.
+/// The classes of one dim, sorted by their first index. A class is a set of indices, and the classes are disjoint.
 #[derive(Clone, Debug)]
 struct GridAxis {
     classes: Vec<Intervals>,
@@ -140,8 +140,8 @@ impl GridAxis {
     }
 }
 
-/// Returns the indices of a dim of size `n` that belong to no class, or `None` if two classes overlap. Classes are
-/// sorted by their first index.
+/// Returns the indices of a dim of size `n` that belong to no class (set of indices), or `None` if two classes overlap.
+/// The classes are sorted by their first index. `single` is true if every class is one interval.
 fn rest(n: u64, classes: &[Intervals], single: bool) -> Option<Intervals> {
     // Each class is an ascending run, which a stable sort merges efficiently.
     let mut intervals: Vec<Range<u64>> = classes.iter().flat_map(Intervals::iter).collect();

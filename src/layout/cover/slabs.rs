@@ -2,8 +2,8 @@
 //!
 //! Shapes and offsets count elements. Tiles are sorted along a dim. If all earlier tiles end before the next tile
 //! starts, the tensor is split at the start of the next tile into two slabs, which are disjoint in this dim. Each slab
-//! is split again in the same way, along any dim. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an overlap)
-//! form a leaf of the tree, and a sweep compares these tiles.
+//! is split again in the same way, along any dim. Tiles that cannot be separated (a pinwheel, interleaved tiles, or an
+//! overlap) form a leaf of the tree, and a sweep compares these tiles with each other.
 //!
 //! ```text
 //!     a a b       a pinwheel: every straight line splits a tile, so five tiles are one leaf
@@ -19,8 +19,9 @@ use std::ops::Range;
 use super::{CoverError, IndexedTile, TileIndices, gap, start};
 use crate::layout::Tile;
 
-/// The maximum depth of nested slabs. Real tilings need one or two levels for each dim. A hostile tiling that needs
-/// thousands of levels is not split further at this depth but swept, so the recursion does not overflow the stack.
+/// The maximum depth of nested slabs. Real tilings need one or two levels for each dim. At the maximum depth, the tiles
+/// of a slab are compared with each other, and the slab is not split further. So the recursion does not overflow the
+/// stack, even if a hostile tiling would need thousands of levels.
 const MAX_DEPTH: usize = 32;
 
 /// A tree of slabs, with tiles at the leaves.

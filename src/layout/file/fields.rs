@@ -48,7 +48,7 @@ impl FilePosition<'_> {
     }
 }
 
-/// The entries of a table that has only known keys.
+/// The entries of a table of a layout file. Every key is known: a table with an unknown key is an error.
 pub struct Fields<'a> {
     pub at: FilePosition<'a>,
     entries: &'a [FileEntry],
@@ -84,7 +84,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns the entries of a table.
+/// Returns the entries of a table. It is an error if the value is not a table.
 pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEntry], LayoutError> {
     match &node.value {
         FileValue::Table(entries) => Ok(entries),
@@ -92,7 +92,7 @@ pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEn
     }
 }
 
-/// Returns the items of a list; errors use `of` as the name for the items.
+/// Returns the items of a list. If the value is not a list, the error says `expected a list of ...` with the word `of`.
 pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], LayoutError> {
     match &node.value {
         FileValue::List(items) => Ok(items),
@@ -100,7 +100,8 @@ pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'
     }
 }
 
-/// Returns the numbers of a list; errors use `of` as the name for the numbers.
+/// Returns the numbers of a list. If the value is not a list of non-negative integers, the error says `expected a list
+/// of ...` with the word `of`.
 pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, LayoutError> {
     let number = |item: &FileNode| match &item.value {
         FileValue::Number(number) => number
@@ -111,7 +112,7 @@ pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u6
     list(at, node, of)?.iter().map(number).collect()
 }
 
-/// Returns the text of a value.
+/// Returns the text of the value of `key`. It is an error if the value is not a text.
 pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&'a str, LayoutError> {
     match &node.value {
         FileValue::Text(text) => Ok(text),

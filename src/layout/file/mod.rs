@@ -155,8 +155,9 @@ impl LayoutFile {
         Err(own.error(problem, "give a mesh with the same dims in the same order, or change the mesh of the file"))
     }
 
-    /// Returns the placements of tensors that no rule matches, or `None` if the file has none. If both the file and
-    /// `given` have a mesh, the split factors of the placements are adapted to the sizes of `given`.
+    /// Returns the placements of tensors that no rule matches, or `None` if the file has no such placements. If the
+    /// file has a mesh and the mesh in use is another mesh, `given`, the split factors of the placements are adapted to
+    /// the sizes of `given`.
     #[must_use]
     pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
         let list = &self.fallback.as_ref()?.value;

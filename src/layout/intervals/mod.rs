@@ -52,8 +52,8 @@ impl IntervalRun {
         self.count * self.len
     }
 
-    /// Returns whether `interval` continues this run. The result is false for a run of one interval, which has no step
-    /// yet.
+    /// Returns whether `interval` has the length of this run's intervals and starts `step` after the last of them, so
+    /// that it extends the run. Returns false for a run of one interval, which has no step yet.
     fn continues_with(&self, interval: &Range<u64>) -> bool {
         self.count > 1
             && self.last().start.checked_add(self.step) == Some(interval.start)
@@ -152,7 +152,7 @@ impl Intervals {
         self.runs.iter().map(of_run).sum()
     }
 
-    /// Passes an encoding of the list to `emit`. Unequal lists have unequal encodings.
+    /// Passes numbers that encode the list to `emit`, one by one, for a hash. Unequal lists have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.runs.len() as u64);
         self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(emit);

@@ -28,7 +28,7 @@ pub struct CommonRange {
 /// allocation.
 pub type Segments = SmallVec<[CommonRange; 1]>;
 
-/// A maximal interval and the position of its first element in the list.
+/// An interval of a list, and the position of its first element in the list.
 #[derive(Clone, Debug)]
 pub(in crate::layout) struct Piece {
     pub position: u64,

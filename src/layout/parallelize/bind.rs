@@ -16,9 +16,10 @@ impl ParallelizePlan {
     /// Returns the placement of each parameter, in the order of `parameters`.
     ///
     /// # Errors
-    /// `PlanError` if a rule of the user matches no parameter, if no attention or MLP rule of the built-in plan matches a
-    /// parameter, if `pairwise` finds no pairs or cannot order them, or if the plan has styles without a mesh dim of
-    /// tensor parallelism, or such a mesh dim without styles.
+    /// `PlanError` if one of these holds: a rule of the user matches no parameter; no attention or MLP rule of the
+    /// built-in plan matches a parameter; `pairwise` finds no pairs or cannot order them; the plan has styles, and the
+    /// mesh has no mesh dim of tensor parallelism; the mesh has a mesh dim of tensor parallelism, and the plan has no
+    /// styles.
     pub fn bind(
         &self,
         mesh: &DeviceMesh,
@@ -74,8 +75,9 @@ impl ParallelizePlan {
         Ok(parameters.iter().zip(found).map(place).collect())
     }
 
-    /// Returns the user's style rules, followed by the style rules of the built-in plan. It is an error if there are
-    /// rules but no mesh dim of tensor parallelism, or such a mesh dim but no rules.
+    /// Returns the user's style rules, followed by the style rules of the built-in plan. It is an error if the plan has
+    /// rules and the mesh has no mesh dim of tensor parallelism. It is also an error if the mesh has a mesh dim of
+    /// tensor parallelism and the plan has no rules.
     fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
         let of_user = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: RuleOrigin::User, note: None };
         let mut candidates: Vec<Candidate> = self.styles.iter().map(of_user).collect();

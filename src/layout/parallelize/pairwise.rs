@@ -167,7 +167,7 @@ impl PairwiseRule<'_> {
     }
 }
 
-/// Returns each module with a 2-d weight, after the index of the weight in `parameters`.
+/// Returns each module that has a 2-d weight: the index of the weight in `parameters`, and the path of the module.
 fn modules_with_2d_weight<'p>(parameters: &'p [Parameter<'_>]) -> impl Iterator<Item = (usize, &'p str)> {
     let module = |(at, parameter): (usize, &'p Parameter<'_>)| {
         let module = parameter.name.strip_suffix(".weight").filter(|_| parameter.shape.len() == 2)?;

@@ -170,8 +170,8 @@ pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec
     children.into_iter().map(|mut child| child.wait().unwrap().code().unwrap_or(-1)).collect()
 }
 
-/// Runs the ignored test `name` of this binary in a process, and returns true if it passes. Each work item on a stream
-/// is delayed for so long that the test ends before it runs.
+/// Runs the ignored test `name` of this binary in a process, and returns true if the test passes. Each work item on a
+/// stream is delayed for so long that the test ends before the work item runs.
 pub fn passes_early(name: &str) -> bool {
     let mut early = Command::new(env::current_exe().unwrap());
     early.args(["--ignored", "--exact", name, "--nocapture"]).env("GPU_STAND_IN_DELAY_US", "100000");

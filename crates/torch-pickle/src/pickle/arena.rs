@@ -48,7 +48,8 @@ impl Seq {
 pub(super) struct Make {
     pub callee: NodeId,
     pub args: NodeId,
-    /// The slot of the object's [`More`], plus one; `None` if the object has none of these properties.
+    /// The slot of the object's [`More`], plus one; `None` if the object has no keyword arguments, items,
+    /// entries or state.
     more: Option<std::num::NonZeroU32>,
 }
 
@@ -68,7 +69,7 @@ impl Default for More {
     }
 }
 
-/// The sizes of one `torch.Size`, as a range of [`Dims`], which has the sizes of all of them.
+/// The sizes of one `torch.Size`, as a range of [`Dims`], which has the sizes of all `torch.Size` nodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     start: u32,

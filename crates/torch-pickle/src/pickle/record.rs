@@ -356,8 +356,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         Some(self.fields.dims_from(bottom))
     }
 
-    /// Reads MEMOIZE if it is the next opcode. If a GET later fetches the entry that MEMOIZE writes, keeps the result
-    /// of `value` for it.
+    /// Reads MEMOIZE if it is the next opcode. If a GET later fetches the memo entry that MEMOIZE writes, calls `value`
+    /// and keeps its result as the value of the entry.
     fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;
@@ -368,8 +368,8 @@ impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// Reads MEMOIZE if it is the next opcode. Returns `None` if a GET later fetches the entry that MEMOIZE writes,
-    /// because this kind of value is not kept.
+    /// Reads MEMOIZE if it is the next opcode. Returns `None` if a GET later fetches the memo entry that MEMOIZE writes:
+    /// this kind of value is not kept for the memo, so the machine must run the opcodes of the object instead.
     fn memo_of_none(&mut self) -> Option<()> {
         if self.peek() == Some(0x94) {
             self.pos += 1;

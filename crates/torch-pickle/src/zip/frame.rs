@@ -189,7 +189,8 @@ impl End {
 
     /// Adds the directory to the frame, except for the CRC-32s of zip records that were not read. `located` is the
     /// offset of the local header of the located zip record, and `read` has the offsets of the local headers of the zip
-    /// records that were read. Returns the offset of the CRC-32 of the located zip record.
+    /// records that were read. Returns the offset of the CRC-32 of the located zip record, or `None` if the directory
+    /// does not list this zip record.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
         let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
         let (mut entry, mut crc_at) = (fixed, None);

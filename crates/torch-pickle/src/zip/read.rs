@@ -53,8 +53,9 @@ impl Archive {
     /// Reads the directory of the archive in the bytes `[base, base + len)` of a source.
     ///
     /// # Errors
-    /// `Malformed` if the bytes are not an archive, `Compressed` if entries are compressed, `TorchScript` for an
-    /// archive of torch.jit.save, which the reader recognises by its compressed entries, `Io`.
+    /// `Malformed` if the bytes are not an archive; `Compressed` if entries are compressed; `TorchScript` for an
+    /// archive of torch.jit.save, which the reader recognises by its compressed entries; `Io` if reading the source
+    /// fails.
     pub fn read_at<S: ReadAt + ?Sized>(source: &S, base: u64, len: u64) -> Result<Self> {
         let malformed =
             |found: String| ArchiveError::malformed(place(base, "zip directory"), "a torch.save archive", found);
@@ -289,7 +290,7 @@ impl Fault {
 }
 
 /// A wrapper that marks an I/O error as an error of the source. The ZIP reader also returns I/O errors for damaged
-/// archives; the wrapper distinguishes the two.
+/// archives; the wrapper distinguishes these two kinds of errors.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Unread(io::Error);

@@ -15,7 +15,7 @@ use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 use crate::name_list::{FEW, quoted_list, short_list};
 
-/// Compares a state dict with flat parameters, as found in rank files, with a flat layout. Messages use `source` as the
+/// Compares a state dict with flat parameters, as found in rank files, with a flat layout. Errors name `source` as the
 /// origin of the layout.
 ///
 /// # Errors
@@ -150,7 +150,8 @@ fn check_part(
     Ok(())
 }
 
-/// A ShardedTensor lists the shards of all ranks. Returns whether this list equals the shards in the layout.
+/// Returns whether the shards of all ranks that the ShardedTensor lists equal the shards in the layout. Empty shards
+/// are ignored.
 fn lists_shards(part: &FlatPart, flat: &FlatParameter) -> bool {
     let shards = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
     let listed = part.listed_shards.iter().filter(|region| region.numel() > 0).cloned();

@@ -4,7 +4,7 @@
 //! `use_orig_params` there is one gradient per flat parameter. The gradient has the length of the rank's shard,
 //! including padding (zeros). With `use_orig_params` there is one gradient per parameter. The gradient is as long as
 //! the slice of the parameter in the rank's shard, and is `None` if this slice is empty. In both cases the gradients
-//! have the form that optimizer state has. Unit of lengths: elements.
+//! have the form of optimizer state, so the functions for optimizer state convert them. Unit of lengths: elements.
 //!
 //! Source: `FlatParamHandle.prepare_gradient_for_optim`, `_use_sharded_grad_views` in
 //! `torch/distributed/fsdp/_flat_param.py`.
@@ -57,7 +57,8 @@ fn plain_tensor(contents: &ArchiveContents, value: &Value) -> Option<(TensorId, 
     }
 }
 
-/// Replaces gradients of flat parameters by gradients of parameters, in the files of all ranks.
+/// Replaces gradients of flat parameters by gradients of parameters, in the files of all ranks. `document` is the file
+/// of the flat layout, which errors name; `None` if the layout comes from the checkpoint.
 ///
 /// # Errors
 /// `Malformed` for a gradient of an unexpected size.
@@ -99,7 +100,7 @@ impl GradientNames<'_> {
     }
 
     /// Returns every name that has a gradient on any rank, with its dtype. Returns `None` if the gradients have the
-    /// full shapes of parameters or are ShardedTensors.
+    /// full shapes of parameters or are ShardedTensors: such gradients are not converted.
     fn known_gradients(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (ParameterSlot, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {

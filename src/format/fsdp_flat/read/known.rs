@@ -50,11 +50,11 @@ impl ModelKnowledge {
         }
     }
 
-    /// Returns the flat layout that all of `states` have.
+    /// Returns the flat layout that all of `states` have. If the shapes of the parameters are unknown and `raw` is
+    /// true, the layout describes each parameter (or, without `use_orig_params`, each flat parameter) as a 1-d tensor.
     ///
     /// # Errors
-    /// `Unsupported` if the layout would be a guess, or if the state dicts have different layouts; the errors of
-    /// [`recover`].
+    /// `Unsupported` if the layout is unknown, or if the state dicts have different layouts; the errors of [`recover`].
     pub fn layout(&self, states: &[&FlatState], raw: bool) -> Result<FlatLayout> {
         let shapes = match self {
             Self::Document { layout, given: true, .. } => return adapt_to_files(layout, states),
@@ -85,7 +85,7 @@ impl ModelKnowledge {
         Ok(layout.expect("a state dict with flat parameters"))
     }
 
-    /// Returns the path of the flat layout file.
+    /// Returns the path of the flat layout file; `None` if the layout does not come from such a file.
     #[must_use]
     pub fn document(&self) -> Option<&Path> {
         match self {
@@ -105,7 +105,8 @@ impl ModelKnowledge {
     }
 }
 
-/// Returns the layout, but with the number of ranks and the value of `use_orig_params` that the rank files have.
+/// Returns the layout, but with the number of ranks, the size of a shard group and the value of `use_orig_params` that
+/// the rank files have.
 fn adapt_to_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
     let mut layout = layout.clone();
     let Some(state) = states.first() else { return Ok(layout) };

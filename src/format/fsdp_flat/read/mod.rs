@@ -58,10 +58,11 @@ pub struct Unflattened {
 }
 
 /// Replaces flat parameters by parameters in all series of a folder. `model_beside` reads the model series of the
-/// folder; this function calls `model_beside` if `series` does not contain the model series.
+/// folder. This function calls `model_beside` only if `series` has no flat parameters, but may have optimizer state or
+/// gradients of flat parameters.
 ///
 /// # Errors
-/// `Unsupported` if the layout would be a guess; `Malformed` or `Conflict` if the files do not match the layout; the
+/// `Unsupported` if the flat layout is unknown; `Malformed` or `Conflict` if the files do not match the layout; the
 /// errors of reading the files.
 pub fn read(
     folder: &Path,
@@ -140,8 +141,8 @@ pub fn read(
     Ok(found)
 }
 
-/// Returns whether the files of a series may have optimizer state of flat parameters: an optimizer with numbers, all of
-/// whose state tensors have at most 1 dim.
+/// Returns whether the files of a series may have optimizer state of flat parameters: an optimizer that identifies
+/// parameters by parameter ids, with at least one state tensor and only state tensors of at most 1 dim.
 pub fn may_have_flat_state(files: &[RankFile]) -> bool {
     let has_state = |at: &state::Path| {
         let state = files.first().and_then(|file| optimizer::optimizer_state(&file.contents.value, at));
@@ -196,8 +197,9 @@ impl Candidates {
         self.optimizers.iter().any(is_flat).then_some(model)
     }
 
-    /// Checks that no optimizer has state of flat parameters beside a model of which no flat layout is found: no state is a
-    /// 1-d tensor that is longer than every dim of the model, except state with as many elements as a tensor of the model.
+    /// Returns an error if an optimizer seems to have state of flat parameters, although no flat layout was found. The
+    /// sign is a 1-d state tensor that is longer than every dim of every tensor of the model, and whose length differs
+    /// from the number of elements of every tensor of the model.
     fn check_vectors(&self, series: &[SeriesFiles], skipped: &[RankFile]) -> Result<()> {
         if self.optimizers.is_empty() || !self.optimizers_may_be_flat(series).all(|may_be| may_be) {
             return Ok(());
@@ -361,7 +363,7 @@ fn raw_warning(layout: &FlatLayout) -> &'static str {
 }
 
 /// Checks that every rank has a file. Does not check a series for which `options::allow_missing` permits missing ranks.
-/// Messages use `source` as the origin of the layout; `document` is the flat layout file.
+/// Errors name `source` as the origin of the layout; `document` is the flat layout file, if there is one.
 fn check_counts(
     folder: &Path,
     series: &[SeriesFiles],
@@ -392,9 +394,10 @@ fn plain_names(states: &[&FlatState]) -> Option<HashSet<Fqn>> {
     (!states.is_empty()).then(|| ranks.flat_map(|rank| rank.other_tensors.keys()).cloned().collect())
 }
 
-/// Returns the names that an optimizer with one parameter group updates: all parameters, in the order of the state
-/// dict. The order in the flat layout is not used, because a user may have written the layout, with the parameters in
-/// another order.
+/// Returns the names of the tensors that an optimizer with one parameter group updates, in the order of the state dict
+/// `state`: all parameters with `use_orig_params`, otherwise all flat parameters. Without `state`, returns the flat
+/// parameters in the order of the units in the layout, but `None` for parameters: a user may have written the layout
+/// with the parameters of a unit in another order.
 fn default_optimizer_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
     if !layout.use_orig_params {
         let Some(state) = state else { return Some(layout.units.iter().map(FlatUnit::key).collect()) };

@@ -1,10 +1,10 @@
-//! The model beside optimizer state of flat parameters, as the state dict of the model records it, and the check of a
-//! flat layout against this record.
+//! Checks a flat layout against the state dict of the model, for checkpoints in which the optimizer has state of flat
+//! parameters, but the model has no flat parameters.
 //!
-//! A state dict without flat parameters has the name and the shape of every parameter. If the state dict has PyTorch's
-//! `_metadata`, it also records the order in which the modules were registered, which is the order of FSDP's traversal,
-//! and the modules that FSDP1 wraps. A layout that contradicts this record would assign optimizer state to other
-//! parameters, so it is an error. The check uses only what the state dict records.
+//! The state dict of such a model has the name and the shape of every parameter. If the state dict has PyTorch's
+//! `_metadata`, it also records which modules FSDP1 wraps, and the order in which the modules were registered; FSDP1
+//! traverses the modules in this order. A layout that contradicts this record is an error, because it would assign
+//! optimizer state to wrong parameters. The check uses only what the state dict records.
 //!
 //! Source: `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp/_flat_param.py`.
 
@@ -33,9 +33,9 @@ pub struct ModelRecord {
     /// model that is not sharded, some of which may be buffers.
     pub are_sharded: bool,
     /// The paths of the modules that FSDP1 wraps, in the order of registration. Empty if the state dict does not record
-    /// them.
+    /// which modules are wrapped.
     pub wrapped: Vec<String>,
-    /// The names of all other tensors: buffers, and parameters that FSDP1 does not shard.
+    /// The names of all tensors that are not in `params`: buffers, and parameters that FSDP1 does not shard.
     pub others: HashSet<Fqn>,
     /// The modules in the state dict's `_metadata`.
     registered: HashSet<String>,
@@ -61,8 +61,8 @@ impl TensorMeta {
         Self::of_part(view, &view.sizes)
     }
 
-    /// Returns the metadata of a tensor of which `part` is the part of one rank. The part has the memory order of the
-    /// tensor.
+    /// Returns the metadata of a whole tensor with the shape `shape`. `part` is the part of the tensor on one rank; the
+    /// strides of the part show the memory order of the tensor.
     pub fn of_part(part: &View, shape: &Dims) -> Self {
         let mut dims: Vec<usize> = (0..shape.len().min(part.sizes.len())).collect();
         // The stride of a dim of size 1 is meaningless.
@@ -156,7 +156,8 @@ impl ModelRecord {
         self.params().map(|param| &param.fqn).chain(&self.others).cloned().collect()
     }
 
-    /// Returns the positions of the parameters of a layout.
+    /// Returns the positions of the recorded parameters and units in the order of registration. `layout` gives the
+    /// modules of the units.
     fn traversal<'a>(&'a self, layout: &'a FlatLayout) -> Traversal<'a> {
         let names = self.params().map(|param| &param.fqn).zip(0..);
         let is_registered = |(fqn, _): &(&Fqn, usize)| self.registered.contains(module_of(fqn.as_str()));
@@ -167,8 +168,9 @@ impl ModelRecord {
         }
     }
 
-    /// Returns the names that an optimizer with one parameter group updates, in the order of their numbers: parameters with
-    /// `use_orig_params`, otherwise flat parameters. Returns `None` if the state dict does not record the order.
+    /// Returns the names of the tensors that an optimizer with one parameter group updates, in the order of their
+    /// parameter ids. With `use_orig_params` these tensors are parameters, otherwise flat parameters. Returns `None` if
+    /// the state dict does not record the order of registration.
     pub fn optimizer_order(&self, layout: &FlatLayout) -> Option<Vec<Fqn>> {
         let traversal = self.traversal(layout);
         let mut names = Vec::new();
@@ -185,7 +187,7 @@ impl ModelRecord {
         Some(names.into_iter().map(|(_, name)| name).collect())
     }
 
-    /// Checks a flat layout against this record. Messages use `source` as the origin of the layout.
+    /// Checks a flat layout against this record. Errors name `source` as the origin of the layout.
     ///
     /// # Errors
     /// `Conflict` for the first difference, naming the parameter or the unit.
@@ -237,9 +239,9 @@ impl ModelRecord {
         format!("no parameter of this name{other}")
     }
 
-    /// Checks that the parameters of each unit are in the order of registration, and that parameters of equal length are in
-    /// this order in each group of the optimizer. If an optimizer lists parameters of other lengths in another order, the
-    /// lengths of its state show whether the list is right.
+    /// Checks that the parameters of each unit are in the order of registration, and that parameters of equal length
+    /// are in this order in each group of the optimizer. The order of parameters of different lengths in a group is not
+    /// checked here: if it is wrong, the optimizer state later turns out to have wrong lengths.
     fn check_order(&self, layout: &FlatLayout, misfit: LayoutMismatch<'_>) -> Result<()> {
         let traversal = self.traversal(layout);
         let mut lengths: HashMap<Fqn, (u64, usize)> = HashMap::new();
@@ -264,8 +266,8 @@ impl ModelRecord {
     }
 }
 
-/// The positions of parameters and units in the order of registration, without those that the state dict does not
-/// record.
+/// The positions of parameters and units in the order of registration. Parameters and units that the state dict does
+/// not record are absent.
 struct Traversal<'a> {
     params: HashMap<&'a Fqn, usize>,
     units: HashMap<&'a str, usize>,
@@ -274,7 +276,9 @@ struct Traversal<'a> {
 }
 
 impl Traversal<'_> {
-    /// Returns the position at which FSDP's traversal finds a parameter: the first position among its names in its unit.
+    /// Returns the position at which FSDP1's traversal of the modules finds a parameter. A tied parameter has a
+    /// position for each of its names in the unit; the first of these positions is returned. Returns `None` if the
+    /// state dict does not record a position.
     fn position(&self, unit: &FlatUnit, param: &FlatParam) -> Option<usize> {
         let is_own = |name: &&Fqn| innermost_unit(module_of(name.as_str()), &self.modules) == Some(&*unit.module);
         let aliases = unit.shared.iter().filter(|shared| shared.with == param.fqn).map(|shared| &shared.fqn);
@@ -283,7 +287,8 @@ impl Traversal<'_> {
     }
 }
 
-/// Compares a parameter of the layout with a parameter in the state dict.
+/// Checks that a parameter of the layout has the shape and the strides of the parameter in the state dict. Row-major
+/// strides in the state dict are not compared, because a tool may have copied the model in row-major order.
 fn check_param(param: &FlatParam, found: &FlatParam, misfit: LayoutMismatch<'_>) -> Result<()> {
     let name = found.fqn.as_str();
     if param.shape != found.shape {

@@ -1,12 +1,13 @@
 //! Converts optimizer state of flat parameters to state with the names and shapes of the parameters, as
 //! `FSDP.optim_state_dict` would return it.
 //!
-//! `optimizer.state_dict()` numbers the tensors that the optimizer updates. Without `use_orig_params` these tensors are
-//! flat parameters, and the state of a flat parameter has the length of the rank's shard, including padding. With
-//! `use_orig_params` these tensors are parameters, and the state of a parameter is as long as the slice of the
-//! parameter in the rank's shard. If this slice is empty, the rank has no state for the parameter. A 0-d state tensor
-//! (a step counter) applies to all parameters in a flat parameter. It is copied for each parameter, because an
-//! optimizer would increment a tensor several times if several parameters shared the tensor. Unit of lengths: elements.
+//! In `optimizer.state_dict()`, each tensor that the optimizer updates has a number (its parameter id). Without
+//! `use_orig_params` these tensors are flat parameters, and the state of a flat parameter has the length of the rank's
+//! shard, including padding. With `use_orig_params` these tensors are parameters, and the state of a parameter is as
+//! long as the slice of the parameter in the rank's shard. If this slice is empty, the rank has no state for the
+//! parameter. A 0-d state tensor (a step counter) applies to all parameters in a flat parameter. dtshard copies the
+//! counter for each parameter, because an optimizer would increment a tensor several times if several parameters shared
+//! the tensor. Unit of lengths: elements.
 //!
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
@@ -42,8 +43,8 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
-/// Returns whether the state of an optimizer may be state of flat parameters. Returns true if no state tensor has more
-/// than 1 dim.
+/// Returns whether the state of an optimizer may be state of flat parameters: every state tensor is a plain tensor with
+/// at most 1 dim.
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
@@ -72,8 +73,8 @@ fn optimizer_state_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Va
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
 }
 
-/// Returns the parameter numbers of each group. Returns `None` if the dict is not the state dict of an optimizer, or if
-/// the optimizer refers to parameters by name.
+/// Returns the parameter ids (numbers) of each group. Returns `None` if the dict is not the state dict of an optimizer,
+/// or if the optimizer refers to parameters by name.
 pub fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
@@ -86,11 +87,11 @@ pub fn group_numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     groups.iter().map(group).collect()
 }
 
-/// The information that, together with the flat layout, gives the name for each parameter number.
+/// The information that, together with the flat layout, gives the name for each parameter id.
 #[derive(Clone, Copy)]
 pub struct OptimizerOrder<'a> {
-    /// The names of the parameters in the order of their numbers, for an optimizer with one parameter group. Used if the
-    /// layout has no parameter groups.
+    /// The names of the parameters in the order of their parameter ids, for an optimizer with one parameter group. Used
+    /// if the layout has no parameter groups.
     pub default: Option<&'a [Fqn]>,
     /// The names of all tensors of the model that are not flat parameters; `None` if these names are not known. The
     /// parameters outside all units are among them, and an optimizer may update these parameters, too.
@@ -116,18 +117,18 @@ impl OptimizerOrder<'_> {
     }
 }
 
-/// The parameter names of an optimizer that numbers its parameters. There is one list per parameter group, in the order
-/// of the numbers.
+/// The names of the parameters or flat parameters of an optimizer that identifies them by parameter ids. There is one
+/// list per parameter group, in the order of the parameter ids.
 pub struct NumberedParameters {
     names: Vec<Vec<Fqn>>,
 }
 
-/// Replaces the parameter numbers of an optimizer by names, and the state of flat parameters by state of their
-/// parameters, in the files of all ranks. State of parameters outside all units stays as it is. Returns the names of each
-/// group.
+/// Replaces the parameter ids (numbers) of an optimizer by names, and the state of flat parameters by state of their
+/// parameters, in the files of all ranks. State of parameters outside all units stays as it is. Returns the names of
+/// each group.
 ///
 /// # Errors
-/// `Unsupported` if the names for the parameter numbers are unknown, `Malformed` for state of an unexpected size.
+/// `Unsupported` if the names for the parameter ids are unknown, `Malformed` for state of an unexpected size.
 pub fn unflatten(
     files: &mut [RankFile],
     at: &Path,
@@ -212,7 +213,8 @@ impl NumberedParameters {
     }
 }
 
-/// Returns the error for an optimizer whose parameter numbers have no known names.
+/// Returns the error for an optimizer whose parameter ids have no known names. `groups` is the number of its parameter
+/// groups.
 pub fn unknown_groups(at: &Path, groups: usize) -> Error {
     let lacking = match groups {
         1 => String::from("the order of its parameters is unknown"),
@@ -229,8 +231,8 @@ fn describe_path(at: &Path) -> String {
     if at.0.is_empty() { String::from("the optimizer") } else { format!("the optimizer at {at}") }
 }
 
-/// The tensor that an optimizer means by a parameter number or name: the flat parameter of a unit, or one parameter of
-/// a unit.
+/// The tensor that a parameter id or name of an optimizer refers to: the flat parameter of a unit (`Unit` has the index
+/// of the unit), or one parameter of a unit (`Param` has the indices of the unit and of the parameter in the unit).
 #[derive(Clone, Copy)]
 pub enum ParameterSlot {
     Unit(usize),
@@ -289,7 +291,8 @@ impl RankUnflattener<'_> {
         }
     }
 
-    /// Returns the flat parameter or the parameter with this name; `None` for a parameter outside all units.
+    /// Returns the flat parameter or the parameter with this name; `None` for a parameter outside all units, whose
+    /// state stays as it is.
     fn find_slot(&self, name: &Fqn, order: OptimizerOrder<'_>) -> Result<Option<ParameterSlot>> {
         if let Some(slot) = self.slots.get(name) {
             return Ok(Some(*slot));
@@ -424,7 +427,8 @@ impl RankUnflattener<'_> {
         Ok((Value::Str((&known.fqn).into()), own))
     }
 
-    /// Checks that the state of a parameter of which the rank has no element has no elements either, except in 0-d tensors.
+    /// Checks the state of a parameter that has no element in the rank's shard: each state tensor must be 0-d or have
+    /// no elements.
     fn check_without_elements(&self, contents: &ArchiveContents, name: &Fqn, state: &Value) -> Result<()> {
         for id in state.tensor_ids() {
             if let TensorNode::Plain(view) = &contents.tensors[id.0 as usize]
@@ -454,7 +458,7 @@ impl RankUnflattener<'_> {
         }
     }
 
-    /// Replaces the parameter numbers in each parameter group by parameter names.
+    /// Replaces the parameter ids in each parameter group by parameter names.
     fn name_groups(&self, groups: &mut [Value], numbered: &NumberedParameters) {
         let units: HashMap<Fqn, &FlatUnit> = self.layout.units.iter().map(|unit| (unit.key(), unit)).collect();
         for (group, names) in groups.iter_mut().zip(&numbered.names) {
@@ -472,7 +476,7 @@ impl RankUnflattener<'_> {
     }
 }
 
-/// Removes the state of an optimizer whose parameter numbers cannot be resolved to parameter names.
+/// Removes the state of an optimizer whose parameter ids cannot be resolved to parameter names.
 pub fn drop_state(files: &mut [RankFile], at: &Path) {
     for file in files {
         if let Some(state) = optimizer_state_mut(&mut file.contents.value, at) {

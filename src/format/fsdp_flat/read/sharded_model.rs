@@ -35,7 +35,7 @@ pub struct ShardedModel {
     sizes: (u32, u32),
 }
 
-/// For each parameter number with state: the length of the state on each rank.
+/// For each parameter id with state: the length of the state on each rank that has the state.
 type StateLengths = HashMap<i64, Vec<StateLength>>;
 
 /// The length of the state of one parameter on one rank: the number of elements of the first tensor of the state that is
@@ -61,8 +61,9 @@ impl ShardedModel {
         found
     }
 
-    /// Finds the model in a state dict of a job with this number of ranks. Under `NO_SHARD`, which FSDP1 uses if a shard
-    /// group has one rank, all tensors of the state dict are plain tensors.
+    /// Reads the model from a state dict of a job with `ranks` ranks. Returns `None` if the state dict is not a model
+    /// that FSDP1 shards. Under `NO_SHARD`, which FSDP1 uses if a shard group has one rank, all tensors of the state
+    /// dict are plain tensors.
     fn from_state_dict(file: &RankFile, dict: &Dict, ranks: usize) -> Option<Self> {
         let records_units = !wrapped_modules(dict).is_empty();
         let is_plain = |(_, value): &(_, Value)| match value {
@@ -97,8 +98,8 @@ impl ShardedModel {
         Some(Self { record, units, vector_lengths, sizes })
     }
 
-    /// Returns whether the optimizer at a path may have state of flat parameters: FSDP1 wraps modules of the model, or some
-    /// state is longer or shorter than every 1-d tensor of the model.
+    /// Returns whether the optimizer at a path may have state of flat parameters: the model records which modules FSDP1
+    /// wraps, or some state is a 1-d tensor with a length that no 1-d tensor of the model has.
     pub fn has_flat_state(&self, files: &[RankFile], at: &Path) -> bool {
         !self.units.is_empty() || self.has_other_vectors(files, at)
     }
@@ -115,13 +116,14 @@ impl ShardedModel {
         self.sizes.0 == 1
     }
 
-    /// Returns the flat layout of the optimizer at a path. With `use_orig_params` the optimizer numbers parameters,
-    /// otherwise it numbers flat parameters; the number of parameters and the lengths of their state show which.
+    /// Returns the flat layout of the optimizer at a path. With `use_orig_params` the optimizer has a parameter id for
+    /// each parameter, otherwise for each flat parameter. The number of parameter ids and the lengths of the state show
+    /// which of the two holds.
     ///
     /// # Errors
-    /// `Unsupported` if no layout matches the number of parameters and the lengths, if several match, if the optimizer has
-    /// several parameter groups, or if the model does not record the memory order of every parameter; `Malformed` if the model
-    /// is damaged.
+    /// `Unsupported` if no layout matches the number of parameter ids and the lengths, if several match, if the
+    /// optimizer has several parameter groups, or if the model does not record the memory order of every parameter;
+    /// `Malformed` if the model is damaged.
     pub fn layout(&self, files: &[RankFile], at: &Path) -> Result<FlatLayout> {
         if self.units.is_empty() {
             return Err(unknown_layout(format!(
@@ -171,7 +173,8 @@ impl ShardedModel {
         }
     }
 
-    /// Returns the layout without `use_orig_params` that matches the lengths, and the names of its flat parameters.
+    /// Returns the layout without `use_orig_params` that matches the lengths of the optimizer state, and the names of
+    /// its flat parameters. Returns `None` if no layout matches, or several match.
     fn flat(&self, lengths: &StateLengths) -> Option<(FlatLayout, Vec<Fqn>)> {
         let layout = self.with_units(Vec::new(), false);
         let unit = |(unit, number): (&FlatUnit, i64)| {
@@ -186,7 +189,9 @@ impl ShardedModel {
         Some((FlatLayout { units, ..layout }, names))
     }
 
-    /// Returns the layout with `use_orig_params` that matches the lengths, and the names of its parameters.
+    /// Returns the layout with `use_orig_params` that matches the lengths of the optimizer state and the number of
+    /// parameter ids (`count`), and the names of its parameters. Returns `None` if no layout matches, or several
+    /// layouts with different tied parameters match.
     fn views(&self, count: usize, lengths: &StateLengths) -> Option<(FlatLayout, Vec<Fqn>)> {
         let aligned = |units: &[FlatUnit]| {
             let fitting = |align| {
@@ -217,8 +222,9 @@ impl ShardedModel {
         only((0..self.units.len()).flat_map(with_tie))
     }
 
-    /// Returns the given layout, but with the number of ranks and the value of `use_orig_params` of the job that saved this
-    /// model and the optimizer at a path. Checks the layout against the model; messages use `source` as its origin.
+    /// Adapts a layout to the job that saved this model and the optimizer at a path: the result has the number of
+    /// ranks, the size of a shard group and the value of `use_orig_params` of this job. Checks the result against the
+    /// model. Errors name `source` as the origin of the layout.
     ///
     /// # Errors
     /// `Conflict` for the first difference; `Malformed` if the layout is not consistent.
@@ -264,21 +270,21 @@ pub fn assumed_ties(layout: &FlatLayout) -> Vec<String> {
     shared.map(warning).collect()
 }
 
-/// Returns the error for an optimizer whose flat layout is not found. A checkpoint with the shapes would not help, because
-/// the model beside the optimizer has them.
+/// Returns the error for an optimizer whose flat layout is not found. The hint does not offer another checkpoint of the
+/// model: its shapes would not help, because the model beside the optimizer has the shapes already.
 fn unknown_layout(what: String) -> Error {
     let hint = "give options::flat_layout FILE (docs/how-to/fsdp1.md has the Python snippet that writes FILE from a live model), or \
                 leave the optimizer out with options::series model";
     Error::unsupported(what, hint)
 }
 
-/// Returns whether a parameter of this shape has another memory order in the format `channels_last`: it has at least two
-/// channels, and at least two elements in each channel.
+/// Returns whether `channels_last` differs from row-major order for a parameter of this shape. The two differ for a
+/// shape with at least 4 dims, at least two channels, and at least two elements in each channel.
 fn may_be_channels_last(shape: &Dims) -> bool {
     matches!(shape.as_slice(), [_, channels, spatial @ ..] if *channels > 1 && spatial.len() > 1 && spatial.iter().any(|size| *size > 1))
 }
 
-/// Returns the only item of an iterator.
+/// Returns the only item of an iterator; `None` if there is no item or more than one.
 fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
     items.next().filter(|_| items.next().is_none())
 }
@@ -299,7 +305,7 @@ fn tied(unit: &FlatUnit) -> impl Iterator<Item = FlatUnit> + '_ {
     })
 }
 
-/// Returns whether the state of each parameter is as long as the rank's part of the parameter.
+/// Returns whether, on every rank, the state of each parameter is as long as the rank's part of the parameter.
 fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool {
     let numbers: HashMap<&Fqn, i64> = names.iter().zip(0..).collect();
     let unit_fits = |unit: &FlatUnit| {
@@ -315,7 +321,7 @@ fn views_fit(layout: &FlatLayout, names: &[Fqn], lengths: &StateLengths) -> bool
     layout.units.iter().all(unit_fits)
 }
 
-/// Returns the length of the longest 1-d state of the optimizer at a path.
+/// Returns the number of elements of the longest 1-d state tensor of the optimizer at a path, on any rank.
 pub fn longest_vector(files: &[RankFile], at: &Path) -> Option<u64> {
     let lengths = state_lengths(files, at).into_values().flatten();
     lengths.filter(|state| state.is_vector).map(|state| state.len).max()
@@ -340,7 +346,8 @@ fn state_lengths(files: &[RankFile], at: &Path) -> StateLengths {
     lengths
 }
 
-/// Returns the lengths of a 1-d tensor: of the whole tensor, and of the part in the file.
+/// Returns the lengths of a 1-d tensor: of the whole tensor, and of the part in the file. Returns no length for any
+/// other tensor.
 fn lengths_of_vector(node: &TensorNode) -> Vec<u64> {
     match node {
         TensorNode::Plain(view) if view.sizes.len() == 1 => vec![view.sizes[0]],
@@ -354,8 +361,8 @@ fn lengths_of_vector(node: &TensorNode) -> Vec<u64> {
     }
 }
 
-/// Returns the metadata of a parameter that FSDP1 shards, the number of ranks that shard it, and the number of ranks in
-/// the job.
+/// Returns the metadata of a parameter, the number of ranks that shard the parameter, and the number of ranks in the
+/// job. Returns `None` if the tensor is not sharded as FSDP1 shards parameters.
 fn sharded(node: &TensorNode) -> Option<(TensorMeta, (u32, u32))> {
     match node {
         // PyTorch makes ShardedTensors only of row-major parameters.
@@ -387,7 +394,7 @@ mod tests {
         FlatParam { fqn: fqn.into(), shape, stride: None }
     }
 
-    /// Returns a model of two ranks with one unit, whose two matrices have one shape.
+    /// Returns a model of two ranks with one unit, whose two matrices have equal shapes.
     fn model() -> ShardedModel {
         let params = vec![param("emb", smallvec![5, 4]), param("norm", smallvec![4]), param("head", smallvec![5, 4])];
         let unit = FlatUnit { params: params.clone(), ..FlatUnit::new("", Some(Dtype::F32)) };

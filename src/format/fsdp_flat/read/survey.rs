@@ -64,7 +64,7 @@ pub struct FlatPart {
 /// A tensor in a state dict that also has flat parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlainTensor {
-    /// A view of its unit's flat parameter, with its range in the flat parameter.
+    /// A parameter that is a view of its unit's flat parameter. `range` is the range of the view in the flat parameter.
     View {
         module: Box<str>,
         range: Range<u64>,

@@ -36,7 +36,7 @@ impl LayoutMismatch<'_> {
         self.with_hint(name, expected, found, hint)
     }
 
-    /// Returns the error for `optimizer` in the layout.
+    /// Returns the error for a field `optimizer` of the layout that does not match the file.
     pub fn optimizer_error(self, expected: impl Into<String>, found: impl Into<String>) -> Error {
         self.with_hint("`optimizer`", expected, found, OPTIMIZER_HINT)
     }
@@ -52,8 +52,8 @@ impl LayoutMismatch<'_> {
     }
 }
 
-/// Compares the length of a flat parameter in the layout with its length in the file. `align` is the alignment of
-/// parameters if `use_orig_params` is true; otherwise `None`.
+/// Compares the length of a flat parameter in the layout with its length in the file (`found`). `group` is the number
+/// of ranks in a shard group. `align` is the alignment of parameters if `use_orig_params` is true; otherwise `None`.
 ///
 /// # Errors
 /// `Conflict` naming the unit, both lengths and the likely cause.

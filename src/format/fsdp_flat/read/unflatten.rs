@@ -27,8 +27,8 @@ pub struct UnitShard<'a> {
 }
 
 impl UnitShard<'_> {
-    /// Returns, for every parameter of the unit, the boxes that the rank has; `shard` is the view that stores the
-    /// rank's shard.
+    /// Returns a tensor for each parameter of the unit, with the boxes of the parameter that the rank has. `shard` is
+    /// the view that stores the rank's shard; if it is `None`, the tensors have no boxes.
     pub fn parameters(&self, dtype: Dtype, shard: Option<&View>) -> Vec<TensorNode> {
         let mut local: Vec<Vec<_>> = vec![Vec::new(); self.unit.params.len()];
         if let Some(view) = shard {
@@ -124,8 +124,8 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
 }
 
 /// Returns the entries that replace the entry `(key, value)` of the state dict. A flat parameter becomes the parameters
-/// of its unit; with `use_orig_params` it is removed, because the state dict also has the parameters. A view becomes
-/// its parameter. Any other entry stays.
+/// of its unit; with `use_orig_params` the flat parameter is removed, because the state dict also has the parameters. A
+/// view becomes its parameter. Any other entry stays.
 fn replace_entry(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, TensorId>) -> Vec<(Value, Value)> {
     let Some(name) = key.as_str() else { return vec![(key, value)] };
     if let Some(module) = flat_module(name)

@@ -1,5 +1,5 @@
-//! Optimizer state whose keys are dotted names: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`. PyTorch writes it
-//! with `flatten_optimizer_state_dict`.
+//! Optimizer state whose keys are dotted names: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`. PyTorch writes such
+//! state if the option `flatten_optimizer_state_dict` is set.
 //!
 //! Such state has options for each parameter, but no parameter groups and no order of parameters. The flat layout
 //! provides both. If the layout has no groups, all flat parameters form one group; this needs `use_orig_params=False`
@@ -24,7 +24,8 @@ pub fn has_dotted_keys(dict: &Dict) -> bool {
 }
 
 /// Returns optimizer state with dotted keys as nested dicts. If the layout has parameter groups, the result has one
-/// group for each parameter. Otherwise the result has one group with all parameters.
+/// group for each parameter, and the caller then forms the groups of the layout. Otherwise the result has one group
+/// with all parameters.
 ///
 /// # Errors
 /// `Unsupported` if the layout has no parameter groups, and `use_orig_params` is true or parameters differ in their

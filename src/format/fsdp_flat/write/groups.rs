@@ -162,8 +162,9 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// Returns, for each parameter group of the source, a group for the target: the flat parameters of the units whose
-    /// parameters are in the source's group, and the parameters of the source's group that are outside all units. Their
-    /// order is that of [`group_of_units`](crate::catalog::flat::FlatLayout::group_of_units).
+    /// parameters are in the source's group, and the parameters of the source's group that are outside all units. The
+    /// members of a group are in the order in which
+    /// [`group_of_units`](crate::catalog::flat::FlatLayout::group_of_units) returns them.
     fn unit_groups(
         &self,
         names: &ParameterNames<'_>,
@@ -202,7 +203,7 @@ impl<'v> SourceOptimizer<'v> {
     }
 
     /// Returns the options for a parameter group of the layout. All parameters of the group must have equal options in
-    /// the source.
+    /// the source. An empty group gets the options of the source's group with the same index.
     fn common_options(&self, index: usize, params: &[TrainedParameter], plan: &FlatPlan<'_>) -> Result<&'v Dict> {
         let Some(first) = params.first() else {
             let options = self.groups.get(index).map(|(options, _)| *options);
@@ -244,7 +245,8 @@ impl<'v> SourceOptimizer<'v> {
     }
 }
 
-/// The parameter for each parameter number in a plain `optimizer.state_dict()`; empty if the state dict has names.
+/// Maps each parameter id (the number of a parameter in a plain `optimizer.state_dict()`) to its parameter. The map is
+/// empty if the state dict identifies parameters by name.
 struct OptimizerNumbers(HashMap<i64, TrainedParameter>);
 
 impl OptimizerNumbers {
@@ -293,8 +295,8 @@ impl OptimizerNumbers {
     }
 }
 
-/// Resolves parameter numbers by `param_names`. An optimizer stores this list of names if it was created with named
-/// parameters.
+/// Maps parameter ids to parameters by the lists `param_names` of the groups. An optimizer stores these lists if it was
+/// created with named parameters. Returns `None` if a list is missing or does not match its group.
 fn from_param_names(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,
@@ -312,9 +314,10 @@ fn from_param_names(
     Some(known)
 }
 
-/// Resolves parameter numbers by the parameter groups of the layout, if the layout has several groups, with the same
-/// numbers of parameters as the groups of the source. Returns `None` for a single group: this group holds all
-/// parameters, and the caller can confirm their order by their shapes.
+/// Maps parameter ids to parameters by the parameter groups of a layout with `use_orig_params`. Each group of the
+/// layout must have as many parameters as the group of the source with the same index; otherwise returns `None`. Also
+/// returns `None` for a single group: this group holds all parameters, and the caller can confirm their order by their
+/// shapes.
 fn from_layout_groups(
     groups: &[(&Dict, &[Value])],
     names: &ParameterNames<'_>,

@@ -1,8 +1,8 @@
 //! Writes the `_metadata` of a model's state dict, which maps the path of each module to its version.
 //!
 //! A wrapped module has two entries, one for the wrapper and one for the module inside: `layers.0` and
-//! `layers.0._fsdp_wrapped_module`. This last component is also in the names of all modules and parameters inside the
-//! wrapped module.
+//! `layers.0._fsdp_wrapped_module`. The component `_fsdp_wrapped_module` is also in the names of all modules and
+//! parameters inside the wrapped module.
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
 //! `torch/distributed/fsdp/_common_utils.py`.
@@ -27,7 +27,8 @@ pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
 
 /// Returns the attributes of the state dict of a model in which FSDP1 wraps the units of `layout`. If the source has
 /// wrappers around exactly these modules, its attributes are returned unchanged. Otherwise the wrappers of the source
-/// are removed, and the wrappers of `layout` are added. Returns `None` unless `_metadata` is the only attribute.
+/// are removed, and the wrappers of `layout` are added. Returns `None` if the source has other attributes than
+/// `_metadata`; the target then has no attributes.
 pub fn wrap_attributes(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
@@ -80,7 +81,8 @@ fn wrapped_path(module: &str, layout: &FlatLayout) -> String {
 }
 
 /// Returns whether FSDP1 wraps a module. FSDP1 wraps the root module, even if all parameters are in inner units. The
-/// exception is a model with several roots of FSDP1: it has no root unit, and trains parameters outside all units.
+/// exception is a model with several roots of FSDP1: its root module is not wrapped, and the optimizer of the layout
+/// lists parameters outside all units.
 fn is_unit(module: &str, layout: &FlatLayout) -> bool {
     let is_listed = layout.units.iter().any(|unit| *unit.module == *module);
     is_listed || module.is_empty() && !trains_outside_units(layout)

@@ -93,12 +93,12 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
 /// before it lays out any file.
 pub struct PartSurvey {
     /// Pairs of source tensors of which the target stores only the first. The second is not written, so its values must
-    /// equal those of the first. A pair consists of two names of a tied parameter (or their gradients) that the source
-    /// stores separately, or of optimizer scalars (step counters) of two parameters, because a flat parameter has a
-    /// single step counter.
+    /// equal those of the first. The two tensors of a pair are one of these: the two copies of a tied parameter that
+    /// the source stores under two names; the two copies of its gradient; 0-d optimizer state (step counters) of two
+    /// parameters, because a flat parameter has a single step counter.
     pub merged: Vec<(TensorId, TensorId)>,
     /// The names of the parameters or flat parameters that the target's optimizer updates, in the order of their
-    /// numbers, one list per parameter group; `None` if the state dict has no optimizer.
+    /// parameter ids, one list per parameter group; `None` if the state dict has no optimizer.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 

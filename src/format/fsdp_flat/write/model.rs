@@ -76,8 +76,8 @@ pub fn plan(
     Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
-/// A tied parameter may be in the source under only some of its names. Adds an entry for each of its other names, after
-/// all other entries of the unit.
+/// Adds an entry for each missing name of a tied parameter, after the last parameter of the unit. Names can be missing,
+/// because the source may have a tied parameter under only some of its names.
 fn add_missing_names(entries: &mut Vec<(String, ModelEntry<'_>)>, plan: &FlatPlan<'_>, names: &ParameterNames<'_>) {
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
@@ -106,7 +106,7 @@ fn buffers_note(entries: &[(String, ModelEntry<'_>)]) -> Option<String> {
     (others > 0).then(|| format!("{others} {what}"))
 }
 
-/// For each unit, the storages that hold the unit's shard or the unit's parameters.
+/// For each unit, its storages: one storage with the rank's shard, or one storage for each parameter.
 struct FlatParameters {
     units: Vec<UnitStorage>,
 }
@@ -195,5 +195,6 @@ impl FlatParameters {
     }
 }
 
-/// A map from the index of an entry to the units whose flat parameters come directly before or after it.
+/// A map from the index of an entry to the units whose flat parameters come directly before, or directly after, this
+/// entry.
 type UnitsByEntry = HashMap<usize, Vec<usize>>;

@@ -1,10 +1,11 @@
 //! Plans optimizer state as `optimizer.state_dict()` of an FSDP1 job has it on each rank.
 //!
-//! Parameters are identified by numbers, in the order of the parameter groups. With `use_orig_params` each parameter
-//! has its own state, which is as long as the slice of the parameter in the rank's shard. If this slice is empty, the
-//! rank has no state for the parameter. Without `use_orig_params`, the optimizer updates flat parameters only: state
-//! tensors with the shape of their parameter are concatenated like the flat parameter, and any other state value must
-//! be equal for all parameters of the unit. Lengths count elements.
+//! Each parameter has a number (its parameter id), counted from 0 in the order of the parameter groups. With
+//! `use_orig_params` each parameter has its own state, which is as long as the slice of the parameter in the rank's
+//! shard. If this slice is empty, the rank has no state for the parameter. Without `use_orig_params`, the optimizer
+//! updates flat parameters instead of the parameters in them: state tensors with the shape of their parameter are
+//! concatenated like the flat parameter, and any other state value must be equal for all parameters of the unit.
+//! Lengths count elements.
 //!
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
@@ -24,7 +25,7 @@ pub fn is_optimizer(dict: &Dict) -> bool {
     groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
 }
 
-/// Adds an optimizer to the plan, and returns its state dict for the target. Tensors in it are indices of
+/// Adds an optimizer to the plan, and returns its state dict for the target. The tensors in this dict are indices of
 /// [`FlatPlan::tensors`].
 pub fn plan(dict: &Dict, path: &Path, names: &ParameterNames<'_>, plan: &mut FlatPlan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;

@@ -111,11 +111,12 @@ pub struct FlatPlan<'a> {
     /// equal those of the first.
     pub merged: Vec<(TensorId, TensorId)>,
     /// The names of the parameters or flat parameters that the first planned optimizer updates, in the order of their
-    /// numbers in the target, one list per parameter group; `None` until an optimizer is planned.
+    /// parameter ids in the target, one list per parameter group; `None` until an optimizer is planned.
     pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
-/// The maximum alignment of parameters, in elements: 16 bytes have at most 16 elements.
+/// The maximum alignment of parameters, in elements. PyTorch aligns parameters to 16 bytes, which are at most 16
+/// elements.
 const MAX_ALIGN: u64 = 16;
 
 impl<'a> FlatPlan<'a> {

@@ -177,7 +177,7 @@ impl<'a> FlatRankFile<'a> {
         write_view(writer, view);
     }
 
-    /// Writes a flat parameter. Returns the range of the pickle that differs between ranks.
+    /// Writes a flat parameter. Returns the byte range of the pickle that differs between ranks.
     fn write_flat(
         &self,
         writer: &mut Writer,
@@ -200,8 +200,8 @@ impl<'a> FlatRankFile<'a> {
         )
     }
 
-    /// Returns a writer of ShardedTensors for this rank's shard group (the ranks that share one copy of a unit). A
-    /// shard group consists of consecutive ranks.
+    /// Returns a writer of ShardedTensors for this rank's shard group (the ranks that together hold one copy of each
+    /// unit). A shard group consists of consecutive ranks.
     fn sharded_writer(&self) -> ShardedWriter {
         let FlatLayout { world_size, shard_group_size, .. } = *self.plan.layout;
         let own = self.rank.0 % shard_group_size;
@@ -250,8 +250,8 @@ impl<'a> FlatRankFile<'a> {
         }
     }
 
-    /// Splits a range of a tensor's elements into boxes. The data of the boxes is consecutive, and starts at `offset`
-    /// in the file.
+    /// Splits a range of a tensor's elements into boxes, and returns a chunk for each box. The data of the boxes is
+    /// consecutive, and starts at the byte `offset` of the file.
     fn chunks(
         &self,
         tensor: TensorId,

@@ -153,7 +153,7 @@ fn optimizer_numbers_parameters_or_units() {
 }
 
 /// torchtitan saves optimizer state with dotted names. Such state has options for each parameter, but no parameter
-/// groups. If the layout does not have them either, `use_orig_params=True` is an error.
+/// groups. If the layout has no parameter groups either, `use_orig_params=True` is an error.
 #[test]
 fn flattened_optimizer_needs_known_groups() {
     let mut source = Source::valid();

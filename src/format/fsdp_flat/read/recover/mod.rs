@@ -28,7 +28,8 @@ pub enum ShapeSource<'a> {
 /// Returns the layout of a state dict with flat parameters.
 ///
 /// # Errors
-/// `Unsupported` if the order would be a guess, `Malformed` and `Conflict` if the files do not match.
+/// `Unsupported` if the order of parameters is unknown; `Malformed` or `Conflict` if the files contradict each other or
+/// the other checkpoint.
 pub fn recover(state: &FlatState, shapes: ShapeSource<'_>) -> Result<FlatLayout> {
     let (shard_group_size, world_size) = sizes(state)?;
     let mut layout = FlatLayout {
@@ -85,7 +86,8 @@ fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
     unit
 }
 
-/// Returns the strides of a parameter, in elements, if it is not row-major.
+/// Returns the strides of a parameter, in elements; `None` if the parameter is row-major. An unknown memory order is an
+/// error.
 fn stride_of(like: &LikeModel, name: &Fqn, param: &LikeParam) -> Result<Option<Dims>> {
     match &param.order {
         ElementOrder::RowMajor => Ok(None),

@@ -16,7 +16,7 @@ use crate::catalog::modules::module_of;
 use crate::error::Result;
 use crate::format::fsdp_flat::unknown_layout_error;
 
-/// Returns the units of a state dict without views.
+/// Returns the units of a state dict without views. `group` is the number of ranks in a shard group.
 pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<FlatUnit>> {
     let modules = state.unit_modules();
     let known: HashSet<&str> = modules.iter().copied().collect();
@@ -68,9 +68,10 @@ pub fn units(state: &FlatState, group: u32, like: &LikeModel) -> Result<Vec<Flat
     Ok(units)
 }
 
-/// Marks two parameters of a unit as tied if two conditions hold: the parameters have equal bytes in the checkpoint
-/// `like`, and without the tie the parameters of the unit together have more elements than the flat parameter, by
-/// exactly the number of elements of one of the two.
+/// Marks two parameters of a unit as tied if all of these hold: the two parameters have equal bytes in the checkpoint
+/// `like`; they have at least 2 dims; no other pair of parameters in the unit qualifies; the parameters of the unit
+/// together have more elements than the flat parameter (`total`), and the excess is the number of elements of one of
+/// the two.
 fn tie_copies(unit: &mut FlatUnit, like: &LikeModel, total: u64) -> Result<()> {
     let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
     let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };

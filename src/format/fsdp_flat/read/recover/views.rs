@@ -18,7 +18,7 @@ use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 use crate::name_list::{FEW, short_list};
 
-/// Returns the units of a state dict with views.
+/// Returns the units of a state dict with views. `group` is the number of ranks in a shard group.
 pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<Vec<FlatUnit>> {
     refuse_empty(state, shapes)?;
     let mut by_unit: HashMap<&str, Vec<(&Fqn, Range<u64>)>> = HashMap::new();
@@ -55,8 +55,9 @@ pub fn units(state: &FlatState, group: u32, shapes: ShapeSource<'_>) -> Result<V
     state.unit_modules().into_iter().map(unit).collect()
 }
 
-/// Refuses a parameter without elements: such a parameter has no data in a flat parameter, so its unit and position are
-/// unknown. The tensor may also be a buffer.
+/// Returns an error for a parameter without elements, such as a parameter of shape `[0, 4]`: such a parameter has no
+/// data in a flat parameter, so its unit and position are unknown. The shape comes from the other checkpoint. A tensor
+/// of shape `[0]` is not an error, because it may be a buffer.
 fn refuse_empty(state: &FlatState, shapes: ShapeSource<'_>) -> Result<()> {
     let ShapeSource::Like(like) = shapes else { return Ok(()) };
     let viewed: HashSet<&Fqn> = state.view_names().into_iter().collect();
