@@ -15,6 +15,10 @@ impl FromStr for Quantity {
     fn from_str(text: &str) -> Result<Self, String> {
         let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(split);
+        let no_number = || String::from("expected a number of bytes, such as 5GB");
+        if number.is_empty() {
+            return Err(no_number());
+        }
         let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
             "" | "b" => 1,
             "k" | "kb" => 1_000,
@@ -34,7 +38,7 @@ impl FromStr for Quantity {
             }
             return whole.checked_mul(factor).map(Self).ok_or_else(too_large);
         }
-        let value: f64 = number.parse().map_err(|_| format!("`{text}` is not a number of bytes, such as 5GB"))?;
+        let value: f64 = number.parse().map_err(|_| no_number())?;
         #[expect(clippy::cast_precision_loss, reason = "sizes with a fraction are not exact anyway")]
         let bytes = value * factor as f64;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked to be in range")]

@@ -278,7 +278,7 @@ impl FlatUnit {
         let FlatParam { fqn, shape, stride } = param;
         let wrong = |expected, found| Err(Wrong::new(self.describe(), expected, found));
         if !is_within(fqn.as_str(), &self.module) {
-            return wrong("names below its module", format!("`{fqn}`"));
+            return wrong("names of parameters in this module", format!("`{fqn}`"));
         }
         // If the dtype is unknown, assume 16 bytes for each element, the largest element size.
         if checked_len_bytes(shape, self.dtype.unwrap_or(Dtype::C128)).is_none() {
@@ -287,7 +287,7 @@ impl FlatUnit {
         if param.order().is_none() {
             let stride = stride.as_deref().unwrap_or_default();
             let found = format!("{fqn} of shape {:?} with stride {stride:?}", shape.as_slice());
-            return wrong("strides without holes", found);
+            return wrong("strides that leave no gaps between elements", found);
         }
         Ok(())
     }
@@ -379,11 +379,11 @@ mod tests {
                 "shard_group_size: a divisor of world_size, shard_group_size 3 and world_size 4",
             ),
             (&|l| l.units[1].module = "".into(), "the root unit: each module once, `` again"),
-            (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names below its module, `blkw`"),
+            (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names of parameters in this module, `blkw`"),
             (&|l| l.units[0].params[1].fqn = "emb.weight".into(), "the root unit: each name once, `emb.weight` again"),
             (
                 &|l| l.units[1].params[0].stride = Some(smallvec![2]),
-                "unit blk: strides without holes, blk.w of shape [7] with stride [2]",
+                "unit blk: strides that leave no gaps between elements, blk.w of shape [7] with stride [2]",
             ),
             (
                 &|l| l.units[1].params[0].shape = smallvec![1 << 40, 1 << 40],

@@ -328,7 +328,8 @@ impl Unflatten {
                 }
                 _ => {
                     return Err(format!(
-                        "`{path}`, but another path uses the container of `{key}` differently (as a dict, a list or a leaf)"
+                        "`{path}`, but another path makes the parent of `{key}` something else (a dict, a list or a \
+                         single value)"
                     ));
                 }
             };
@@ -340,7 +341,8 @@ impl Unflatten {
                 Some(_) => Err(format!("`{path}` twice")),
             },
             _ => Err(format!(
-                "`{path}`, but another path uses the container of `{last}` differently (as a dict, a list or a leaf)"
+                "`{path}`, but another path makes the parent of `{last}` something else (a dict, a list or a single \
+                 value)"
             )),
         }
     }

@@ -102,12 +102,16 @@ impl TensorEntry {
             .map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.describe_partial_value(number)));
         let (kind, region, detail) = match error {
             CoverError::Gap { region } => {
-                let detail = format!("no chunk holds this part of {shape}");
+                let detail = format!("no chunk holds this part of the tensor ({shape})");
                 (CoverageKind::Gap, region.to_string(), detail)
             }
             CoverError::Overlap { first, second, region } => {
                 let (first, second) = (self.holder_name(holders, *first), self.holder_name(holders, *second));
-                (CoverageKind::Overlap, region.to_string(), format!("both {first} and {second} hold this part"))
+                (
+                    CoverageKind::Overlap,
+                    region.to_string(),
+                    format!("both {first} and {second} hold this part of the tensor"),
+                )
             }
             CoverError::OutOfBounds { tile, region } => {
                 let holder = self.holder_name(holders, *tile);

@@ -142,7 +142,8 @@ fn prefix_note(args: &ConsolidateOptions, convert: &ConvertOptions, source: &Con
     let common = state_dict::common_path(&source.selection.catalog.state);
     let prefix = (!common.0.is_empty()).then(|| common.fqn())?;
     Some(format!(
-        "all names begin with `{prefix}.`, which is not a known key of a model: options::root {prefix} removes it"
+        "all names begin with `{prefix}.`, which is not a known key of a model: remove this prefix with \
+         options::root {prefix}"
     ))
 }
 

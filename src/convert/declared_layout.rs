@@ -33,8 +33,8 @@ pub fn declared_layout(args: &SourceLayoutOptions, keep_names: bool) -> Result<O
                 format!(
                     "{option} needs options::src_placements, options::src_plan, options::src_layout or options::reduce"
                 ),
-                "declare how tensors are sharded with options::src_placements '**.w1=S(0)', one rule for each kind of \
-                 sharded tensor, or with options::src_plan NAME, options::src_layout FILE or options::reduce",
+                "declare how tensors are sharded with options::src_placements, for example '**.w1=S(0)' (one rule for \
+                 each kind of sharded tensor), or with options::src_plan NAME, options::src_layout FILE or options::reduce",
             ));
         }
         _ => {}

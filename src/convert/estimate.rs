@@ -110,8 +110,8 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
 pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
     (peak > max_memory).then(|| {
         format!(
-            "this run may use {}, more than options::max_memory {}, which limits the buffers and the headers of DST, but \
-             neither the description of SRC in memory nor the plans for many chunks",
+            "this run may use {} of memory, more than options::max_memory {}: this option limits the buffers and the \
+             headers of DST, but neither the description of SRC in memory nor the plans for many chunks",
             human_bytes(peak),
             human_bytes(max_memory)
         )
@@ -126,6 +126,6 @@ mod tests {
     fn peak_above_the_limit_gives_a_warning() {
         assert_eq!(beyond(1 << 30, 1 << 30), None);
         let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
-        assert!(warning.contains("1.10 GB, more than options::max_memory 1.00 GB"), "{warning}");
+        assert!(warning.contains("1.10 GB of memory, more than options::max_memory 1.00 GB"), "{warning}");
     }
 }

@@ -114,7 +114,7 @@ fn notes(source: &ConversionSource, filler: &Checkpoint, counts: FillCounts) -> 
     let mut notes = source.selection.notes.clone();
     // The closing line counts the tensors in files, and a flat parameter is one tensor there.
     let one_by_one = match filler.catalog.flat {
-        Some(_) => "; each parameter in a flat parameter counts as one tensor",
+        Some(_) => "; each original parameter inside a flat parameter counts as one tensor",
         None => "",
     };
     notes.push(format!(

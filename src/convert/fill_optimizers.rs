@@ -22,6 +22,9 @@ use crate::catalog::{Catalog, Fqn, Key, Path, Value, path};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 
+/// The text about a checkpoint whose optimizer state has parameter ids without names.
+const WITHOUT_NAMES: &str = "stores its optimizer state by parameter index (0, 1, 2, ...) without parameter names";
+
 /// Gives the selected optimizers of SRC the keys of the optimizers in FILLER (the checkpoint of `--fill-from`). The key
 /// of a parameter is then its name, if FILLER has names as keys, or the parameter id that it has in FILLER. Adds a note
 /// to the selection if state is matched by position.
@@ -162,7 +165,7 @@ impl Pair<'_> {
             // an order of numbers.
             Numbering::InModelOrder(names) => (names, Some(self.order_note(&[self.own_root()]))),
             _ => {
-                let names = like().ok_or_else(|| self.other_groups())?;
+                let names = like().ok_or_else(|| self.other_groups(&self.own_root()))?;
                 self.check_order_of_filler(&self.own_root())?;
                 (names, Some(self.position_note()))
             }
@@ -179,7 +182,7 @@ impl Pair<'_> {
                 let note = Some(self.order_note(&[self.filler_root()]));
                 Ok(Matched { theirs: Some(theirs), note, own: None })
             }
-            _ => Err(self.unknown(&format!("{} has numbers without names", self.filler_root()))),
+            _ => Err(self.unknown(&format!("{} {WITHOUT_NAMES}", self.filler_root()), &self.filler_root())),
         }
     }
 
@@ -198,7 +201,8 @@ impl Pair<'_> {
         let are_equal =
             own.zip(self.path.find(&self.filler.catalog.state)).map(|(own, other)| has_equal_groups(own, other));
         if are_equal != Some(true) {
-            return Err(self.other_groups());
+            let is_named = matches!(self.own_numbering(), Numbering::Listed(_) | Numbering::InModelOrder(_));
+            return Err(self.other_groups(&if is_named { self.filler_root() } else { self.own_root() }));
         }
         self.check_order_of_filler(&self.own_root())?;
         self.check_order_of_source(&self.filler_root())?;
@@ -230,43 +234,52 @@ impl Pair<'_> {
     fn check_order(&self, catalog: &Catalog, path: &Path, root: &str, other: &str) -> Result<()> {
         match groups_of_names(catalog, path).and_then(|groups| out_of_order(catalog, &groups)) {
             None => Ok(()),
-            Some((first, second)) => Err(self.unknown(&format!(
-                "{other} has numbers without names, and {root} lists `{first}` before `{second}`, which is not the order of its \
-                 model"
-            ))),
+            Some((first, second)) => Err(self.unknown(
+                &format!(
+                    "{other} {WITHOUT_NAMES}, and the optimizer of {root} lists `{first}` before `{second}`, which is \
+                     not the order of the model"
+                ),
+                other,
+            )),
         }
     }
 
     fn check_contradiction(&self, numbering: &Numbering, root: &str) -> Result<()> {
         match numbering {
-            Numbering::ContradictsNames => {
-                Err(self
-                    .unknown(&format!("in {root}, the shapes of the state contradict the names in `{PARAM_NAMES}`")))
-            }
-            Numbering::ContradictsOrder => Err(self.unknown(&format!(
-                "{root} has numbers without names, and the shapes of the state contradict the order of the model"
-            ))),
+            Numbering::ContradictsNames => Err(self
+                .unknown(&format!("in {root}, the shapes of the state contradict the names in `{PARAM_NAMES}`"), root)),
+            Numbering::ContradictsOrder => Err(self.unknown(
+                &format!(
+                    "{root} {WITHOUT_NAMES}, and the shapes of the state contradict the order of the parameters in \
+                     the model"
+                ),
+                root,
+            )),
             _ => Ok(()),
         }
     }
 
-    fn other_groups(&self) -> Error {
-        self.unknown(&format!(
-            "not all numbers have names, and {} and {} have different parameter groups",
-            self.own_root(),
-            self.filler_root()
-        ))
+    fn other_groups(&self, unnamed: &str) -> Error {
+        self.unknown(
+            &format!(
+                "{unnamed} {WITHOUT_NAMES}, and {} and {} have different parameter groups",
+                self.own_root(),
+                self.filler_root()
+            ),
+            unnamed,
+        )
     }
 
-    /// Returns the error for an optimizer whose state cannot be matched. `why` is the reason.
-    fn unknown(&self, why: &str) -> Error {
+    /// Returns the error for an optimizer whose state cannot be matched. `why` is the reason, and `save_again` the checkpoint to
+    /// save again.
+    fn unknown(&self, why: &str, save_again: &str) -> Error {
         let path = self.stored.unwrap_or(self.path);
         let pattern = if path.0.is_empty() { STATE.to_owned() } else { path.to_string() };
         Error::usage(
             format!("options::fill_from: the parameters of the optimizer `{}` cannot be matched: {why}", self.path),
             format!(
-                "leave the optimizer of SRC out with options::exclude '{pattern}', or save it with get_optimizer_state_dict, \
-                 which records the names of parameters"
+                "leave the optimizer of SRC out with options::exclude '{pattern}', or save {save_again} again with \
+                 get_optimizer_state_dict, which records the names of parameters"
             ),
         )
     }
@@ -275,8 +288,8 @@ impl Pair<'_> {
     /// `without_names` record no names for them.
     fn order_note(&self, without_names: &[String]) -> String {
         format!(
-            "the optimizer `{}` has numbers without names in {}, so its state is matched by position: dtshard assumes that the \
-             numbers follow the order of the model",
+            "the optimizer `{}` has parameter indices (0, 1, 2, ...) without parameter names in {}, so its state is \
+             matched by position: dtshard assumes that the indices follow the order of the parameters in the model",
             self.path,
             without_names.join(" and ")
         )
@@ -285,8 +298,8 @@ impl Pair<'_> {
     /// Returns the note that parameter id `i` of SRC is assumed to be parameter id `i` of FILLER.
     fn position_note(&self) -> String {
         format!(
-            "the optimizer `{}` has numbers without names, so its state is matched by position: dtshard assumes that {} and {} \
-             have the same parameters in the same order",
+            "the optimizer `{}` has parameter indices (0, 1, 2, ...) without parameter names, so its state is matched \
+             by position: dtshard assumes that {} and {} have the same parameters in the same order",
             self.path,
             self.own_root(),
             self.filler_root()

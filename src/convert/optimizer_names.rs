@@ -46,14 +46,14 @@ fn name_selected(stored: &Catalog, selected: &mut Catalog, like: Option<&Catalog
         let names = names.map(|names| renamed(names, &new_names));
         notes.push(match names.filter(|names| set_parameter_names(&mut selected.state, &optimizer, names)) {
             Some(names) => format!(
-                "the state of the optimizer{of} has numbers as keys in SRC ({}), and parameter names in DST, as in \
-                 get_optimizer_state_dict",
+                "the state of the optimizer{of} is stored by parameter index in SRC ({}), and by parameter name in DST, \
+                 as in get_optimizer_state_dict",
                 count(names.len(), "parameter")
             ),
             None => format!(
-                "the state of the optimizer{of} has numbers as keys, also in DST, because the names of its parameters are \
-                 unknown: a job that loads it by name does not find it. Convert the optimizer together with its model, or \
-                 save it with get_optimizer_state_dict"
+                "the state of the optimizer{of} is stored by parameter index, also in DST, because the names of its \
+                 parameters are unknown: a job that loads the state by parameter name does not find it. Convert the \
+                 optimizer together with its model, or save it with get_optimizer_state_dict"
             ),
         });
     }

@@ -101,9 +101,9 @@ pub fn differing(
 /// Hint for a conflict between ranks that the user can resolve by choosing the value of one rank.
 const CHOICE: &str = "set options::on_conflict: rank0 keeps the lowest rank's value";
 
-/// Describes the index of the first difference: `first at [2, 1]`, or `in the only element` for a scalar.
+/// Describes the index of the first difference: `first difference at [2, 1]`, or `in the only element` for a scalar.
 pub fn position(index: &[u64]) -> String {
-    if index.is_empty() { String::from("in the only element") } else { format!("first at {index:?}") }
+    if index.is_empty() { String::from("in the only element") } else { format!("first difference at index {index:?}") }
 }
 
 /// Returns the error for a tensor whose replicas differ. With `peers`, the error names the processes that see the
@@ -142,7 +142,7 @@ pub fn replica_conflict(
             }
             (Class::Tensor, None) => format!(
                 "{CHOICE}, per-rank keeps the values of all ranks, drop leaves the tensor out; if the ranks hold \
-                 shards of it, declare them with options::src_mesh and options::src_placements; {listed}"
+                 shards of the tensor, declare them with options::src_mesh and options::src_placements; {listed}"
             ),
             _ => format!("{CHOICE}, drop leaves the tensor out; {listed}"),
         }),

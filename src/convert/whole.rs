@@ -44,7 +44,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(
-        format!("options::tied drop: {to} cannot record the names that are dropped"),
+        format!("options::tied drop: {to} files cannot record dropped names"),
         "omit options::tied; a torch file stores tied tensors once, and keeps all their names",
     ))
 }

@@ -25,14 +25,18 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Describes the differences: `first at [1, 3], 3 of 40 elements differ, max abs difference 0.25`.
+    /// Describes the differences: `first difference at [1, 3], 3 of 40 elements differ, max abs difference 0.25`.
     #[must_use]
     pub fn detail(&self, shape: &[u64]) -> String {
         let whole = Tile::from_region(&Region::whole(shape));
         let (first, numel) = (whole.global_index(self.element), whole.numel());
         let mut text = match shape {
             [] => String::from("the only element differs"),
-            _ => format!("first at {:?}, {} of {numel} elements differ", first.as_slice(), self.differing),
+            _ => format!(
+                "first difference at index {:?}, {} of {numel} elements differ",
+                first.as_slice(),
+                self.differing
+            ),
         };
         if let Some(distance) = self.max_abs_text() {
             text.push_str(&format!(", max abs difference {distance}"));
@@ -216,7 +220,10 @@ mod tests {
     fn difference_has_first_index_count_and_largest_distance() {
         let found = difference_of_f32(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.25, 3.0, 4.125]);
         assert_eq!(found, Difference { element: 101, max_abs: Some(0.25), differing: 2 });
-        assert_eq!(found.detail(&[8, 16]), "first at [6, 5], 2 of 128 elements differ, max abs difference 0.25");
+        assert_eq!(
+            found.detail(&[8, 16]),
+            "first difference at index [6, 5], 2 of 128 elements differ, max abs difference 0.25"
+        );
         assert_eq!(Difference::between(Dtype::F32, 0, &[1; 8], &[1; 8]), None);
     }
 
@@ -243,7 +250,10 @@ mod tests {
         assert_eq!(distance(Dtype::I8, &[0x80], &[0x7f]), Some(255.0));
         assert_eq!(distance(Dtype::U8, &[0x80], &[0x7f]), Some(1.0));
         assert_eq!(distance(Dtype::Bool, &[0], &[1]), None);
-        assert_eq!(between(Dtype::Bool, &[0, 1], &[1, 1]).detail(&[102]), "first at [100], 1 of 102 elements differ");
+        assert_eq!(
+            between(Dtype::Bool, &[0, 1], &[1, 1]).detail(&[102]),
+            "first difference at index [100], 1 of 102 elements differ"
+        );
         assert_eq!(distance(Dtype::F4E2m1fnX2, &[0], &[1]), None);
         assert_eq!(distance(Dtype::F16, &0x3c00_u16.to_le_bytes(), &0xbc00_u16.to_le_bytes()), Some(2.0));
         assert_eq!(distance(Dtype::Bf16, &0x3f80_u16.to_le_bytes(), &0xbf80_u16.to_le_bytes()), Some(2.0));

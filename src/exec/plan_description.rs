@@ -65,8 +65,8 @@ impl PlanDescription {
                     let age = if is < was { "older" } else { "newer" };
                     format!("{name} has changed: same length, {age} modification time")
                 }
-                (Some(_), None) => format!("{name} was read, now it is not"),
-                (None, _) => format!("{name} was not read, now it is"),
+                (Some(_), None) => format!("the earlier run read {name}, this run does not"),
+                (None, _) => format!("this run reads {name}, the earlier run did not"),
             });
         }
         let more = differences.len().saturating_sub(MAX_DIFFERENCES);
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(
             text(options, &[("a", 6, 1), ("b", 5, 2), ("d", 5, 1)]),
             "options::root was not given, now x; a was 5 bytes, now 6; b has changed: same length, newer \
-             modification time; c was read, now it is not; and 1 more"
+             modification time; the earlier run read c, this run does not; and 1 more"
         );
         let json = serde_json::to_string(&was).unwrap();
         assert_eq!(serde_json::from_str::<PlanDescription>(&json).unwrap(), was);

@@ -78,7 +78,7 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
         && let Some(hint) = torch_checkpointing::hint_if_missing(path, &names)
     {
         let what = format!(
-            "{} contains no checkpoint of format {from}: it has no metadata.pkl of this package",
+            "{} contains no checkpoint of format {from}: it has no metadata.pkl of torch_checkpointing",
             path.display()
         );
         return Error::usage(what, hint);

@@ -485,10 +485,12 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
     match names.find(|name| !seen.insert(name)) {
         None => Ok(()),
         Some(name) => Err(Error::unsupported(
-            format!(
-                "{name}: two entries of the state dict would have this name, or the format does not allow this name"
-            ),
-            "rename one of them, or write a torch file with `dtshard unshard`, which keeps nested names",
+            if reserved.contains(&name) {
+                format!("{name}: the format does not allow a tensor of this name")
+            } else {
+                format!("{name}: two entries of the state dict would have this name")
+            },
+            "change this name before saving, or write a torch file with `dtshard unshard`, which keeps nested names",
         )),
     }
 }

@@ -203,8 +203,10 @@ impl PlannedModel {
             }
         }
         for ((blocks, size), names) in odd {
-            let what =
-                format!("replicated on {tp}, because {size} does not divide into {blocks} weights of equal size");
+            let what = format!(
+                "replicated on {tp}, because the fused dim of size {size} does not divide into {blocks} weights of \
+                     equal size"
+            );
             note(names, &format!(" is {what}"), &format!(" are {what}"));
         }
         let replicated = match self.side {

@@ -281,7 +281,7 @@ impl SeriesSet {
                 if all.iter().all(String::is_empty) {
                     String::from("remove options::series, because the rank files are one series without a name")
                 } else {
-                    format!("choose one with options::series: its series are {}", short_list(&all, FEW))
+                    format!("choose one of these series with options::series: {}", short_list(&all, FEW))
                 },
             ));
         }
@@ -533,7 +533,7 @@ impl Series {
             }
         }
         let names: Vec<String> =
-            sizes.keys().map(|size| size.map_or_else(|| String::from("no size"), |size| size.to_string())).collect();
+            sizes.keys().map(|size| size.map_or_else(|| String::from("unknown"), |size| size.to_string())).collect();
         let mut sizes = sizes.into_iter();
         match (sizes.next(), sizes.next()) {
             (Some(only), None) => Ok(only),
@@ -542,7 +542,7 @@ impl Series {
                 what: "the world size",
                 between: String::from("its files"),
                 detail: format!(
-                    "expected one world size, found files of {}",
+                    "expected one world size, found files of {} ranks",
                     short_list(&names, FEW).replace(", ", " and ")
                 ),
                 hint: Some(String::from(

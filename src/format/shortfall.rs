@@ -37,7 +37,7 @@ pub fn list_missing_names(count: u64, names: impl Iterator<Item = String>) -> Ve
     const MAX_LISTED: u64 = 10_000;
     let mut listed: Vec<String> = names.take(usize::try_from(count.min(MAX_LISTED)).expect("a small number")).collect();
     if count > MAX_LISTED {
-        listed.push(format!("{} more", count - MAX_LISTED));
+        listed.push(format!("and {} more", count - MAX_LISTED));
     }
     listed
 }

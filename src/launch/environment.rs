@@ -55,7 +55,7 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
 }
 
 /// A hint that is correct for every launcher, because `--parts 1` always starts a run of one process.
-pub(super) const ALONE: &str = "options::parts 1 starts a run of one process";
+pub(super) const ALONE: &str = "or use options::parts 1 to start a run of one process";
 
 /// Returns the part of a process that torchrun started. The agents of torchrun set `TORCHELASTIC_RUN_ID`, `RANK` and
 /// `WORLD_SIZE`.

@@ -34,7 +34,7 @@ pub enum LayoutError {
     MeshTooLarge { shape: String, limit: u64 },
 
     /// The number of ranks differs from the number of cells of the mesh.
-    #[error("mesh of shape {shape}: expected as many ranks as cells, found {found} ranks")]
+    #[error("mesh of shape {shape}: expected one rank for each cell of the mesh, found {found} ranks")]
     RankCount { shape: String, found: usize },
 
     /// A rank is on two cells of the mesh.
@@ -165,7 +165,7 @@ impl LayoutError {
                 "change this rule, or add an earlier rule for this tensor, with placements that fit the tensor's dimensions"
             }
             Self::Pattern { .. } => {
-                "write a name with * within a component, ** across components or {a,b}; quote it for the shell"
+                "write a pattern with * (within a component), ** (across components) or {a,b}, and quote it for the shell"
             }
             Self::File { hint, .. } => {
                 hint.as_deref().unwrap_or("correct the file; docs/reference/layout-file.md describes layout files")
@@ -173,7 +173,8 @@ impl LayoutError {
             Self::Cut { hint, .. } => hint,
             Self::MixedReduction { .. } => "use one reduce op for all mesh dims, or sum and avg",
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {
-                "list one rank for each cell of the mesh, each rank once, separated by commas: options::mesh_ranks 0,2,1,3"
+                "list one rank for each cell of the mesh, each rank once, separated by commas, for example \
+                 options::mesh_ranks 0,2,1,3"
             }
             _ => {
                 "write a mesh as named dimensions (options::mesh dp=4,tp=2), and one placement for each of them \

@@ -177,7 +177,10 @@ pub fn from_shard_order(
         sorted.sort_unstable();
         if sorted != sharders || order.iter().filter(|entry| entry.0 == dim).count() > 1 {
             let found = mesh_dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-            return Err(error("exactly the mesh dims that shard this tensor dim", format!("mesh dims ({found})")));
+            return Err(error(
+                "a list of exactly the mesh dims that shard this tensor dim",
+                format!("mesh dims ({found})"),
+            ));
         }
         // PyTorch 2.10 derives the order from split factors and stores both. Then the split factors are enough.
         if sharders.iter().any(|mesh_dim| placements[mesh_dim.0] != Placement::Shard(dim)) {

@@ -70,7 +70,7 @@ impl Destination {
             return Err(Error::usage(
                 format!(
                     "{}: expected a name of at most {} bytes, found {}; dtshard creates hidden files beside the destination, and \
-                     their names contain its name",
+                     their names contain the name of the destination",
                     path.display(),
                     MAX_NAME - HIDDEN_NAME,
                     name.len()

@@ -158,7 +158,7 @@ pub(super) fn notes(survey: &Survey<'_>, options: &NameOptions, kept: &[bool]) -
     }
     let tensors = if numbered == 1 { "tensor" } else { "tensors" };
     vec![format!(
-        "kept all {numbered} {tensors} of optimizer state, although parameters are left out: the keys of the state are \
-         numbers, so the parameter of each tensor is unknown"
+        "kept all {numbered} {tensors} of optimizer state, although parameters are left out: the state is stored by \
+         parameter index, so the parameter of each tensor is unknown"
     )]
 }

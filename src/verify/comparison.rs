@@ -115,7 +115,7 @@ impl Comparison<'_> {
                 if are_equal {
                     found.hints.push(format!(
                         "{other} lacks `{output}`, which is equal to `{embedding}`: add options::common to compare only \
-                         the tensors that both have"
+                         the tensors that both checkpoints have"
                     ));
                     return Ok(());
                 }
@@ -206,7 +206,7 @@ fn check_common(
         return Ok(());
     }
     let hint = match root_in_other(&ours, &theirs) {
-        Some(root) => format!("OTHER has the names of SRC below `{root}`: add options::nest {root}"),
+        Some(root) => format!("in OTHER, the names of SRC are below `{root}`: add options::nest {root}"),
         None => String::from(
             "see the names with `dtshard inspect`; change the names of SRC with options::root, options::strip_prefix, \
              options::rename or options::nest",
@@ -320,14 +320,14 @@ fn suggest_root(source: &Selected, options: &SelectOptions, found: &mut Findings
             "OTHER has some names of SRC without `{root}.`: correct the options that change the names of SRC"
         ));
     } else if let Some(root) = root {
-        found.hints.push(format!("OTHER has some names that SRC has below `{root}`: add options::root {root}"));
+        found.hints.push(format!("in SRC, some names of OTHER are below `{root}`: add options::root {root}"));
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
         let hint = format!("in OTHER, the names of SRC begin with `{prefix}.`: add options::add_prefix {prefix}.");
         found.hints.push(hint);
     } else if let Some(root) = root_in_other(&found.only_in_src, &found.only_in_other) {
         found.hints.push(format!(
-            "OTHER has the names of SRC below `{root}`, and other names: swap SRC and OTHER and add options::root {root}; or \
-             add options::nest {root} and options::common"
+            "in OTHER, the names of SRC are below `{root}`, beside other names: swap SRC and OTHER and add \
+             options::root {root}; or add options::nest {root} and options::common"
         ));
     }
 }
@@ -366,7 +366,7 @@ pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
     let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
     let number = count(*number, "tensor");
     found.hints.push(format!(
-        "OTHER has {number} as {dtype}: options::dtype {pattern}{dtype} compares SRC as if it were cast"
+        "OTHER has {number} in {dtype}: add options::dtype {pattern}{dtype} to compare SRC as if cast to {dtype}"
     ));
 }
 

@@ -59,7 +59,7 @@ fn resharded_optimizer_has_state_of_flat_parameters() {
         let (there, back) = (folder.path().join(name), folder.path().join(format!("{name}_back")));
         let source = fixture(&format!("trainers/{name}"));
         let run = succeed("reshard", &[&source, &there], "--mesh fsdp=3");
-        assert_contains(&run.stderr, &["`optim` is for a job with FSDP1, as in SRC"]);
+        assert_contains(&run.stderr, &["`optim` of DST is for a job with FSDP1, as in SRC"]);
         assert_same(&unsharded(&there), &truth(name), name);
         let config = fs::read_to_string(there.join("fsdp_config.json")).unwrap();
         assert_contains(&config, &["\"FSDP_version\": 1", "\"world_size\": 3"]);
@@ -192,7 +192,7 @@ fn optimizer_without_its_own_files_is_for_fsdp2() {
         {
             let made = folder.path().join(format!("{name}{number}"));
             let run = succeed("reshard", &[&source, &made], options);
-            assert_contains(&run.stderr, &["the optimizer of DST has state of parameters, for a job with FSDP2"]);
+            assert_contains(&run.stderr, &["DST gets the state of each original parameter, for a job with FSDP2"]);
             let moment = inspect(&made, "--series all")["tensors"][head].clone();
             assert_eq!(moment["shape"][0], 41, "{name} {options}: {moment}");
             assert!(moment["placements"].as_str().unwrap().contains("S(0)"), "{name} {options}: {moment}");
@@ -285,7 +285,7 @@ fn filters_and_renames_apply_to_state_of_flat_parameters() {
             "--rename layers\\.(\\d+)=blocks.\\1",
         ] {
             let run = succeed("reshard", &[&source, &made], &format!("--mesh fsdp=3 --overwrite {options}"));
-            assert_contains(&run.stderr, &["`optim` is for a job with FSDP1"]);
+            assert_contains(&run.stderr, &["`optim` of DST is for a job with FSDP1"]);
             succeed("verify", &[&source, &made], &format!("--series all {options}"));
         }
         // The names of the optimizer without its model follow, too.
@@ -483,7 +483,10 @@ fn optimizer_of_the_layout_that_does_not_match_is_refused() {
             &|l| l["optimizer"][0][0] = json!("nix"),
             "nix: the optimizer lists this name, but the flat layout has no such",
         ),
-        (&|l| drop(l["optimizer"][0].as_array_mut().unwrap().pop()), "expected parameter groups of the sizes ["),
+        (
+            &|l| drop(l["optimizer"][0].as_array_mut().unwrap().pop()),
+            "the flat layout has parameter groups of the sizes [",
+        ),
         (&|l| l["optimizer"][0][0] = l["optimizer"][0][1].clone(), "optimizer: expected each name once"),
         (&|l| swap(&mut l["optimizer"][0], 0, 1), "expected state of "),
     ];

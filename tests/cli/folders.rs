@@ -557,7 +557,7 @@ fn missing_dcp_hf_shards_are_refused() {
     assert_refused(
         &source,
         &ReadOptions::default(),
-        &["the number of files differs", "it is 1 in some names and 2 in others"],
+        &["the number of files per rank differs", "some names say 1, others say 2"],
     );
 }
 

@@ -379,7 +379,11 @@ const CHANGES: [Change; 15] = [
     ),
     ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters next to flat parameters"),
     ("views", |layout| layout["use_orig_params"] = json!(false), "expected only flat parameters"),
-    ("views", |layout| units(layout)[1]["align_numel"] = json!(1), "found 94 elements, as with align_numel 4"),
+    (
+        "views",
+        |layout| units(layout)[1]["align_numel"] = json!(1),
+        "found 94 elements, the number that align_numel 4 gives",
+    ),
     ("views", |layout| params(layout, 1).swap(3, 4), "layers.0.norm.bias: the flat layout differs"),
     (
         "views",
@@ -419,7 +423,7 @@ fn flat_parameters_without_a_layout_are_refused() {
         }
         // `inspect` shows the flat parameters, with a warning.
         let outcome = succeed("verify", &[&copy.path()], "");
-        assert!(outcome.stderr.contains("give --flat-layout FILE or --like CKPT to see them"), "{outcome:?}");
+        assert!(outcome.stderr.contains("give --flat-layout FILE or --like CKPT to see the "), "{outcome:?}");
     }
     // A format that records no order of parameters gives neither a layout of flat parameters nor strides.
     let like = tempfile::tempdir().unwrap();

@@ -421,7 +421,7 @@ fn boxes_of_local_tensors_are_read() {
     refused.assert_refused(&["a.w", "a local tensor that contains"]);
     metadata.pointer_mut(&format!("{W}/0/sharding_metadata/data")).unwrap()["global_offsets"] = json!([[u64::MAX, 0]]);
     made.write(&metadata);
-    dtshard(&[&"unshard", &made.folder, &made.env.path("out.pt")]).assert_refused(&["boxes inside shape [4, 3]"]);
+    dtshard(&[&"unshard", &made.folder, &made.env.path("out.pt")]).assert_refused(&["shards inside shape [4, 3]"]);
 }
 
 #[test]
@@ -447,7 +447,7 @@ fn hostile_metadata_is_refused() {
     made.refuse(&format!("{data}/global_shape"), json!([u64::MAX, 3]), &["a shape that fits memory"]);
     made.refuse(&format!("{data}/global_shape"), json!([5, 3]), &["a.w", "[3, 3]", "[2, 3]"]);
     made.refuse(&format!("{data}/global_shape"), json!([4]), &["a.w"]);
-    made.refuse(&format!("{data}/global_shape"), json!(vec![1; 300]), &["up to 128 numbers"]);
+    made.refuse(&format!("{data}/global_shape"), json!(vec![1; 300]), &["up to 128 non-negative integers"]);
     made.refuse(&format!("{data}/dtype"), json!("torch.int32"), &["a.w", "i32 [2, 3]"]);
     made.refuse(&format!("{data}/placements"), json!([{"type": "Shard", "dim": 7}]), &["a dim below 2"]);
     made.refuse(
@@ -461,11 +461,11 @@ fn hostile_metadata_is_refused() {
     made.refuse(&format!("{mesh}/mesh_data"), json!([0, 0]), &["a valid mesh"]);
     made.refuse(&format!("{mesh}/mesh_data"), json!([0, 7]), &["a rank below 2"]);
     made.refuse(&format!("{mesh}/mesh_shape"), json!([u64::MAX]), &["a valid mesh"]);
-    made.refuse(&format!("{W}/0/ranks"), json!([0]), &["a.w", "only tensors that metadata.pkl lists for rank 1"]);
+    made.refuse(&format!("{W}/0/ranks"), json!([0]), &["a.w", "metadata.pkl does not list it for rank 1"]);
     made.refuse(W, json!([]), &["model.a.w", "an empty list"]);
-    made.refuse("/metadata/model/nested_path_to_metadata", json!({}), &["only tensors that metadata.pkl lists"]);
+    made.refuse("/metadata/model/nested_path_to_metadata", json!({}), &["metadata.pkl does not list it"]);
     let strange = json!({"[\"a\",1.5]": []});
-    made.refuse("/metadata/model/nested_path_to_metadata", strange, &["a path of up to 128 texts and ints"]);
+    made.refuse("/metadata/model/nested_path_to_metadata", strange, &["a path of up to 128 strings and ints"]);
     made.refuse(
         "/metadata/model",
         json!({"rank_to_layout_info": {"0": null, "1": null}}),

@@ -221,7 +221,7 @@ fn impossible_shapes_and_boxes_are_errors() {
     damaged.refuse(CHUNKED, "/chunks/1/tensor/dtype", json!("torch.int32"), &["chunks of dtype f32"]);
     damaged.refuse(CHUNKED, "/chunks", json!([]), &["gap"]);
     damaged.refuse(SHARDED, "/shards/0/offsets", json!([huge, 1]), &["a shard that fits memory"]);
-    damaged.refuse(SHARDED, "/shards/0/offsets", json!([4, 4]), &["elements of rank 2, which has"]);
+    damaged.refuse(SHARDED, "/shards/0/offsets", json!([4, 4]), &["elements from rank 2, whose shard is"]);
     damaged.refuse(SHARDED, "/shards/0/tensor/dtype", json!("torch.int32"), &["tables.s0_s1", "shards of dtype f32"]);
 }
 

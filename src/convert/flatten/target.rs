@@ -149,8 +149,8 @@ impl FlattenRequest {
         if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
             return Err(Error::usage(
                 format!(
-                    "options::forward_dtype {dtype} has no effect, because FSDP aligns parameters only with \
-                     use_orig_params"
+                    "options::forward_dtype {dtype} has no effect, because it only sets the alignment of parameters, \
+                     and FSDP aligns parameters only with use_orig_params"
                 ),
                 "omit options::forward_dtype, or add options::use_orig_params",
             ));

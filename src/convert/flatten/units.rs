@@ -172,8 +172,8 @@ fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
 fn tied_across(alias: &SharedName) -> Error {
     Error::unsupported(
         format!("`{}` is tied to `{}`, but they would be in two units", alias.fqn, alias.with),
-        "FSDP1 shares parameters only within one unit: give options::wrap neither of their modules, or a module \
-         around both",
+        "FSDP1 shares parameters only within one unit: wrap neither of their modules with options::wrap, or wrap a \
+         module that contains both",
     )
 }
 
@@ -312,7 +312,7 @@ fn divide_like<'a>(
     if !missing.is_empty() {
         return Err(Error::unsupported(
             format!(
-                "{} lacks {} of the flat parameters of SRC: {}",
+                "{} lacks {} that the flat parameters of SRC contain: {}",
                 model.checkpoint.root.display(),
                 count(missing.len(), "parameter"),
                 short_list_of_counted(&missing, FEW)
@@ -355,8 +355,13 @@ fn missing_state(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -
     });
     Error::unsupported(
         format!(
-            "{} without optimizer state: {}{}",
-            count(names.len(), "float tensor"),
+            "{} no optimizer state, so dtshard cannot know whether {}: {}{}",
+            if names.len() == 1 {
+                String::from("1 float tensor has")
+            } else {
+                format!("{} float tensors have", names.len())
+            },
+            if names.len() == 1 { "it is a parameter" } else { "they are parameters" },
             short_list_of_counted(&texts, FEW),
             tied.unwrap_or_default()
         ),

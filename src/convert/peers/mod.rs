@@ -380,7 +380,7 @@ impl Peers {
         let entry = checkpoint.catalog.tensor(pair[0]);
         Ok(found.map(|(chunk, element)| {
             let index = entry.chunks.tile(chunk as usize).global_index(element);
-            format!("first at {:?} of {}", index.as_slice(), entry.chunk_name(chunk))
+            format!("first difference at index {:?} of {}", index.as_slice(), entry.chunk_name(chunk))
         }))
     }
 

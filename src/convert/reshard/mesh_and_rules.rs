@@ -299,24 +299,20 @@ fn unused_group(mesh: &DeviceMesh, group: &str, catalog: &Catalog) -> Error {
 /// Returns the error that a tensor has no placements on the target mesh. `fqn` is `None` if no tensor has placements.
 pub fn without_placements(mesh: &DeviceMesh, fqn: Option<&String>) -> Error {
     let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
-    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
-        let mut list = several.clone();
-        list[mesh.ndim() - 1] = "S(0)";
-        list.join(",")
-    });
-    let plan = if mesh.dim_by_name(TP).is_some() { "; or shard modules over tp: options::plan NAME" } else { "" };
-    let problem = match fqn {
-        None => format!("options::mesh {mesh}: the source has no placements for these mesh dims"),
-        Some(fqn) => format!(
-            "{fqn}: no rule matches this tensor, and the source has no placements for the mesh dims of options::mesh \
-             {mesh}"
-        ),
+    let sharded_first = several.join(",").replacen('R', "S(0)", 1);
+    let plan = if mesh.dim_by_name(TP).is_some() { "; or shard modules over tp with options::plan NAME" } else { "" };
+    let (problem, tensors) = match fqn {
+        None => (format!("options::mesh {mesh}: the source has no placements for these mesh dims"), "all tensors"),
+        Some(fqn) => {
+            let problem = format!(
+                "{fqn}: no rule matches this tensor, and the source has no placements for the mesh dims of \
+                 options::mesh {mesh}"
+            );
+            (problem, "all other tensors")
+        }
     };
     Error::usage(
         problem,
-        format!(
-            "give placements for every tensor: options::placements '{sharded_first}' or options::placements \
-             '{replicated_first}'{plan}"
-        ),
+        format!("give one list of placements for {tensors}, for example options::placements '{sharded_first}'{plan}"),
     )
 }

@@ -116,7 +116,8 @@ pub fn prepare(
         remove_wrapped_modules(&mut source.selection.catalog.state);
         number_flat_optimizers(&mut source);
         notes.push(String::from(
-            "the optimizer of DST has state of parameters, for a job with FSDP2; in SRC it is for a job with FSDP1",
+            "SRC has the optimizer state of a job with FSDP1; DST gets the state of each original parameter, for a job \
+             with FSDP2",
         ));
     }
     let flat_optimizer = flat_optimizer.as_ref();
@@ -189,9 +190,10 @@ fn reserve(
     for part in parts(source, to) {
         if let Some(flat) = flat_optimizer.filter(|_| is_optimizer(&part)) {
             whole.append(&part.folder, flatten::reserve_optimizer(source, &part, flat, run)?);
-            let name = if part.at.0.is_empty() { String::from("the optimizer") } else { format!("`{}`", part.at) };
+            let name = if part.at.0.is_empty() { String::new() } else { format!(" `{}`", part.at) };
             notes.push(format!(
-                "{name} is for a job with FSDP1, as in SRC; for a job with FSDP2, use options::tensor_class dtensor"
+                "the optimizer state{name} of DST is for a job with FSDP1, as in SRC; for a job with FSDP2, use \
+                 options::tensor_class dtensor"
             ));
             continue;
         }

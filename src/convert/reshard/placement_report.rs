@@ -100,7 +100,7 @@ impl PlacementReport {
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
             None => Ok(()),
             Some(spec) => Err(Error::usage(
-                format!("placement {spec} for every tensor does not fit any tensor"),
+                format!("placement {spec}, given for all tensors, fits none of them"),
                 "use dims 0 to n-1 for a tensor of n dims; `dtshard inspect` shows the shapes",
             )),
         }
@@ -156,8 +156,8 @@ impl PlacementReport {
         if !layout.rules.is_empty() || layout.plan.is_some() {
             note(
                 self.nameless,
-                "of optimizer state has a number instead of a name, so rules for parameters do not match it",
-                "of optimizer state have numbers instead of names, so rules for parameters do not match them",
+                "of optimizer state has a parameter index instead of a name, so rules for parameters do not match it",
+                "of optimizer state have parameter indices instead of names, so rules for parameters do not match them",
             );
         }
         notes.extend(unused);

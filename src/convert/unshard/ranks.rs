@@ -112,7 +112,7 @@ fn some_modules(
 ) -> Result<(Reservation, Vec<String>)> {
     let mesh = own_mesh(source).map_err(|_| {
         Error::usage(
-            format!("options::unit: the tensors of {} are not on one mesh", source.checkpoint.root.display()),
+            format!("options::unit: the tensors of {} are not all on one mesh", source.checkpoint.root.display()),
             "omit options::unit to write whole tensors; or use `dtshard reshard` with options::mesh to write \
              sharded ones",
         )

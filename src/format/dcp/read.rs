@@ -131,7 +131,7 @@ pub fn read(
         };
         let inserted = state.insert(&path, value);
         inserted.map_err(|found| {
-            Error::malformed(folder, fqn.as_str(), "a path that fits the paths of other names", found)
+            Error::malformed(folder, fqn.as_str(), "a state dict path that fits the other paths", found)
         })?;
     }
     catalog.state =
@@ -204,7 +204,7 @@ impl MetadataFile<'_> {
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
                 let expected =
-                    format!("a file of at least {end} bytes, because .metadata says that this data ends there");
+                    format!("a file of at least {end} bytes, because .metadata puts the end of this data at that byte");
                 let found = format!("a file of {len} bytes");
                 Err(Error::malformed(files.path(file), fqn.as_str(), expected, found))
             }

@@ -45,9 +45,9 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     {
         return Err(Error::Catalog(CatalogError::Conflict {
             fqn: String::from("shards"),
-            what: "the number of files",
-            between: String::from("the names of shards"),
-            detail: format!("it is {first} in some names and {last} in others"),
+            what: "the number of files per rank",
+            between: String::from("the file names of the shards"),
+            detail: format!("some names say {first}, others say {last}"),
             hint: Some(String::from(
                 "move the files of one save into another folder, because the folder has files of two saves",
             )),

@@ -123,10 +123,12 @@ pub fn too_large_error(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
 pub fn unknown_number(fqn: &Fqn) -> UnreadableKind {
     let of_parameter = fqn.as_str().rsplit_once('.').map_or(fqn.as_str(), |(parameter, _)| parameter);
     UnreadableKind::UnknownLayout {
-        what: format!("{fqn}: optimizer state has numbers as keys, and the parameter with this number is unknown"),
+        what: format!(
+            "{fqn}: optimizer state is stored by parameter index, and the parameter with this index is unknown"
+        ),
         hint: format!(
-            "save the state with names (get_optimizer_state_dict), or declare its layout by number: \
-             options::src_placements '{of_parameter}=S(0)'"
+            "save the state with parameter names (get_optimizer_state_dict), or declare its layout by index, for \
+             example options::src_placements '{of_parameter}=S(0)'"
         ),
     }
 }

@@ -111,30 +111,37 @@ impl ReduceRules {
         if self.ops.iter().all(Option::is_none) {
             return Ok(None);
         }
-        let (kind, scope) = match &self.scope {
-            ReducedTensors::Gradients(root) => ("plain tensor", format!(" below {root}")),
-            ReducedTensors::Floats { .. } => {
-                ("plain float tensor", String::from(" outside optimizer, random and trainer state"))
-            }
+        let (kind, scope, others, exception) = match &self.scope {
+            ReducedTensors::Gradients(root) => ("plain tensor", format!(" below {root}"), "", ""),
+            ReducedTensors::Floats { .. } => (
+                "plain float tensor",
+                String::new(),
+                ", and does not change optimizer, RNG and trainer state",
+                " (optimizer, RNG and trainer state does not count)",
+            ),
         };
         if self.reduced == 0 {
             return Err(Error::usage(
-                format!("options::reduce has no effect, because no {kind}{scope} is replicated on these mesh dims"),
+                format!(
+                    "options::reduce has no effect, because SRC has no {kind}{scope} that is replicated on the mesh dims \
+                     of options::reduce{exception}"
+                ),
                 "remove options::reduce: DTensors record their own Partial placements, and on a mesh dim that shards a tensor there is nothing \
                  to reduce",
             ));
         }
         let sharded = match self.sharded_on_reduced_dim {
             0 => String::new(),
-            1 => String::from("; 1 such tensor is sharded on one of these dims, and has no partial values there"),
+            1 => String::from("; 1 tensor is sharded on one of these dims, so it has no partial values on that dim"),
             number => {
-                format!("; {number} such tensors are sharded on one of these dims, and have no partial values there")
+                format!(
+                    "; {number} tensors are sharded on one of these dims, so they have no partial values on that dim"
+                )
             }
         };
         Ok(Some(format!(
-            "{}{scope} {} partial values: {}{sharded}",
+            "options::reduce treats {}{scope} as partial values ({}){others}{sharded}",
             count(self.reduced, kind),
-            if self.reduced == 1 { "holds" } else { "hold" },
             self.description
         )))
     }

@@ -344,7 +344,10 @@ mod tests {
                 "expected a whole number from 0 to 2^64 - 1, found the number 1.5",
             ),
             (unit("{\"fqn\": \"a.w\", \"shape\": [18446744073709551615, 2]}"), "expected shapes that fit memory"),
-            (unit("{\"fqn\": \"b\", \"shape\": [1]}"), "unit a: expected names below its module, found `b`"),
+            (
+                unit("{\"fqn\": \"b\", \"shape\": [1]}"),
+                "unit a: expected names of parameters in this module, found `b`",
+            ),
             (
                 unit(&format!("{{\"fqn\": \"a.w\", \"shape\": {:?}}}", [1; 65])),
                 "a.w: expected at most 64 dims, found 65",

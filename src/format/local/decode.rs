@@ -111,12 +111,12 @@ impl Decoder<'_> {
             "$tensor" if position != Position::KeyOrAttribute => match inner {
                 Tree::Text(name) => match self.names.get(name.as_str()) {
                     Some(id) => Value::Tensor(*id),
-                    None => return Err(self.wrong("a key that `tensors` has", format!("`{name}`"))),
+                    None => return Err(self.wrong("the name of an entry in `tensors`", format!("`{name}`"))),
                 },
                 other => return Err(self.wrong("the name of a tensor", other.kind())),
             },
             "$ranks" if position == Position::Leaf => self.per_rank(inner)?,
-            other => return Err(self.wrong("a value that is allowed here", format!("`{other}`"))),
+            other => return Err(self.wrong("a tag that is allowed at this place", format!("`{other}`"))),
         })
     }
 

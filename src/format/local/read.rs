@@ -152,7 +152,12 @@ impl<'a> Assembly<'a> {
 }
 
 fn misfit_error(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
-    Error::malformed(path, entry.fqn.as_str(), "placements that fit the tensor", format!("other placements ({error})"))
+    Error::malformed(
+        path,
+        entry.fqn.as_str(),
+        "placements that fit the tensor",
+        format!("placements that do not fit ({error})"),
+    )
 }
 
 fn mesh_of<'a>(document: &'a LocalDocument, sharding: &Sharding) -> &'a DeviceMesh {

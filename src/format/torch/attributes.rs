@@ -81,7 +81,7 @@ fn sharded_dims(node: Ref<'_>, ndim: usize) -> Result<ShardedDims, DecodeError> 
             None => node.describe(),
         };
         DecodeError::malformed(format!(
-            "expected the name of a group or None for each of {ndim} dims as `{SHARDED_DIMS}`, found {found}"
+            "expected `{SHARDED_DIMS}` with a group name or None for each of {ndim} dims, found {found}"
         ))
     })
 }

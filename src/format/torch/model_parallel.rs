@@ -350,7 +350,7 @@ fn mesh(files: &[RankFile], grids: &[CommGrid], used: &BTreeSet<&Arc<str>>) -> R
     let large: Vec<&Arc<str>> = grids[0].keys().filter(|name| size(name) > 1).collect();
     let wrong = || {
         let sizes: Vec<String> = grids[0].iter().map(|(name, group)| format!("{name}={}", group.size)).collect();
-        let expected = format!("groups that tell {} ranks apart", files.len());
+        let expected = format!("groups that give each of the {} ranks a different position", files.len());
         Error::malformed(&files[0].path, COMM_GRID, expected, short_list(&sizes, MAX_GROUPS))
     };
     if large.len() > MAX_GROUPS {

@@ -404,7 +404,7 @@ impl Merger<'_> {
                     &file.path,
                     entry.fqn.as_str(),
                     "placements that fit the tensor",
-                    format!("other placements ({error})"),
+                    format!("placements that do not fit ({error})"),
                 )
             })?;
             if tile.sizes() != local.sizes {

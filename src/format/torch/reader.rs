@@ -214,7 +214,7 @@ fn check_kind(source: ArchiveSource<'_>, path: &Path, archive: &Archive) -> Resu
     match order.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
-            format!("{}: saved on a big-endian machine", path.display()),
+            format!("{} was saved on a big-endian machine, which dtshard does not support", path.display()),
             "load it with torch on a little-endian machine and save it again",
         )),
         Some(other) => {

@@ -89,7 +89,7 @@ pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
     const MAX_DIMS: usize = 255;
     (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS)).ok_or_else(|| {
         let found = if node.as_tuple().is_some() { "a tuple with other values" } else { &node.describe() };
-        DecodeError::malformed(format!("expected up to {MAX_DIMS} numbers of at least 0 as the {what}, found {found}"))
+        DecodeError::malformed(format!("expected up to {MAX_DIMS} non-negative integers as the {what}, found {found}"))
     })
 }
 
@@ -97,7 +97,7 @@ pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
 pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
     node.as_u64().ok_or_else(|| {
         let found = node.as_i64().map_or_else(|| format!("`{}`", node.describe()), |number| number.to_string());
-        DecodeError::malformed(format!("expected a number of at least 0 as the {what}, found {found}"))
+        DecodeError::malformed(format!("expected a non-negative integer as the {what}, found {found}"))
     })
 }
 

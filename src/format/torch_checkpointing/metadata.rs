@@ -156,7 +156,7 @@ impl Parser<'_> {
 
     fn dims(&self, at: &str, node: Ref<'_>) -> Result<Dims> {
         node.to_dims_up_to(MAX_DEPTH)
-            .ok_or_else(|| self.wrong(at, format!("up to {MAX_DEPTH} numbers of at least 0"), node.describe()))
+            .ok_or_else(|| self.wrong(at, format!("up to {MAX_DEPTH} non-negative integers"), node.describe()))
     }
 
     fn parse(&mut self, root: Ref<'_>) -> Result<CheckpointMetadata> {
@@ -281,7 +281,7 @@ impl Parser<'_> {
             Name(String),
         }
         let wrong =
-            || self.wrong(item, format!("a path of up to {MAX_DEPTH} texts and ints"), format!("`{text:.100}`"));
+            || self.wrong(item, format!("a path of up to {MAX_DEPTH} strings and ints"), format!("`{text:.100}`"));
         let steps: Vec<Step> = serde_json::from_str(text).map_err(|_| wrong())?;
         if steps.len() > MAX_DEPTH {
             return Err(wrong());
@@ -431,11 +431,11 @@ impl Parser<'_> {
         let mut boxes = Vec::with_capacity(global.len());
         for ((offsets, local_offsets), sizes) in global.into_iter().zip(local).zip(sizes) {
             if [&offsets, &local_offsets, &sizes].iter().any(|dims| dims.len() != shape.len()) {
-                return Err(self.wrong(name, format!("boxes of {} dims", shape.len()), "other dims"));
+                return Err(self.wrong(name, format!("offsets and sizes of {} dims", shape.len()), "other dims"));
             }
             let region = Region::new(offsets, sizes);
             if !region.fits(shape) {
-                return Err(self.wrong(name, format!("boxes inside shape {shape:?}"), region.to_string()));
+                return Err(self.wrong(name, format!("shards inside shape {shape:?}"), region.to_string()));
             }
             boxes.push(LocalBox { region, local_offsets });
         }

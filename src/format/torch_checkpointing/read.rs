@@ -78,7 +78,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<LoadedFolde
         let mut catalog = read_item(reading, &path, item)?;
         if item.metadata.is_none() && item.files.len() == 1 && metadata.world_size > 1 {
             catalog.warnings.push(format!(
-                "only rank 0 has a file of the checkpoint item `{}`, so the item is read as that of all ranks",
+                "only rank 0 has a file of the checkpoint item `{}`, so dtshard uses this file for all ranks",
                 item.name
             ));
         }

@@ -41,14 +41,14 @@ pub fn read(files: &mut Files, metadata_path: &Path, item: &CheckpointItem<'_>) 
         let id = catalog.push_tensor(entry);
         state.insert(&tensor.path, Value::Tensor(id)).map_err(|found| {
             let name = name_of(&item.name, &tensor.path);
-            Error::malformed(metadata_path, name.as_str(), "a path that fits the paths of other tensors", found)
+            Error::malformed(metadata_path, name.as_str(), "a state dict path that fits the other paths", found)
         })?;
     }
     for (rank, RankTensors { path, tensors, .. }) in &ranks {
         // The error reports the smallest name, so that it is the same in every run.
         if let Some(name) = tensors.keys().min() {
-            let expected = format!("only tensors that metadata.pkl lists for rank {rank}");
-            return Err(Error::malformed(path, &**name, expected, "a tensor of this name"));
+            let expected = format!("no tensor of this name, because metadata.pkl does not list it for rank {rank}");
+            return Err(Error::malformed(path, &**name, expected, "one"));
         }
     }
     catalog.state = state
@@ -138,7 +138,7 @@ fn push_chunks(
             let at = mesh.coordinate(rank).expect("the metadata reader has checked the ranks of a mesh");
             let tile = local_shard(&entry.shape, mesh.shape(), placements, &at).map_err(|error| {
                 let expected = "placements that fit the tensor";
-                Error::malformed(path, entry.fqn.as_str(), expected, format!("other placements ({error})"))
+                Error::malformed(path, entry.fqn.as_str(), expected, format!("placements that do not fit ({error})"))
             })?;
             let sizes = tile.sizes();
             if (stored.dtype, &stored.shape) != (entry.dtype, &sizes) {
@@ -156,8 +156,10 @@ fn push_chunks(
             let strides = contiguous_strides(&stored.shape);
             for LocalBox { region, local_offsets } in boxes {
                 if !Region::new(local_offsets.clone(), region.sizes.clone()).fits(&stored.shape) {
-                    let expected =
-                        format!("a local tensor that contains {:?} from {:?} on", region.sizes, local_offsets);
+                    let expected = format!(
+                        "a local tensor that contains a shard of shape {:?} at offsets {:?}",
+                        region.sizes, local_offsets
+                    );
                     return Err(wrong(&entry.fqn, expected));
                 }
                 let elements: u64 = local_offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum();

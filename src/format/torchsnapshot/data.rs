@@ -37,7 +37,8 @@ impl DataFiles<'_> {
             Some((start, end)) if end <= len => Ok(FileRange { file, offset: start, len: end - start }),
             Some((_, end)) => {
                 let name = self.manifest.file_name().unwrap_or_default().display();
-                let expected = format!("a file of at least {end} bytes, because {name} says that this data ends there");
+                let expected =
+                    format!("a file of at least {end} bytes, because {name} puts the end of this data at that byte");
                 Err(Error::malformed(self.files.path(file), fqn.as_str(), expected, format!("a file of {len} bytes")))
             }
         }

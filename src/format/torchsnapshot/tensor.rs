@@ -103,7 +103,10 @@ fn check_ranks(ranks: &[RankShards<'_>], shape: &[u64]) -> Result<(), (String, S
         if numel == part.numel() {
             listed.insert(part);
         } else if numel > 0 {
-            return Err((format!("{} elements of rank {rank}, which has {part}", part.numel()), numel.to_string()));
+            return Err((
+                format!("{} elements from rank {rank}, whose shard is {part}", part.numel()),
+                numel.to_string(),
+            ));
         }
     }
     let mut missing = Vec::new();

@@ -169,7 +169,7 @@ fn error_names_file_line_and_rule() {
         ),
         (
             "mesh = \"dp=2\"\nmesh_ranks = [0]",
-            "l.toml line 2: mesh_ranks: mesh of shape (2,): expected as many ranks as cells, found 1 ranks",
+            "l.toml line 2: mesh_ranks: mesh of shape (2,): expected one rank for each cell of the mesh, found 1 ranks",
         ),
         (
             "mesh = \"dp=2\"\nmesh_ranks = [\n0,\n-1]",

@@ -270,7 +270,7 @@ fn numbered_state_is_kept_with_a_note() {
     assert_eq!(
         selected.notes,
         [
-            "kept all 2 tensors of optimizer state, although parameters are left out: the keys of the state are numbers, so \
+            "kept all 2 tensors of optimizer state, although parameters are left out: the state is stored by parameter index, so \
              the parameter of each tensor is unknown"
         ]
     );

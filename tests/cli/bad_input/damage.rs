@@ -170,7 +170,7 @@ fn verify_finds_a_flipped_byte_against_another_copy() {
     edit(&source.join("model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
     let found = dtshard(&[&"verify", &source, &crate::corrupt::fixture("safetensors/single")]);
     assert_eq!(found.code, Some(1), "{found:?}");
-    found.assert_mentions(&["differing", "first at ["]);
+    found.assert_mentions(&["differing", "first difference at index ["]);
 }
 
 #[test]

@@ -106,7 +106,11 @@ fn contradictions_in_makani_files_are_refused() {
         ("a file without grid", |files| files[1].grid.clear(), &["ckpt_mp1", "comm_grid", "found none"]),
         ("another size", |files| files[1].grid[2].1 = 2, &["grid of ranks differs", "w=1", "w=2"]),
         ("position 2 of 2", |files| files[1].grid[3].2 = 2, &["ckpt_mp1", "h", "below 2"]),
-        ("equal positions", |files| files[1].grid[1..].iter_mut().for_each(|group| group.2 = 0), &["2 ranks apart"]),
+        (
+            "equal positions",
+            |files| files[1].grid[1..].iter_mut().for_each(|group| group.2 = 0),
+            &["2 ranks a different position"],
+        ),
         ("swapped ranks", |files| files.swap(0, 1), &["the file of rank 0", "saved by rank 1"]),
         (
             "a grid of 3 ranks",
@@ -139,7 +143,8 @@ fn huge_numbers_in_a_grid_are_refused() {
     let names = ["a", "b", "c", "d", "e", "f", "g", "i", "j", "k", "l", "m"];
     files.iter_mut().for_each(|file| file.grid.extend(names.map(|name| (name, 2, 0))));
     let (env, source) = write(&files);
-    dtshard(&[&"consolidate", &source, &env.path("out")]).assert_refused(&["comm_grid", "2 ranks apart"]);
+    dtshard(&[&"consolidate", &source, &env.path("out")])
+        .assert_refused(&["comm_grid", "2 ranks a different position"]);
 }
 
 /// dtshard compares the replicas, because makani itself never does.
@@ -191,7 +196,7 @@ fn numbered_state_of_unknown_layout_is_refused_if_selected() {
         env.write(&format!("src/ckpt_mp{rank}_v0.tar"), with_numbered_state(rank));
     }
     let source = env.path("src");
-    let words = ["optimizer_state_dict.state.0.exp_avg", "the parameter with this number is unknown"];
+    let words = ["optimizer_state_dict.state.0.exp_avg", "the parameter with this index is unknown"];
     dtshard(&[&"unshard", &source, &env.path("out.pt")]).assert_refused(&words);
     dtshard(&[&"reshard", &source, &env.path("out"), &"--mesh", &"h=4"]).assert_refused(&words);
     dtshard(&[&"inspect", &source]).assert_succeeded().assert_mentions(&["exp_avg  f32    [2, 3]  unknown"]);

@@ -149,7 +149,7 @@ fn unknown_keys_above_the_model_give_a_note_that_names_root() {
     let nested = env.make("unshard", "trainers/fabric", "nested.pt", "--root model --nest my_state.net");
     let note = "note: all names begin with `my_state.net.`";
     let made = env.make("consolidate", &nested.path, "plain", "");
-    assert_contains(&made.run.stderr, &[note, "--root my_state.net removes it"]);
+    assert_contains(&made.run.stderr, &[note, "remove this prefix with --root my_state.net"]);
     assert_same(&below("my_state.net.", &made.tensors()), &expected, "with prefix");
     for (at, options) in [("root", "--root my_state.net"), ("all", "--everything"), ("nest", "--add-prefix x.")] {
         let made = env.make("consolidate", &nested.path, at, options);

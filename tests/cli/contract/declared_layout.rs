@@ -494,7 +494,7 @@ fn gradients_are_reduced_over_named_dims() {
         for to in ["dcp", "torch-ranks"] {
             let run =
                 succeed("reshard", &[&source, &out], &format!("--to {to} {declared} {reduce} --overwrite --verify"));
-            assert_contains(&run.stderr, &["3 plain float tensors", "hold partial values: ", "over dp"]);
+            assert_contains(&run.stderr, &["3 plain float tensors", "as partial values (", "over dp"]);
             let again = if to == "dcp" { "" } else { declared };
             succeed("verify", &[&out, &truth], again);
         }
@@ -542,8 +542,8 @@ fn gradients_are_reduced_where_they_are_selected() {
     let options = format!("{copies} --flat-layout {}", known.display());
     let both = env.make("reshard", "flat_grads/views", "both", &options).path;
     let declared = "--src-mesh dp=2 --reduce dp=avg";
-    let one = "1 plain float tensor outside optimizer, random and trainer state holds partial values: avg over dp";
-    let below_grads = "20 plain tensors below grads hold partial values: avg over dp";
+    let one = "--reduce treats 1 plain float tensor as partial values (avg over dp)";
+    let below_grads = "--reduce treats 20 plain tensors below grads as partial values (avg over dp)";
     let sources = [(both, "--root grads", below_grads), (env.path("series"), "--series grads", one)];
     for (source, alone, values) in sources {
         let run = expect(2, "unshard", &[&source, &env.path("out.pt")], declared);
@@ -563,7 +563,7 @@ fn gradients_are_reduced_where_they_are_selected() {
         &["--reduce dp: the gradients are left out", "convert only the gradients with --series grads"],
     );
     let run = succeed("unshard", &[&env.path("alone"), &env.path("alone.pt")], declared);
-    assert_contains(&run.stderr, &[" partial values: avg over dp"]);
+    assert_contains(&run.stderr, &[" as partial values (avg over dp)"]);
 }
 
 #[test]

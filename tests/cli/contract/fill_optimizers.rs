@@ -148,7 +148,7 @@ fn numbers_without_names_are_matched_by_position_with_a_note() {
 #[test]
 fn order_that_cannot_be_known_is_refused() {
     let env = TestEnv::new();
-    let not_its_order = "which is not the order of its model";
+    let not_its_order = "which is not the order of the model";
     for (pair, reason) in [
         ([(ORDERED, Names::Missing), (REVERSED, Names::Listed)], not_its_order),
         ([(REVERSED, Names::Listed), (ORDERED, Names::Missing)], not_its_order),
@@ -157,12 +157,12 @@ fn order_that_cannot_be_known_is_refused() {
         ([(TWO, Names::Missing), (TWO_REVERSED, Names::Keys)], not_its_order),
         ([(TWO, Names::Missing), (ORDERED, Names::Missing)], "different parameter groups"),
         ([(TWO, Names::Missing), (ORDERED, Names::Keys)], "different parameter groups"),
-        ([(TWO, Names::Keys), (TWO, Names::Missing)], "numbers without names"),
+        ([(TWO, Names::Keys), (TWO, Names::Missing)], "without parameter names"),
     ] {
         assert_contains(&assert_refused(&env, pair), &["cannot be matched", reason, "--exclude 'optimizer'"]);
     }
     // The shapes contradict the order of the model: number 0 of the group is `c`.
     let shapes: &[&[&str]] = &[&["c", "a", "b", "d"]];
     let pair = [(shapes, Names::Missing), (shapes, Names::Missing)];
-    assert_contains(&assert_refused(&env, pair), &["the shapes of the state contradict the order of the model"]);
+    assert_contains(&assert_refused(&env, pair), &["the shapes of the state contradict the order of the parameters"]);
 }

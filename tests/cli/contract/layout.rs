@@ -108,7 +108,7 @@ fn numbered_optimizer_state_gets_the_placements_of_its_parameter() {
     let options =
         "--mesh dp=2 --to torch-ranks --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
     let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
-    assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have numbers instead of names"]);
+    assert_contains(&alone.run.stderr, &["8 tensors of optimizer state have parameter indices instead of names"]);
     let expected = read(&fixture("torch_file/trainer.pt"));
     assert_same(&below("optimizer.", &alone.tensors()), &below("optimizer.", &expected), "kept");
 }

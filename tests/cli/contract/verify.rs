@@ -71,12 +71,15 @@ fn dtype_is_applied_to_src() {
     assert_eq!(found["different"].as_array().unwrap().len(), 12);
     assert_eq!(found["different"][0]["kind"], "retyped");
     let stderr = expect(1, "verify", &[&source, &made.path], "--root model").stderr;
-    assert_contains(&stderr, &["hint: OTHER has 11 tensors as bf16: --dtype bf16 compares SRC as if it were cast\n"]);
+    assert_contains(
+        &stderr,
+        &["hint: OTHER has 11 tensors in bf16: add --dtype bf16 to compare SRC as if cast to bf16\n"],
+    );
     assert_eq!(stderr.matches("hint: ").count(), 1, "{stderr}");
     let stderr = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16").stderr;
     assert_contains(
         &stderr,
-        &["hint: OTHER has 1 tensor as f16: --dtype PATTERN=f16 compares SRC as if it were cast\n"],
+        &["hint: OTHER has 1 tensor in f16: add --dtype PATTERN=f16 to compare SRC as if cast to f16\n"],
     );
     let found = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16 --json").json();
     let expected = json!([{ "fqn": "model.norm.weight", "kind": "retyped", "detail": "bf16 in SRC, f16 in OTHER" }]);
@@ -202,7 +205,7 @@ fn differing_tensor_has_its_first_index_and_largest_difference() {
     let second = env.path("b.safetensors");
     fs::write(&second, bytes).unwrap();
     let found = expect(1, "verify", &[&first, &second], "--json").json();
-    let detail = "first at [2], 1 of 5 elements differ, max abs difference 2.49951171875";
+    let detail = "first difference at index [2], 1 of 5 elements differ, max abs difference 2.49951171875";
     assert_eq!(found["different"], json!([{ "fqn": "w", "kind": "differing", "detail": detail }]));
 }
 

@@ -160,6 +160,6 @@ fn mesh_alone_without_common_dim_names_gives_defaults() {
         assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,3]", "[5,0]+[5,3]"], "{source}");
         assert_eq!(chunks(&found, "model.seen"), ["[]+[]"], "{source}");
         let message = refusal_message(source, "--mesh other=2,another=2");
-        assert!(message.contains("--placements 'S(0),R'") && message.contains("--placements 'R,S(0)'"), "{message}");
+        assert!(message.contains("for example --placements 'S(0),R'"), "{message}");
     }
 }

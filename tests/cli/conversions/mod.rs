@@ -425,7 +425,7 @@ fn verify_finds_a_flipped_byte() {
         let wrong = found["different"].as_array().unwrap();
         let of_embed = |finding: &&Json| finding["fqn"] == "model.embed.weight" && finding["kind"] == "differing";
         let values = wrong.iter().find(of_embed).expect("it is named");
-        let detail = "first at [0, 1], 1 of 30 elements differ, max abs difference 32";
+        let detail = "first difference at index [0, 1], 1 of 30 elements differ, max abs difference 32";
         assert_eq!(values["detail"], detail, "{found}");
         // Zip archives have checksums; safetensors does not.
         expect(i32::from(name != "hf"), "verify", &[&damaged], "");
@@ -478,7 +478,7 @@ fn verify_finds_changed_tensors() {
     succeed("verify", &[&source, &same], "--root model");
     let found = |other: &Path| expect(1, "verify", &[&source, other], "--root model --json").json();
     for (other, kind, detail) in [
-        (&value, "differing", "first at [2], 1 of 3 elements differ, max abs difference 7999492"),
+        (&value, "differing", "first difference at index [2], 1 of 3 elements differ, max abs difference 7999492"),
         (&retyped, "retyped", "f32 in SRC, i32 in OTHER"),
         (&reshaped, "reshaped", "[3] in SRC, [1, 3] in OTHER"),
     ] {

@@ -65,7 +65,7 @@ impl ModelKnowledge {
                 let (state, at) = (states[0], &states[0].ranks[0].file_path);
                 let lacking = if state.has_views() { "the shapes" } else { "the names, order and shapes" };
                 let what = format!(
-                    "{}: the files hold FSDP1 flat parameters, but not {lacking} of the parameters in them",
+                    "{}: the files hold FSDP1 flat parameters, but not {lacking} of the original parameters",
                     at.display()
                 );
                 return Err(unknown_layout_error(what));

@@ -354,11 +354,11 @@ fn assumed_tie_warnings(like: &LikeModel, layout: &FlatLayout) -> Vec<String> {
 
 fn raw_warning(layout: &FlatLayout) -> &'static str {
     if layout.use_orig_params {
-        "the shapes of parameters are unknown, so they are shown as 1-d; give options::flat_layout FILE or \
-         options::like CKPT to see them"
+        "the shapes of the original parameters are unknown, so these parameters are shown as 1-d tensors; give \
+         options::flat_layout FILE or options::like CKPT to see the shapes"
     } else {
-        "the parameters inside flat parameters are unknown, so flat parameters are shown whole; give \
-         options::flat_layout FILE or options::like CKPT to see them"
+        "the original parameters inside flat parameters are unknown, so flat parameters are shown whole; give \
+         options::flat_layout FILE or options::like CKPT to see the original parameters"
     }
 }
 

@@ -204,7 +204,7 @@ impl NumberedParameters {
         let own: Vec<usize> = names.iter().map(Vec::len).collect();
         if own != counts {
             let what = format!(
-                "{}: expected parameter groups of the sizes {own:?}, found the sizes {counts:?}",
+                "{}: the flat layout has parameter groups of the sizes {own:?}, but SRC has groups of the sizes {counts:?}",
                 describe_path(at)
             );
             return Err(order.wrong_names(what, layout.optimizer.is_some()));

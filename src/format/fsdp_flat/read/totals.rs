@@ -83,12 +83,12 @@ fn describe_count(params: usize) -> String {
 /// the file.
 fn explain_by_padding(total: &dyn Fn(Option<u64>) -> Option<u64>, align: Option<u64>, found: u64) -> Option<String> {
     if align.is_some() && total(None) == Some(found) {
-        return Some(String::from(", as without padding (usual when use_orig_params is false)"));
+        return Some(String::from(", the number without padding (usual when use_orig_params is false)"));
     }
     let other = [1, 2, 4, 8, 16].into_iter().find(|other| total(Some(*other)) == Some(found))?;
     Some(match align {
-        Some(_) => format!(", as with align_numel {other} (which mixed precision may cause)"),
-        None => format!(", as with align_numel {other} (usual when use_orig_params is true)"),
+        Some(_) => format!(", the number that align_numel {other} gives (mixed precision can change align_numel)"),
+        None => format!(", the number that align_numel {other} gives (usual when use_orig_params is true)"),
     })
 }
 
@@ -135,11 +135,11 @@ mod tests {
             (
                 None,
                 40,
-                "expected a flat parameter of 35 elements for its 3 parameters, found 40 elements, as with align_numel",
+                "expected a flat parameter of 35 elements for its 3 parameters, found 40 elements, the number that",
             ),
-            (None, 40, "as with align_numel 4 (usual when use_orig_params is true)"),
-            (Some(4), 35, "found 35 elements, as without padding (usual when use_orig_params is false)"),
-            (Some(4), 48, "align_numel 16 (which mixed precision may cause)"),
+            (None, 40, "the number that align_numel 4 gives (usual when use_orig_params is true)"),
+            (Some(4), 35, "found 35 elements, the number without padding (usual when use_orig_params is false)"),
+            (Some(4), 48, "align_numel 16 gives (mixed precision can change align_numel)"),
             (None, 20, "found 20 elements, as if `emb` and `head` were tied"),
             (None, 34, "found 34 elements; the job may have other units"),
             (None, 50, "found 50 elements, as if `emb` and `tail` were not tied"),

@@ -155,7 +155,7 @@ impl<'v> SourceOptimizer<'v> {
         match all.copied().find(|at| !listed.contains(at)) {
             None => Ok(groups),
             Some(at) => Err(self.unsupported_error(
-                format!("`{}` is not in the optimizer of the flat layout", plan.trained_name(at)),
+                format!("`{}` is not in `optimizer` of the flat layout", plan.trained_name(at)),
                 "list everything that the optimizer updates, or remove `optimizer` from the layout",
             )),
         }

@@ -311,7 +311,7 @@ fn source_that_cannot_be_flattened_is_an_error() {
         ),
         (
             &|_, l| l.optimizer = Some(vec![vec!["emb".into(), "norm".into(), "blk.w".into()]]),
-            "optim: `blk.b` is not in the optimizer of the flat layout",
+            "optim: `blk.b` is not in `optimizer` of the flat layout",
         ),
         (
             &|s, _| s.groups.push(vec!["head".into()]),
