@@ -31,7 +31,7 @@ pub fn only_found(error: &Error) -> String {
 }
 
 /// Returns the first `count` of `names`, which are the names of missing files. `count` comes from file names, so it may
-/// be arbitrarily large: after 10,000 names, the list ends with an entry such as `5000 more`.
+/// be arbitrarily large: after 10,000 names, the list ends with an entry such as `and 5000 more`.
 #[must_use]
 pub fn list_missing_names(count: u64, names: impl Iterator<Item = String>) -> Vec<String> {
     const MAX_LISTED: u64 = 10_000;
