@@ -37,8 +37,9 @@ struct FilledTensor {
     path: Path,
 }
 
-/// Puts the values of SRC into the checkpoint at `filler` (`--fill-from`), and opens the checkpoint at `like`
-/// (`--like`). If `filler` and `like` are the same path, the checkpoint is read once.
+/// Combines SRC in memory with the checkpoint at `filler` (`--fill-from`), and opens the checkpoint at `like`
+/// (`--like`); no file is changed. If `filler` is given, the result has the selected values of SRC and, from `filler`,
+/// all values that SRC lacks. If `filler` and `like` are the same path, the checkpoint is read once.
 ///
 /// # Errors
 /// Errors from reading the two checkpoints, and the errors of [`fill`].
@@ -72,7 +73,8 @@ fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<C
     Ok(checkpoint)
 }
 
-/// Returns FILLER, the checkpoint of `--fill-from`, in which values of SRC have replaced the matching values.
+/// Returns FILLER, the checkpoint of `--fill-from`, in which values of SRC have replaced the matching values (only in
+/// memory).
 ///
 /// # Errors
 /// `Usage` for a name that FILLER does not have, `Conflict` for a different shape, dtype or type, and errors from

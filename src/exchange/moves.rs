@@ -213,8 +213,9 @@ impl Moves {
         Self { casts, ..self }
     }
 
-    /// Returns the lengths in bytes of the outgoing buffer and of the incoming buffer. Each buffer is long enough for
-    /// both phases.
+    /// Returns the lengths in bytes of the outgoing buffer and of the incoming buffer. Both phases use the same two
+    /// buffers, so each length is the larger of the two lengths that the phases need. The outgoing buffer also has
+    /// space for the partial values of NCCL reductions.
     #[must_use]
     pub fn wire_buffer_lens(&self) -> (usize, usize) {
         let phases = || std::iter::once(&self.first_phase).chain(&self.second_phase);

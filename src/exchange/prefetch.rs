@@ -20,16 +20,16 @@ use crate::error::Result;
 /// round may have. So the plans of a batch never need more memory than the plans of a round may need.
 const MAX_TENSORS: usize = 1 << 10;
 
-/// A unit (elements of a tensor that are exchanged in one round) with its transfer plan.
+/// An exchange unit with its transfer plan.
 pub struct PlannedUnit<'a> {
     /// The elements of a tensor that the plan transfers.
     pub unit: Unit<'a>,
-    /// The transfer plan. `None` if the plan would have too many copies, so that the unit must be split.
+    /// The transfer plan. `None` if the plan would have too many copies, so that the exchange unit must be split.
     pub plan: Option<SizedPlan<'a>>,
 }
 
 impl<'a> PlannedUnit<'a> {
-    /// Makes the transfer plan of a unit (elements of a tensor that are exchanged in one round).
+    /// Makes the transfer plan of an exchange unit.
     ///
     /// # Errors
     /// Returns the errors of [`TransferPlan::build`].

@@ -44,8 +44,8 @@ pub struct Rounds<'a> {
     tensors: Prefetch<'a>,
     topology: &'a Topology,
     bucket_bytes: u64,
-    /// The remaining units (lists of element ranges) of the current tensor, if the tensor does not fit into one round.
-    /// The last unit in the list is planned next.
+    /// The remaining exchange units of the current tensor, if the tensor does not fit into one round. The last exchange
+    /// unit in the list is planned next.
     pending_units: Vec<Unit<'a>>,
     /// A plan that did not fit into the previous round, and that becomes the first plan of the next round.
     deferred: Option<SizedPlan<'a>>,
@@ -68,8 +68,8 @@ impl<'a> Rounds<'a> {
         Self { tensors, topology, bucket_bytes, pending_units: Vec::new(), deferred: None }
     }
 
-    /// Plans the next unit: a whole tensor, or element ranges of a tensor. A unit that does not fit into one round is
-    /// split until it fits.
+    /// Plans the next exchange unit: a whole tensor, or element ranges of a tensor. An exchange unit that does not fit
+    /// into one round is split until it fits.
     fn next_plan(&mut self) -> Result<Option<SizedPlan<'a>>> {
         if let Some(deferred) = self.deferred.take() {
             return Ok(Some(deferred));
@@ -90,7 +90,7 @@ impl<'a> Rounds<'a> {
             };
             match halves {
                 Some((first, second)) => self.pending_units.extend([second, first]),
-                // The unit is one element and cannot be split.
+                // The exchange unit is one element and cannot be split.
                 None => return TransferPlan::build(unit, self.topology, usize::MAX),
             }
         }
@@ -135,23 +135,23 @@ impl<'a> Iterator for Rounds<'a> {
     }
 }
 
-/// Splits a unit (a list of element ranges of one tensor) into the first half and the second half of its list. Returns
-/// `None` if the list has only one range.
+/// Splits an exchange unit into the first half and the second half of its list of element ranges. Returns `None` if the
+/// list has only one range.
 fn split_range_list<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let (first, second) = unit.ranges.split_at(unit.ranges.len() / 2);
     let half = |ranges: &[Range<u64>]| Unit { ranges: ranges.to_vec(), ..unit.clone() };
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// Splits a unit (a list of element ranges of one tensor) into two units. Normally each range of the list is halved; if
-/// no range can be halved, the list is halved. Returns `None` if the unit is one element.
+/// Splits an exchange unit into two. Normally each element range in its list is halved; if no range can be halved, the
+/// list is halved. Returns `None` if the exchange unit is one element.
 fn split_unit(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
     let unit = spread_over_ranks(unit, ranks);
     halve_ranges(&unit).or_else(|| split_range_list(&unit))
 }
 
-/// If a unit (a list of element ranges of one tensor) is a whole tensor, splits its only element range into ranges of
-/// about equal length, one for each process. Returns any other unit unchanged.
+/// If an exchange unit is a whole tensor, splits its only element range into ranges of about equal length, one for each
+/// process. Returns any other exchange unit unchanged.
 fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
@@ -165,8 +165,8 @@ fn spread_over_ranks(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     Unit { ranges, ..unit }
 }
 
-/// Splits each element range of a unit (a list of element ranges of one tensor) into two halves: one new unit gets the
-/// first halves, the other new unit gets the second halves. Returns `None` if no range can be split.
+/// Splits each element range of an exchange unit into two halves: one new exchange unit gets the first halves, the
+/// other gets the second halves. Returns `None` if no range can be split.
 fn halve_ranges<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     let shape = &unit.demand.source.shape;
     let split = |range: &Range<u64>| {

@@ -38,7 +38,7 @@ use crate::plan::Pieces;
 /// especially if runs have only a few elements.
 pub const MAX_COPIES: usize = 1 << 13;
 
-/// The plan of all transfers of one unit (the elements of a tensor that are exchanged in one round).
+/// The plan of all transfers of one exchange unit ([`Unit`]).
 pub struct TransferPlan<'a> {
     /// The elements of a tensor that are transferred.
     pub unit: Unit<'a>,
@@ -63,8 +63,8 @@ pub struct SizedPlan<'a> {
 }
 
 impl<'a> TransferPlan<'a> {
-    /// Plans the transfers of a unit (elements of a tensor that are exchanged in one round). Returns `None` if the
-    /// transfers need more than `max_copies` strided copies; the caller then splits the unit.
+    /// Plans the transfers of an exchange unit. Returns `None` if the transfers need more than `max_copies` strided
+    /// copies; the caller then splits the exchange unit.
     ///
     /// # Errors
     /// Returns the errors of [`Topology::choose_readers`].
@@ -95,8 +95,8 @@ impl<'a> TransferPlan<'a> {
         self.targets.iter().filter_map(TransferTarget::second_phase_message)
     }
 
-    /// Adds the parts of target tiles that contain elements of the plan's unit (the elements that it transfers), and
-    /// the transfers from source chunks to these parts. Returns false if there are more than `max_copies` transfers.
+    /// Adds the parts of target tiles that contain elements which this plan transfers, and the transfers from source
+    /// chunks to these parts. Returns false if there are more than `max_copies` transfers.
     fn add_targets(&mut self, topology: &Topology, max_copies: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let ranks = topology.nodes.len();

@@ -12,7 +12,9 @@ use super::phase::Message;
 use super::readers::Reader;
 use crate::plan::Piece;
 
-/// The elements of a tensor that are exchanged in one round: disjoint ranges, in row-major order of the whole tensor.
+/// An exchange unit: the elements of one tensor that are exchanged in the same round, as disjoint ranges in row-major
+/// order of the whole tensor. If an exchange unit does not fit into a round, it is split. (The units of FSDP1 are
+/// something else: modules.)
 #[derive(Clone)]
 pub struct Unit<'a> {
     /// The elements of the tensor that each process needs.
@@ -45,7 +47,7 @@ pub struct TransferTarget {
 }
 
 impl Unit<'_> {
-    /// Returns true if this unit is the whole tensor, as one range of elements.
+    /// Returns true if this exchange unit is the whole tensor, as one range of elements.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))

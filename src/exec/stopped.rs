@@ -10,8 +10,8 @@ const INTERRUPTED: u8 = 130;
 /// The exit code `EX_TEMPFAIL` of sysexits.h: the command can succeed if it is run again later.
 const TRY_AGAIN: u8 = 75;
 
-/// Signals that stop a run, each with the exit code of a run that keeps no work. A shell reports the same exit code for
-/// a command that the signal has ended.
+/// Signals that stop a run, each with the exit code of a run that leaves nothing that `--resume` could continue: 128
+/// plus the number of the signal, as a shell reports for a command that the signal has ended.
 pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
 
 /// The error of a run that a signal stopped, in this process or another process. Nothing was published.

@@ -1,11 +1,11 @@
 //! Checkpoints of makani's model-parallel ranks (weather models of NVIDIA).
 //!
 //! The ranks of a makani job form a grid. Each dim of the grid is a named group of ranks: `h` and `w` shard the rows
-//! and columns of fields, `matmul` shards weights. A rank saves its parts of the tensors as plain tensors, in a file
-//! such as `ckpt_mp3_v0.tar`. The attribute `sharded_dims_mp` of a tensor names, for each tensor dim, the group that
-//! shards the dim. `comm_grid` in the state dict has the size of each group, and the position of the saving rank in the
-//! group (called `rank`). Groups that contain other groups, such as `spatial` with `h` and `w`, are in `comm_grid`,
-//! too.
+//! and columns of the model's input fields, `matmul` shards weights. A rank saves its parts of the tensors as plain
+//! tensors, in a file such as `ckpt_mp3_v0.tar`. The attribute `sharded_dims_mp` of a tensor names, for each tensor
+//! dim, the group that shards the dim. `comm_grid` in the state dict has the size of each group, and the position of
+//! the saving rank in the group (called `rank`). Groups that contain other groups, such as `spatial` with `h` and `w`,
+//! are in `comm_grid`, too.
 //!
 //! ```text
 //!     comm_grid of rank 3: model 3 of 4, spatial 3 of 4, matmul 0 of 1, w 1 of 2, h 1 of 2
@@ -49,7 +49,8 @@ const POSITION: &str = "rank";
 /// The name of the group of all model-parallel ranks. The position of a rank in this group is the number in the name of
 /// the rank's file.
 const ALL_RANKS: &str = "model";
-/// The name of the group of ranks that share the parts of one field.
+/// The name of the group of ranks that together hold one input field of the weather model: each rank has some rows
+/// (`h`) and columns (`w`) of the field.
 const SPATIAL: &str = "spatial";
 /// The names of the groups that shard tensors, in the order in which makani numbers ranks: the position in the last
 /// group varies fastest.

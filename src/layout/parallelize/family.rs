@@ -209,7 +209,7 @@ pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     best.1
 }
 
-/// Returns the name with every number replaced by 0.
+/// Returns the name with every component that is a number replaced by 0: `layers.0.mlp` for `layers.11.mlp`.
 fn with_zeros_for_numbers(name: &str) -> String {
     let parts = name.split('.').map(|part| if part.parse::<u64>().is_ok() { "0" } else { part });
     parts.collect::<Vec<_>>().join(".")

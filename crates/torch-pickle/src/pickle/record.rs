@@ -110,8 +110,9 @@ enum Kept {
     Dims(SmallVec<[u64; 4]>),
 }
 
-/// Reads an object record directly from its opcodes, without running the machine. The methods return `None` if the
-/// input is not an object record.
+/// Reads an object record without running the machine; this is the fast path. The opcodes of an object record have a
+/// fixed form: they create one object (NEWOBJ) and set its state (the fields as a dict or a tuple, and BUILD). The
+/// methods return `None` if the opcodes have another form.
 struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
     pickle: &'m Pickle<'a>,

@@ -261,7 +261,8 @@ impl ShardedModel {
     }
 }
 
-/// Returns a warning for each pair of parameters of a layout that the lengths of the optimizer state show to be tied.
+/// Returns one warning for each pair of parameters in `layout` that dtshard assumes to be tied, because of the lengths
+/// of the optimizer state and the number of parameters in the optimizer.
 pub fn assumed_ties(layout: &FlatLayout) -> Vec<String> {
     let shared = layout.units.iter().flat_map(|unit| &unit.shared);
     let warning = |SharedName { fqn, with }: &SharedName| {

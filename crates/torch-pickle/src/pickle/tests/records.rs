@@ -9,7 +9,7 @@ use super::*;
 /// objects as object records (without nodes), otherwise as nodes.
 struct RowVisitor {
     keeps: bool,
-    /// The number of objects that the visitor received as object records, without nodes.
+    /// The number of objects that the visitor received from the fast path (`Reader` in `record.rs`), without nodes.
     records: usize,
     rows: Vec<String>,
 }
@@ -65,7 +65,7 @@ fn is_kept(class: (&str, &str)) -> bool {
 }
 
 /// Parses `bytes` with a [`RowVisitor`]. Returns the visitor's rows without duplicates, the number of objects that it
-/// received as object records, and the result of parsing.
+/// received from the fast path (`Reader` in `record.rs`), and the result of parsing.
 fn events_of(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
     let mut visitor = RowVisitor { keeps, records: 0, rows: Vec::new() };
     let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
