@@ -370,8 +370,14 @@ impl Filling<'_> {
         };
         Err(Error::Catalog(CatalogError::Conflict {
             fqn: first.path.to_string(),
-            what: "a tensor that is tied in the checkpoint of options::fill_from",
-            between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
+            what: "the value",
+            between: format!(
+                "{} and {} of {}, which are tied in {} (options::fill_from)",
+                first.path,
+                second.path,
+                checkpoint.root.display(),
+                self.filler.root.display()
+            ),
             detail,
             hint: Some(String::from(
                 "the checkpoint of options::fill_from has one tensor for both names: make the two tensors equal, or leave one out with \

@@ -138,7 +138,7 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
     } else {
         return Ok(None);
     };
-    Ok(Some(Shortfall { missing, error: refuse(path, what, hint), allowed: None }))
+    Ok(Some(Shortfall { missing, error: refuse(path, what, hint), allowed: None, is_one_file: false }))
 }
 
 const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";

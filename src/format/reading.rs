@@ -9,7 +9,7 @@ use super::index::ShardIndex;
 use super::listing::{DetectedFiles, is_data_file, is_metadata_file};
 use super::parts::{self, LoadedFolder};
 use super::series::SeriesSet;
-use super::shortfall::{Shortfall, only_found};
+use super::shortfall::Shortfall;
 use super::{Format, ReadOptions};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
@@ -74,9 +74,10 @@ impl<'a> ReadFindings<'a> {
         match lacks {
             None => Ok(None),
             Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),
-            Some(Shortfall { missing, error, .. }) if self.options.show_incomplete => {
-                self.missing.extend(missing);
-                Ok(Some(only_found(&error)))
+            Some(lacks) if self.options.show_incomplete => {
+                let warning = lacks.warning();
+                self.missing.extend(lacks.missing);
+                Ok(Some(warning))
             }
             Some(Shortfall { error, .. }) => Err(error),
         }

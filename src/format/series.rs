@@ -39,7 +39,7 @@ pub enum SeriesChoice {
     Named(Vec<String>),
 }
 
-/// Returns a description such as `1 of 8 files of its series`, and the names of the other files; `None` if the file
+/// Returns a description such as `is 1 of 8 files of its series`, and the names of the other files; `None` if the file
 /// belongs to no series or set of several files.
 ///
 /// # Errors
@@ -73,7 +73,7 @@ pub fn describe_single_file(path: &Path) -> Result<Option<(String, Vec<String>)>
     let others = if others.is_empty() { String::new() } else { format!(" (next to it: {})", short_list(&others, FEW)) };
     // Hugging Face numbers the files of a set from 1: `00001-of-00002`.
     let group = if name.numbering == Numbering::OfTotal { "set" } else { "series" };
-    Ok((count > 1).then(|| (format!("1 of {count} files of its {group}{others}{absent}"), missing)))
+    Ok((count > 1).then(|| (format!("is 1 of {count} files of its {group}{others}{absent}"), missing)))
 }
 
 fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {

@@ -33,7 +33,8 @@ pub fn shortfall(path: &Path, found: &DetectedFiles, options: &ReadOptions) -> R
         return ShardIndex::read(index)?.files_left_out(paths);
     }
     if is_given(path, paths) {
-        return lone_file(path)?.map_or_else(|| linked_file(path), |found| Ok(Some(found)));
+        let found = lone_file(path)?.map_or_else(|| linked_file(path), |found| Ok(Some(found)))?;
+        return Ok(found.map(Shortfall::of_one_file));
     }
     if let Some(found) = numbered(path, paths, options.declared_layout.is_some())? {
         return Ok(Some(found));
@@ -83,7 +84,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         return Ok(Some(found));
     }
     let refuse = |what: String, missing| {
-        let what = format!("{} is {what}", path.display());
+        let what = format!("{} {what}", path.display());
         Shortfall::new(missing, Error::usage(what, "give the folder that contains all of these files"))
     };
     if let Some((what, missing)) = torch_checkpointing::part_of_checkpoint(path)? {
@@ -103,7 +104,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         };
         let mut others = index.names();
         if others.remove(&name) && !others.is_empty() {
-            let what = format!("1 of {} files that {} names", others.len() + 1, index.path.display());
+            let what = format!("is 1 of {} files that {} names", others.len() + 1, index.path.display());
             return Ok(Some(refuse(what, others.into_iter().collect())));
         }
     }

@@ -13,13 +13,30 @@ pub struct Shortfall {
     /// The warning that is shown if `options::allow_missing` is set; `None` if the set cannot be read even with this
     /// option.
     pub allowed: Option<String>,
+    /// True if SRC is one file of the set.
+    pub is_one_file: bool,
 }
 
 impl Shortfall {
     /// Returns a shortfall that is an error even with `options::allow_missing`.
     pub fn new(missing: Vec<String>, error: Error) -> Self {
         let error = if missing.is_empty() { error } else { error.naming(&missing) };
-        Self { missing, error, allowed: None }
+        Self { missing, error, allowed: None, is_one_file: false }
+    }
+
+    /// Returns this shortfall for a SRC that is one file of the set.
+    #[must_use]
+    pub fn of_one_file(self) -> Self {
+        Self { is_one_file: true, ..self }
+    }
+
+    /// Returns the warning that is shown if only the existing files are read.
+    #[must_use]
+    pub fn warning(&self) -> String {
+        if self.is_one_file {
+            return format!("{}; only the tensors in this file are shown", self.error);
+        }
+        only_found(&self.error)
     }
 }
 

@@ -375,10 +375,18 @@ const CHANGES: [Change; 15] = [
             params(layout, 0).retain(|param| param["shared_with"].is_null());
             params(layout, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
         },
-        "found 336 elements, as if `emb.weight` and `head.weight` were tied",
+        "found 336 elements; this length would fit if `emb.weight` and `head.weight` were tied",
     ),
-    ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters next to flat parameters"),
-    ("views", |layout| layout["use_orig_params"] = json!(false), "expected only flat parameters"),
+    (
+        "flat",
+        |layout| layout["use_orig_params"] = json!(true),
+        "expected original parameters beside flat parameters (use_orig_params is true), found only flat parameters",
+    ),
+    (
+        "views",
+        |layout| layout["use_orig_params"] = json!(false),
+        "expected only flat parameters (use_orig_params is false), found original parameters beside flat parameters",
+    ),
     (
         "views",
         |layout| units(layout)[1]["align_numel"] = json!(1),

@@ -234,7 +234,7 @@ fn open_data_files(
         let path = relative_to_folder(folder, name, metadata_path)?;
         data_files.push(lookup::is_file(&path)?.then(|| files.add(path)).transpose()?);
     }
-    Ok((data_files, Some(Shortfall { missing, error, allowed: None })))
+    Ok((data_files, Some(Shortfall { missing, error, allowed: None, is_one_file: false })))
 }
 
 /// Adds the chunks of `more` to `known`. Both describe one tensor: `more` comes from the metadata file `path` of one

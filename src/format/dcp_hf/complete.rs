@@ -93,7 +93,8 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let missing = list_missing_names(count, all.filter(absent).map(name));
     let (path, at) = (folder.to_path_buf(), at.to_owned());
     let error = FormatError::Missing { path, at, expected, missing: first.clone(), hint };
-    Ok(Some(Shortfall { error: Error::from(error).naming(&missing), missing, allowed: Some(allowed) }))
+    let error = Error::from(error).naming(&missing);
+    Ok(Some(Shortfall { missing, error, allowed: Some(allowed), is_one_file: false }))
 }
 
 /// Returns the shortfall (the missing files) if the user gives a single shard file as SRC. All other shard files in the
@@ -109,5 +110,5 @@ pub fn lone_shard(path: &Path) -> Result<Shortfall> {
     );
     let (folder, own) = (folder_of(path), name_of(path));
     let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();
-    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error))
+    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error).of_one_file())
 }

@@ -54,7 +54,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf]) -> Result<(Cata
         })
         .naming(&numbers.names("rank", "ranks"));
         let missing = list_missing_names(numbers.count(), numbers.iter().map(|rank| file_name(Rank(rank))));
-        Shortfall { missing, error, allowed: Some(allowed) }
+        Shortfall { missing, error, allowed: Some(allowed), is_one_file: false }
     });
     Ok((catalog, document.world_size, shortfall))
 }

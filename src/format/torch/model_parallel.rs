@@ -112,6 +112,7 @@ pub fn shortfall_of_single(file: &RankFile) -> Option<Shortfall> {
             "{path} has only the parts of model-parallel rank {position}: its {COMM_GRID} records {size} ranks"
         );
         Shortfall::new(Vec::new(), Error::usage(what, "give the folder that contains the files of all ranks"))
+            .of_one_file()
     })
 }
 

@@ -143,8 +143,8 @@ pub(super) fn item_and_rank(stem: &str) -> Option<(&str, u32)> {
     (rank.to_string() == number && !name.is_empty() && !name.starts_with('.')).then_some((name, rank))
 }
 
-/// If a file is one of several files of a checkpoint item, returns a description of the file, and the names of the
-/// item's other files, including missing files. Otherwise returns `None`.
+/// If a file is one of several files of a checkpoint item, returns a description of the file as a predicate (`has only
+/// ...`), and the names of the item's other files, including missing files. Otherwise returns `None`.
 ///
 /// # Errors
 /// `Io`; `Malformed` if the metadata is damaged, or if a safetensors file is named like the file of one rank and the
@@ -176,10 +176,7 @@ pub fn part_of_checkpoint(path: &Path) -> Result<Option<(String, Vec<String>)>> 
             return Ok(None);
         }
         let count = names.len() + 1;
-        let what = format!(
-            "1 of {count} files of the checkpoint item `{}`: it is the file of rank {rank}, and {METADATA} is beside it",
-            item.name
-        );
+        let what = format!("has only the part of rank {rank}: the checkpoint item `{}` has {count} files", item.name);
         return Ok(Some((what, names)));
     }
     Ok(None)

@@ -41,6 +41,8 @@ fn not_yaml(error: &ScanError) -> Wrong {
     Wrong::new(at, "a manifest in JSON or YAML", found.strip_prefix("found ").unwrap_or(found))
 }
 
+const WITHOUT_ALIASES: &str = "a manifest without YAML aliases (`*name`), which dtshard does not support";
+
 struct JsonWriter {
     json: Vec<u8>,
     containers: Vec<Container>,
@@ -58,7 +60,7 @@ impl JsonWriter {
             Event::Nothing | Event::StreamStart | Event::StreamEnd | Event::DocumentEnd => {}
             Event::DocumentStart(_) if self.is_done => return wrong("one document", String::from("another document")),
             Event::DocumentStart(_) => {}
-            Event::Alias(_) => return wrong("a manifest without aliases", String::from("an alias")),
+            Event::Alias(_) => return wrong(WITHOUT_ALIASES, String::from("an alias")),
             Event::Scalar(_, _, _, Some(tag))
             | Event::SequenceStart(_, Some(tag))
             | Event::MappingStart(_, Some(tag)) => {
@@ -171,7 +173,10 @@ mod tests {
     #[test]
     fn hostile_yaml_is_an_error() {
         for (text, expected) in [
-            ("a: &x [1]\nb: *x\n", "line 2, column 4: expected a manifest without aliases, found an alias"),
+            (
+                "a: &x [1]\nb: *x\n",
+                "line 2, column 4: expected a manifest without YAML aliases (`*name`), which dtshard does not support,",
+            ),
             ("a: !!python/object:os.system {}\n", "line 1, column 4: expected a manifest without tags, found the tag"),
             ("a: 1\n---\nb: 2\n", "expected one document, found another document"),
             ("? [1]\n: 2\n", "expected keys that are text, found a list or mapping as a key"),

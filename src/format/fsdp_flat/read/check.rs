@@ -23,8 +23,8 @@ use crate::name_list::{FEW, quoted_list, short_list};
 pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
     let misfit = LayoutMismatch { file: &state.ranks[0].file_path, source };
     if layout.use_orig_params != state.has_views() && layout.params().any(|(_, param)| param.numel() > 0) {
-        let describe = |yes| if yes { "views of parameters next to flat parameters" } else { "only flat parameters" };
-        let expected = format!("{}, as use_orig_params requires", describe(layout.use_orig_params));
+        let describe = |yes| if yes { "original parameters beside flat parameters" } else { "only flat parameters" };
+        let expected = format!("{} (use_orig_params is {})", describe(layout.use_orig_params), layout.use_orig_params);
         return Err(misfit.error("the state dict", expected, describe(state.has_views())));
     }
     let flat_params: Vec<(&FlatUnit, FlatParameter)> =

@@ -99,7 +99,7 @@ fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String>
     if let Some(extra) = expected.checked_sub(found) {
         for (index, second) in params.iter().enumerate().filter(|(_, param)| param.numel() == extra) {
             if let Some(first) = params[..index].iter().find(|first| first.shape == second.shape) {
-                return Some(format!(", as if `{}` and `{}` were tied", first.fqn, second.fqn));
+                return Some(format!("; this length would fit if `{}` and `{}` were tied", first.fqn, second.fqn));
             }
         }
         return None;
@@ -108,7 +108,7 @@ fn explain_by_ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String>
     let own = |name| params.iter().find(|param| param.fqn == name);
     let shared =
         unit.shared.iter().find(|shared| own(shared.with.clone()).is_some_and(|with| with.numel() == missing))?;
-    Some(format!(", as if `{}` and `{}` were not tied", shared.with, shared.fqn))
+    Some(format!("; this length would fit if `{}` and `{}` were not tied", shared.with, shared.fqn))
 }
 
 #[cfg(test)]
@@ -140,9 +140,9 @@ mod tests {
             (None, 40, "the number that align_numel 4 gives (usual when use_orig_params is true)"),
             (Some(4), 35, "found 35 elements, the number without padding (usual when use_orig_params is false)"),
             (Some(4), 48, "align_numel 16 gives (mixed precision can change align_numel)"),
-            (None, 20, "found 20 elements, as if `emb` and `head` were tied"),
+            (None, 20, "found 20 elements; this length would fit if `emb` and `head` were tied"),
             (None, 34, "found 34 elements; the job may have other units"),
-            (None, 50, "found 50 elements, as if `emb` and `tail` were not tied"),
+            (None, 50, "found 50 elements; this length would fit if `emb` and `tail` were not tied"),
         ];
         for (align, found, expected) in cases {
             let message = mismatch_message(&unit, align, found).unwrap();
