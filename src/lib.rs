@@ -221,7 +221,7 @@ interior! { storage plan exec publish }
 // Several processes: identity, messages, metadata of other nodes, rounds of bytes, GPUs.
 interior! { launch comm metadata_mirror exchange gpu }
 // Small tools.
-interior! { fault json_text name_list nearest quantity threads }
+interior! { document fault json_text name_list nearest quantity threads }
 
 pub use catalog::Dtype;
 pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};

@@ -3,9 +3,10 @@
 
 use std::path::Path;
 
+use crate::document::MAX_BYTES;
 use crate::error::{Error, Result};
 use crate::format::json;
-use crate::layout::file::{LayoutFile, MAX_BYTES};
+use crate::layout::file::LayoutFile;
 
 /// Reads a layout file.
 ///

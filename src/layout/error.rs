@@ -6,6 +6,7 @@
 use serde_json::{Value as Json, json};
 
 use super::{MeshDim, Rank, ReduceOp, TensorDim};
+use crate::document::DocumentError;
 
 /// Returns the text that the user wrote, in backticks; for an empty text, returns the word `nothing`.
 fn quoted(found: &str) -> String {
@@ -134,9 +135,9 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, because `slice` does not contain this dim")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
-    /// An error in a layout file; `position` is the file, line and key, such as `layout.toml line 12: rules "**.norm"`.
-    #[error("{position}: {problem}")]
-    File { file: String, position: String, problem: String, hint: Option<String> },
+    /// An error in a layout file.
+    #[error(transparent)]
+    File(#[from] DocumentError),
 
     /// A rule gives a tensor placements that do not fit the shape of the tensor.
     #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
@@ -167,9 +168,10 @@ impl LayoutError {
             Self::Pattern { .. } => {
                 "write a pattern with * (within a component), ** (across components) or {a,b}, and quote it for the shell"
             }
-            Self::File { hint, .. } => {
-                hint.as_deref().unwrap_or("correct the file; docs/reference/layout-file.md describes layout files")
-            }
+            Self::File(error) => error
+                .hint
+                .as_deref()
+                .unwrap_or("correct the file; docs/reference/layout-file.md describes layout files"),
             Self::Cut { hint, .. } => hint,
             Self::MixedReduction { .. } => "use one reduce op for all mesh dims, or sum and avg",
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {
@@ -195,7 +197,7 @@ impl LayoutError {
     /// Returns the fields that this error adds to the JSON document that describes the error.
     pub(crate) fn fields(&self) -> Json {
         match self {
-            Self::File { file, .. } => json!({ "file": file }),
+            Self::File(error) => json!({ "file": error.file }),
             Self::RuleMisfit { placement, shape, .. } => {
                 json!({ "expected": format!("placements that fit its shape {shape:?}"), "found": placement })
             }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::MetadataMirror;
+use crate::document::DocumentError;
 use crate::error::{CatalogError, Error, FormatError, Result, StorageError, UsageError};
 use crate::format::{Checkpoint, MirrorOf, ReadOptions};
 use crate::layout::LayoutError;
@@ -113,7 +114,7 @@ impl MetadataMirror {
             Error::Catalog(CatalogError::Conflict { between, detail, hint, .. }) => {
                 [between, detail].into_iter().chain(hint).for_each(reword);
             }
-            Error::Layout(LayoutError::File { file, .. }) => reword(file),
+            Error::Layout(LayoutError::File(DocumentError { file, .. })) => reword(file),
             Error::Storage(StorageError::Untrusted { .. })
             | Error::Layout(_)
             | Error::Comm(_)

@@ -5,13 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules that every other module may import.
-const EVERYWHERE: [&str; 4] = ["error", "json_text", "name_list", "threads"];
+const EVERYWHERE: [&str; 5] = ["document", "error", "json_text", "name_list", "threads"];
 
 /// The public modules of the library, which may import every other module.
 const PUBLIC: [&str; 3] = ["checkpoint", "conversion", "options"];
 
 /// For each top-level module, the other top-level modules that it may import besides `EVERYWHERE`.
-const ALLOWED: [(&str, &[&str]); 27] = [
+const ALLOWED: [(&str, &[&str]); 29] = [
     ("layout", &[]),
     ("storage", &[]),
     ("launch", &[]),
@@ -21,11 +21,13 @@ const ALLOWED: [(&str, &[&str]); 27] = [
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
     ("metadata_mirror", &["comm", "format", "layout", "storage"]),
+    ("document", &[]),
     ("json_text", &[]),
     ("quantity", &[]),
     ("name_list", &[]),
     ("threads", &[]),
-    ("select", &["catalog", "layout", "nearest"]),
+    ("maps", &["document", "layout"]),
+    ("select", &["catalog", "layout", "maps", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "launch", "fault"]),
     ("publish", &["exec", "catalog", "storage", "comm", "launch", "fault"]),
@@ -45,6 +47,7 @@ const ALLOWED: [(&str, &[&str]); 27] = [
             "gpu",
             "launch",
             "layout",
+            "maps",
             "nearest",
             "plan",
             "progress",
@@ -59,8 +62,8 @@ const ALLOWED: [(&str, &[&str]); 27] = [
     (
         "describe",
         &[
-            "catalog", "convert", "exec", "format", "layout", "nearest", "progress", "quantity", "select", "storage",
-            "text",
+            "catalog", "convert", "exec", "format", "layout", "maps", "nearest", "progress", "quantity", "select",
+            "storage", "text",
         ],
     ),
     (

@@ -30,8 +30,6 @@
 //! applies the rules to the mesh in use. Unit of sizes: elements. Invariant: any text gives a layout or an error, and
 //! errors name file, line and rule. The grammar is dtshard's own; plans are those of PyTorch's `parallelize_module`.
 
-mod fields;
-mod node;
 mod parse;
 mod print;
 mod written;
@@ -45,13 +43,9 @@ use super::parallelize::StyleRule;
 use super::rules::Rule;
 use super::strided::adapt_split_factors;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
-use fields::FilePosition;
-pub use fields::did_you_mean;
+use crate::document::{self, FilePosition};
 pub use print::{document, toml};
 use written::WrittenRule;
-
-/// The maximum size of a layout file in bytes.
-pub const MAX_BYTES: u64 = 16 << 20;
 
 /// The content of a layout file.
 #[derive(Clone, Debug)]
@@ -127,17 +121,7 @@ impl LayoutFile {
     /// # Errors
     /// `File` with the position and the problem.
     pub fn parse(name: &str, text: &str) -> Result<Self, LayoutError> {
-        let at = FilePosition { name, line: 1, section: "" };
-        if text.len() as u64 > MAX_BYTES {
-            return Err(at.error(format!("expected at most {MAX_BYTES} bytes, found {}", text.len()), None));
-        }
-        // Editors on Windows write a byte order mark.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        if text.trim().is_empty() {
-            return Err(at.error("expected a layout, found an empty file", None));
-        }
-        let parsed = if is_json(name, text) { node::parse_json(text) } else { node::parse_toml(text) };
-        parse::layout(name, &parsed.map_err(|fault| at.at_line(fault.line).error(fault.problem, None))?)
+        parse::layout(name, &document::parse(name, text, "a layout")?)
     }
 
     /// Returns the mesh `given`, or the mesh of the file if `given` is `None`.
@@ -203,13 +187,10 @@ impl LayoutFile {
     }
 }
 
-/// Returns whether a file is JSON. The suffix `.json` or `.toml` decides; with any other suffix, the first character of
-/// the text decides.
-fn is_json(name: &str, text: &str) -> bool {
-    let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix.to_ascii_lowercase());
-    match suffix.as_deref() {
-        Some("json") => true,
-        Some("toml") => false,
-        _ => text.trim_start().starts_with('{'),
+/// Returns a function for `map_err` that adds the position to an error, unless the error already has a position.
+fn within(at: FilePosition<'_>) -> impl Fn(LayoutError) -> LayoutError {
+    move |error| match error {
+        LayoutError::File(_) => error,
+        error => at.error(error, None),
     }
 }

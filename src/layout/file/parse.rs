@@ -2,10 +2,9 @@
 //!
 //! Unit of sizes: elements. Invariant: everything that does not depend on the mesh in use is checked here.
 
-use super::fields::{Fields, FilePosition, list, numbers, table, text};
-use super::node::{FileEntry, FileNode, FileValue};
 use super::written::{WrittenPlacements, WrittenRule, WrittenSpec};
-use super::{DeclaredPlan, LayoutFile, Positioned, did_you_mean};
+use super::{DeclaredPlan, LayoutFile, Positioned, within};
+use crate::document::{Fields, FileEntry, FileNode, FilePosition, FileValue, did_you_mean, list, numbers, table, text};
 use crate::layout::parallelize::{RuleStyle, StyleRule};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Pattern, PlacementSpec, Rank, Split, parse_placements};
 
@@ -111,7 +110,7 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Positioned<DeviceMesh>>, LayoutErr
     };
     let at = FilePosition { section: "mesh", ..fields.at }.at_line(entry.line);
     let mut mesh = match &entry.value.value {
-        FileValue::Text(text) => DeviceMesh::parse(text).map_err(at.wrap())?,
+        FileValue::Text(text) => DeviceMesh::parse(text).map_err(within(at))?,
         FileValue::List(_) => unnamed(at, &entry.value)?,
         other => {
             let hint = String::from("name the dims, outermost first: mesh = \"dp=2,tp=2\"");
@@ -120,10 +119,10 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Positioned<DeviceMesh>>, LayoutErr
     };
     if let Some(entry) = ranks {
         let at = FilePosition { section: "mesh_ranks", ..fields.at }.at_line(entry.line);
-        let beyond = |_| at.error("expected ranks below 2^32", None);
+        let beyond = |_| -> LayoutError { at.error("expected ranks below 2^32", None) };
         let ranks = numbers(at, &entry.value, "ranks")?.into_iter().map(|rank| u32::try_from(rank).map(Rank));
         let ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(beyond)?;
-        mesh = mesh.with_ranks(ranks).map_err(at.wrap())?;
+        mesh = mesh.with_ranks(ranks).map_err(within(at))?;
     }
     Ok(Some(Positioned { value: mesh, name: fields.at.name.to_owned(), line: entry.line, section: "mesh" }))
 }
@@ -132,8 +131,8 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Positioned<DeviceMesh>>, LayoutErr
 fn unnamed(at: FilePosition<'_>, node: &FileNode) -> Result<DeviceMesh, LayoutError> {
     let sizes = Dims::from(numbers(at, node, "sizes")?);
     let numbered: Vec<(String, u64)> = sizes.iter().enumerate().map(|(dim, size)| (dim.to_string(), *size)).collect();
-    let named = DeviceMesh::row_major(&numbered).map_err(at.wrap())?;
-    DeviceMesh::new(sizes, named.ranks().to_vec(), None).map_err(at.wrap())
+    let named = DeviceMesh::row_major(&numbered).map_err(within(at))?;
+    DeviceMesh::new(sizes, named.ranks().to_vec(), None).map_err(within(at))
 }
 
 fn fallback(fields: &Fields<'_>) -> Result<Option<Positioned<Vec<PlacementSpec>>>, LayoutError> {
@@ -142,7 +141,7 @@ fn fallback(fields: &Fields<'_>) -> Result<Option<Positioned<Vec<PlacementSpec>>
         let hint = String::from("use a rule with tensors = \"**\" and placements = \"plain\"");
         return Err(at.error("`plain` is allowed in rules only", Some(hint)));
     }
-    let value = parse_placements(text).map_err(at.wrap())?;
+    let value = parse_placements(text).map_err(within(at))?;
     Ok(Some(Positioned { value, name: at.name.to_owned(), line: at.line, section: "placements" }))
 }
 
@@ -169,7 +168,7 @@ fn rule(top: FilePosition<'_>, node: &FileNode) -> Result<WrittenRule, LayoutErr
     let Some((at, tensors)) = fields.text("tensors")? else {
         return Err(fields.at.error("expected `tensors`, a pattern for names", None));
     };
-    let pattern = Pattern::parse(tensors).map_err(at.wrap())?;
+    let pattern = Pattern::parse(tensors).map_err(within(at))?;
     let placements = match fields.text("placements")? {
         None => return Err(fields.at.error("expected `placements`, as in \"S(0),R\", or \"plain\"", None)),
         Some((at, PLAIN)) => match ["slice", "split", "sizes"].into_iter().find(|key| fields.get(key).is_some()) {
@@ -179,7 +178,7 @@ fn rule(top: FilePosition<'_>, node: &FileNode) -> Result<WrittenRule, LayoutErr
             None => WrittenPlacements::Plain,
         },
         Some((at, text)) => WrittenPlacements::Shared(WrittenSpec {
-            placements: parse_placements(text).map_err(at.wrap())?,
+            placements: parse_placements(text).map_err(within(at))?,
             slice: fields.text("slice")?.map(|(at, text)| (at.line, names(text))),
             split: fields.text("split")?.map(|(at, text)| splits(at, text)).transpose()?,
             sizes: fields.get("sizes").map(|entry| sizes(fields.at, entry)).transpose()?.unwrap_or_default(),
@@ -193,7 +192,7 @@ fn names(text: &str) -> Vec<String> {
 }
 
 fn splits(at: FilePosition<'_>, text: &str) -> Result<(usize, Vec<Split>), LayoutError> {
-    let splits = text.split(',').map(|split| split.trim().parse()).collect::<Result<_, _>>().map_err(at.wrap())?;
+    let splits = text.split(',').map(|split| split.trim().parse()).collect::<Result<_, _>>().map_err(within(at))?;
     Ok((at.line, splits))
 }
 
@@ -229,12 +228,12 @@ fn collect_styles(
             continue;
         }
         let name = text(at, &entry.value, &key)?;
-        let style = name.parse().map_err(|error: LayoutError| {
+        let style = name.parse().map_err(|error: LayoutError| -> LayoutError {
             let word = name.split('(').next().unwrap_or_default().trim();
             let is_name = RuleStyle::NAMES.contains(&word);
             at.error(error, (!is_name).then(|| did_you_mean(word, &RuleStyle::NAMES)))
         })?;
-        let pattern = Pattern::parse(&key).map_err(at.wrap())?;
+        let pattern = Pattern::parse(&key).map_err(within(at))?;
         found.push((entry.line, StyleRule { pattern, style, origin: at.describe() }));
     }
     Ok(())

@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::document::{DocumentError, MAX_BYTES, parse_toml};
 use crate::layout::rules::{Fallback, MeshLayout, PlacementChoice, PlacementList};
 use crate::layout::{MeshDim, Pattern, comma_list};
 
@@ -52,7 +53,7 @@ fn wrong(name: &str, text: &str) -> String {
         file.rules(&mesh)
     });
     match error.expect_err(text) {
-        LayoutError::File { file, position, problem, hint } => {
+        LayoutError::File(DocumentError { file, position, problem, hint }) => {
             assert_eq!(file, name);
             let hint = hint.map(|hint| format!(" ({hint})")).unwrap_or_default();
             format!("{position}: {problem}{hint}")
@@ -405,7 +406,7 @@ proptest! {
         let mut text = WHOLE.to_owned();
         text.replace_range(at..(at + cut).min(text.len()), &new);
         parses_without_panic("l.toml", &text);
-        let json = node::parse_toml(WHOLE).unwrap().to_json().to_string();
+        let json = parse_toml(WHOLE).unwrap().to_json().to_string();
         let at = at.min(json.len() - 1);
         let mut text = json.clone();
         text.replace_range(at..(at + cut).min(text.len()), &new);

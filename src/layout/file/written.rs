@@ -2,7 +2,8 @@
 //!
 //! Unit of sizes: elements. Invariant: a rule that was applied to a mesh has one placement for each mesh dim.
 
-use super::fields::{FilePosition, did_you_mean};
+use super::within;
+use crate::document::{FilePosition, did_you_mean};
 use crate::layout::rules::{PlacementChoice, PlacementList, Rule};
 use crate::layout::strided::adapt_split_factors;
 use crate::layout::{DeviceMesh, LayoutError, MeshDim, Pattern, PlacementSpec, Split};
@@ -119,7 +120,7 @@ impl WrittenSpec {
 
 /// Checks that there is one placement for each mesh dim, and that the placement is R on each mesh dim outside the slice.
 pub fn check(at: FilePosition<'_>, spec: &PlacementList, mesh: &DeviceMesh) -> Result<(), LayoutError> {
-    spec.check(mesh).map_err(at.wrap())
+    spec.check(mesh).map_err(within(at))
 }
 
 fn slice(at: FilePosition<'_>, names: &[String], mesh: &DeviceMesh) -> Result<Vec<MeshDim>, LayoutError> {

@@ -92,7 +92,7 @@ impl Intervals {
     /// Makes a list of `count` intervals of `len` elements. Each interval starts `step` after the previous one; `len`
     /// must not exceed `step`. The last interval must end within `u64`.
     #[must_use]
-    pub(super) fn progression(start: u64, step: u64, count: u64, len: u64) -> Self {
+    pub fn progression(start: u64, step: u64, count: u64, len: u64) -> Self {
         debug_assert!(len <= step, "intervals of a progression are disjoint");
         if len == step || count <= 1 {
             return Self::single(start, count * len);

@@ -1,13 +1,13 @@
-//! Reads the keys of a table of a layout file, and makes errors with the position of a key in the file.
+//! Reads the keys of a table of a file that users write, and makes errors with the position of a key in the file.
 //!
 //! Lines count from 1. Invariant: a table with an unknown key is an error.
 
 use std::fmt::Display;
 
+use super::DocumentError;
 use super::node::{FileEntry, FileNode, FileValue};
-use crate::layout::LayoutError;
 
-/// A position in a layout file, for messages.
+/// A position in a file that users write, for messages.
 #[derive(Clone, Copy, Debug)]
 pub struct FilePosition<'a> {
     /// The name of the file.
@@ -30,20 +30,12 @@ impl FilePosition<'_> {
     }
 
     /// Makes an error that names this position.
-    pub fn error(&self, problem: impl Display, hint: Option<String>) -> LayoutError {
+    pub fn error<E: From<DocumentError>>(&self, problem: impl Display, hint: Option<String>) -> E {
         let (file, position) = (self.name.to_owned(), self.describe());
-        LayoutError::File { file, position, problem: problem.to_string(), hint }
+        DocumentError { file, position, problem: problem.to_string(), hint }.into()
     }
 
-    /// Returns a function for `map_err` that adds this position to an error, unless the error already has a position.
-    pub fn wrap(&self) -> impl Fn(LayoutError) -> LayoutError {
-        |error| match error {
-            LayoutError::File { .. } => error,
-            error => self.error(error, None),
-        }
-    }
-
-    fn expected(&self, expected: &str, found: &FileValue) -> LayoutError {
+    fn expected(&self, expected: &str, found: &FileValue) -> DocumentError {
         self.error(format!("expected {expected}, found {}", found.kind()), None)
     }
 }
@@ -59,7 +51,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If the value is not a table, or a key is not one of `keys`.
-    pub fn new(at: FilePosition<'a>, node: &'a FileNode, keys: &[&str]) -> Result<Self, LayoutError> {
+    pub fn new(at: FilePosition<'a>, node: &'a FileNode, keys: &[&str]) -> Result<Self, DocumentError> {
         let entries = table(at, node)?;
         match entries.iter().find(|entry| !keys.contains(&entry.key.as_str())) {
             None => Ok(Self { at, entries }),
@@ -76,7 +68,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Returns the text value of a key, with the position of the key, or `None` if the table does not have the key.
-    pub fn text(&self, key: &'a str) -> Result<Option<(FilePosition<'a>, &'a str)>, LayoutError> {
+    pub fn text(&self, key: &'a str) -> Result<Option<(FilePosition<'a>, &'a str)>, DocumentError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         let section = if self.at.section.is_empty() { key } else { self.at.section };
         let at = FilePosition { section, ..self.at }.at_line(entry.line);
@@ -85,7 +77,7 @@ impl<'a> Fields<'a> {
 }
 
 /// Returns the entries of a table. It is an error if the value is not a table.
-pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEntry], LayoutError> {
+pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEntry], DocumentError> {
     match &node.value {
         FileValue::Table(entries) => Ok(entries),
         other => Err(at.at_line(node.line).expected("a table", other)),
@@ -93,7 +85,7 @@ pub fn table<'a>(at: FilePosition<'_>, node: &'a FileNode) -> Result<&'a [FileEn
 }
 
 /// Returns the items of a list. If the value is not a list, the error says `expected a list of ...` with the word `of`.
-pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], LayoutError> {
+pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'a [FileNode], DocumentError> {
     match &node.value {
         FileValue::List(items) => Ok(items),
         other => Err(at.at_line(node.line).expected(&format!("a list of {of}"), other)),
@@ -102,7 +94,7 @@ pub fn list<'a>(at: FilePosition<'_>, node: &'a FileNode, of: &str) -> Result<&'
 
 /// Returns the numbers of a list. If the value is not a list of non-negative integers, the error says `expected a list
 /// of ...` with the word `of`.
-pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, LayoutError> {
+pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u64>, DocumentError> {
     let number = |item: &FileNode| match &item.value {
         FileValue::Number(number) => number
             .as_u64()
@@ -113,7 +105,7 @@ pub fn numbers(at: FilePosition<'_>, node: &FileNode, of: &str) -> Result<Vec<u6
 }
 
 /// Returns the text of the value of `key`. It is an error if the value is not a text.
-pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&'a str, LayoutError> {
+pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&'a str, DocumentError> {
     match &node.value {
         FileValue::Text(text) => Ok(text),
         other => Err(at.expected(&format!("`{key}` to be text"), other)),

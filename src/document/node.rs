@@ -12,7 +12,7 @@ use toml::de::{DeInteger, DeTable, DeValue};
 
 use crate::json_text;
 
-/// The maximum nesting depth of a layout file in JSON. Tables of styles nest like modules, and no model is nested this
+/// The maximum nesting depth of a file in JSON. Tables of styles nest like modules, and no model is nested this
 /// deep.
 const MAX_DEPTH: usize = 64;
 
@@ -24,7 +24,7 @@ pub struct FileNode {
     pub value: FileValue,
 }
 
-/// A value in a layout file.
+/// A value in a file.
 #[derive(Clone, Debug)]
 pub enum FileValue {
     Text(String),
@@ -43,7 +43,7 @@ pub struct FileEntry {
     pub value: FileNode,
 }
 
-/// A syntax error in a layout file, with its line.
+/// A syntax error in a file, with its line.
 #[derive(Debug)]
 pub struct ParseFault {
     pub line: usize,
