@@ -140,7 +140,7 @@ impl Job {
         for (tile, ranks) in self.shards(tensor) {
             if !tile.is_empty() {
                 let location = FileLocation::Bytes { file: FileId(ranks[0].0), offset: 0 };
-                entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(ranks[0]) });
+                entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(ranks[0]), view: None });
             }
         }
         entry

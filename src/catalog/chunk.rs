@@ -3,7 +3,7 @@
 //! Bounds, sizes and strides count elements; locations are in bytes. A chunk is a [`Tile`] of its tensor (nearly always
 //! one box) that is stored at a [`FileLocation`] with strides. A checkpoint has up to a million chunks, so a chunk is a
 //! table row with only bounds, location and rank, and nothing is allocated for each chunk. Strides are stored only for
-//! chunks that are not contiguous, and tiles only for chunks of several boxes. Some checkpoints have a hundred thousand
+//! chunks that are not contiguous, tiles only for chunks of several boxes, and views only for chunks of mapped tensors. Some checkpoints have a hundred thousand
 //! tensors with a single chunk each, so the first row of a table is stored without allocation. PyTorch's counterpart is
 //! `TensorStorageMetadata.chunks`.
 
@@ -83,15 +83,57 @@ pub struct StridedLocation {
     pub checksum: Option<ChecksummedRange>,
 }
 
+impl StridedLocation {
+    /// Returns the location of a view of the tensor at this location. `itemsize` is the number of bytes of an element.
+    /// Returns `None` on overflow, which only strides from a damaged file can cause.
+    #[must_use]
+    pub fn of_view(&self, view: &StoredView, itemsize: u64) -> Option<Self> {
+        let mut first = 0_u64;
+        for (start, stride) in view.start.iter().zip(&self.strides) {
+            first = first.checked_add(start.checked_mul(*stride)?)?;
+        }
+        let stride = |(dim, step): &(u32, u64)| step.checked_mul(self.strides.get(*dim as usize).copied().unwrap_or(0));
+        Some(Self {
+            offset: self.offset.checked_add(first.checked_mul(itemsize)?)?,
+            strides: view.steps.iter().map(stride).collect::<Option<_>>()?,
+            ..*self
+        })
+    }
+}
+
+/// A view of a stored tensor: a chunk of a mapped tensor (see [`crate::maps`]) has the elements of a part of a stored tensor,
+/// perhaps in another order of dims or with gaps. The view is relative to the stored tensor, so it can be made before the
+/// offset and the strides of the stored tensor are known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredView {
+    /// The shape of the stored tensor.
+    pub shape: Dims,
+    /// For each dim of the stored tensor, the index of the first element of the view.
+    pub start: Dims,
+    /// For each dim of the chunk, a dim of the stored tensor, and the distance in this dim from one index of the chunk to the
+    /// next.
+    pub steps: SmallVec<[(u32, u64); 4]>,
+}
+
+impl StoredView {
+    fn encode(&self, emit: &mut impl FnMut(u64)) {
+        emit(self.shape.len() as u64);
+        self.shape.iter().chain(&self.start).copied().for_each(&mut *emit);
+        self.steps.iter().flat_map(|(dim, step)| [(*dim).into(), *step]).for_each(emit);
+    }
+}
+
 /// A chunk of a tensor, which is one row of a [`ChunkTable`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
     pub tile: Tile,
     pub location: FileLocation,
-    /// The strides in elements; `None` if the chunk is row-major contiguous.
+    /// The strides of the stored tensor in elements; `None` if it is row-major contiguous.
     pub strides: Option<Dims>,
     /// The rank that holds the chunk, if the format records it.
     pub rank: Option<Rank>,
+    /// The view of the stored tensor that the chunk is; `None` if the chunk is the complete stored tensor.
+    pub view: Option<StoredView>,
 }
 
 /// The chunks of one tensor.
@@ -110,6 +152,7 @@ pub struct ChunkTable {
 struct RareColumns {
     strides: BTreeMap<u32, Dims>,
     interleaved: BTreeMap<u32, Tile>,
+    views: BTreeMap<u32, StoredView>,
 }
 
 const NO_RANK: u32 = u32::MAX;
@@ -146,6 +189,9 @@ impl ChunkTable {
         self.locations.push((chunk.location, chunk.rank.map_or(NO_RANK, |rank| rank.0)));
         if let Some(strides) = chunk.strides {
             self.rare_mut().strides.insert(index, strides);
+        }
+        if let Some(view) = chunk.view {
+            self.rare_mut().views.insert(index, view);
         }
         if !chunk.tile.is_box() && !chunk.tile.is_empty() {
             self.rare_mut().interleaved.insert(index, chunk.tile);
@@ -217,7 +263,19 @@ impl ChunkTable {
         Some(self.locations[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
     }
 
-    /// Returns the strides of a chunk, or `None` if the chunk is row-major contiguous.
+    /// Returns the view of the stored tensor that a chunk is, or `None` if the chunk is the complete stored tensor.
+    #[must_use]
+    pub fn view(&self, index: usize) -> Option<&StoredView> {
+        self.rare.as_ref()?.views.get(&u32::try_from(index).expect("an index of this table"))
+    }
+
+    /// Returns the shape of the stored tensor that contains a chunk.
+    #[must_use]
+    pub fn stored_shape(&self, index: usize) -> Dims {
+        self.view(index).map_or_else(|| self.sizes(index), |view| view.shape.clone())
+    }
+
+    /// Returns the strides of the stored tensor that contains a chunk, or `None` if it is row-major contiguous.
     #[must_use]
     pub fn strides(&self, index: usize) -> Option<&Dims> {
         self.rare.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
@@ -231,6 +289,7 @@ impl ChunkTable {
             location: self.location(index),
             strides: self.strides(index).cloned(),
             rank: self.rank(index),
+            view: self.view(index).cloned(),
         }
     }
 
@@ -244,7 +303,7 @@ impl ChunkTable {
             emit((*rank).into());
         }
         let none = RareColumns::default();
-        let RareColumns { strides, interleaved } = self.rare.as_deref().unwrap_or(&none);
+        let RareColumns { strides, interleaved, views } = self.rare.as_deref().unwrap_or(&none);
         emit(strides.len() as u64);
         for (chunk, strides) in strides {
             emit((*chunk).into());
@@ -254,6 +313,11 @@ impl ChunkTable {
         for (chunk, tile) in interleaved {
             emit((*chunk).into());
             tile.encode(emit);
+        }
+        // Plans without views keep the encoding that they had before views existed.
+        for (chunk, view) in views {
+            emit((*chunk).into());
+            view.encode(emit);
         }
     }
 

@@ -27,8 +27,8 @@ use std::fmt;
 use std::sync::Arc;
 
 pub use chunk::{
-    ChecksummedRange, Chunk, ChunkTable, FileLocation, Record, StridedLocation, contiguous_strides, permuted_stride,
-    span,
+    ChecksummedRange, Chunk, ChunkTable, FileLocation, Record, StoredView, StridedLocation, contiguous_strides,
+    permuted_stride, span,
 };
 pub use dtype::Dtype;
 pub use path::{Key, Path, StateLeaf};
@@ -193,7 +193,7 @@ impl TensorEntry {
         let tile = Tile::from_region(&Region::whole(&shape));
         let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
         let mut entry = Self::new(fqn, dtype, shape);
-        entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
+        entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         entry
     }
 

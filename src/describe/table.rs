@@ -97,7 +97,7 @@ fn dims(dims: &[u64]) -> String {
 
 /// Pads each column to the width of its widest cell, or to [`MAX_WIDTH`] if that is less. The limit is needed because
 /// names from files may have any length.
-fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
+pub fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];
     for row in iter::once(&header).chain(&rows) {
@@ -124,7 +124,7 @@ mod tests {
         let mut entry = TensorEntry::new(Fqn::from("w"), Dtype::F32, shape.into());
         for (offsets, sizes) in boxes {
             let tile = Tile::from_region(&Region::new(*offsets, *sizes));
-            entry.chunks.push(Chunk { tile, rank: None, location: FileLocation::Empty, strides: None });
+            entry.chunks.push(Chunk { tile, rank: None, location: FileLocation::Empty, strides: None, view: None });
         }
         entry
     }

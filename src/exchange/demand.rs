@@ -255,7 +255,7 @@ mod tests {
             let offset = output.push_payload(40);
             let location = FileLocation::Bytes { file: FileId(file), offset };
             let tile = Tile::new([std::iter::once(0..10).collect()]);
-            entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
             files.push(output);
         }
         let todo = |ranges: &[(u32, Range<u64>)]| {

@@ -132,7 +132,13 @@ mod tests {
         let (mut output, mut reserved) = (OutputFile::new("out"), Vec::new());
         let of_bytes = |range: Range<u64>, file, offset| {
             let tile = Tile::new([std::iter::once(range).collect()]);
-            Chunk { tile, location: FileLocation::Bytes { file: FileId(file), offset }, strides: None, rank: None }
+            Chunk {
+                tile,
+                location: FileLocation::Bytes { file: FileId(file), offset },
+                strides: None,
+                rank: None,
+                view: None,
+            }
         };
         for number in 0..tensors {
             let entry = || TensorEntry::new(format!("t{number}").into(), Dtype::U8, [chunks].as_slice().into());

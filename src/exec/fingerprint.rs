@@ -287,7 +287,7 @@ mod tests {
     }
 
     fn chunk(tile: Tile, location: FileLocation) -> Chunk {
-        Chunk { tile, location, strides: None, rank: Some(Rank(0)) }
+        Chunk { tile, location, strides: None, rank: Some(Rank(0)), view: None }
     }
 
     fn tensor(chunks: Vec<Chunk>) -> TensorEntry {

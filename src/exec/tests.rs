@@ -166,7 +166,7 @@ pub(crate) fn store_values(
     let file = files.add(path).unwrap();
     for (tile, offset, strides) in rows {
         let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
-        chunks.push(Chunk { tile, location, strides: Some(strides), rank: None });
+        chunks.push(Chunk { tile, location, strides: Some(strides), rank: None, view: None });
     }
     (files, TensorEntry { chunks, ..TensorEntry::new("t".into(), dtype, shape.into()) })
 }

@@ -370,10 +370,24 @@ fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
 /// # Errors
 /// `Malformed`, `Io`.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
+    let stored = resolve_stored(files, entry, chunk)?;
+    of_view(files, entry, chunk, stored)
+}
+
+/// Returns the location of a chunk, whose stored tensor is at `stored`.
+fn of_view(files: &Files, entry: &TensorEntry, chunk: u32, stored: StridedLocation) -> Result<StridedLocation> {
+    let Some(view) = entry.chunks.view(chunk as usize) else { return Ok(stored) };
+    stored.of_view(view, entry.dtype.itemsize()).ok_or_else(|| {
+        Error::malformed(files.path(stored.file), entry.fqn.as_str(), "offsets and strides below 2^64", "larger ones")
+    })
+}
+
+/// Returns the location of the stored tensor that contains a chunk.
+fn resolve_stored(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<StridedLocation> {
     let index = chunk as usize;
     let strides = || match entry.chunks.strides(index) {
         Some(strides) => strides.clone(),
-        None => contiguous_strides(&entry.chunks.sizes(index)),
+        None => contiguous_strides(&entry.chunks.stored_shape(index)),
     };
     match entry.chunks.location(index) {
         FileLocation::Bytes { file, offset } => {
@@ -411,8 +425,8 @@ pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<
     match (resolve(files, entry, chunk), entry.chunks.location(index).file()) {
         (Err(Error::Format(FormatError::Missing { .. })), Some(file)) if files.seen_by(file).is_some() => {
             let strides = entry.chunks.strides(index).cloned();
-            let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.sizes(index)));
-            Ok(StridedLocation { file, offset: 0, strides, checksum: None })
+            let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.stored_shape(index)));
+            of_view(files, entry, chunk, StridedLocation { file, offset: 0, strides, checksum: None })
         }
         (resolved, _) => resolved,
     }

@@ -268,7 +268,7 @@ fn memory_of_plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
             for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
                 let tile = cut.tile(size, piece);
                 let location = FileLocation::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
-                entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
+                entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
             }
             entry
         };

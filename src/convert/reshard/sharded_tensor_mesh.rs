@@ -70,7 +70,13 @@ mod tests {
             (region.offsets[0], region.sizes[0]) = (own.start, own.end - own.start);
             if !region.is_empty() {
                 let tile = Tile::from_region(&region);
-                chunks.push(Chunk { tile, location: FileLocation::Empty, strides: None, rank: Some(Rank(rank)) });
+                chunks.push(Chunk {
+                    tile,
+                    location: FileLocation::Empty,
+                    strides: None,
+                    rank: Some(Rank(rank)),
+                    view: None,
+                });
             }
         }
         let class = if group_size.is_some() { Class::ShardedTensor } else { Class::Tensor };

@@ -94,7 +94,7 @@ impl Case {
                     let offset = file.push_payload(tile.numel() * to_dtype.itemsize());
                     location = FileLocation::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
                 }
-                target.chunks.push(Chunk { tile, location, strides: None, rank: None });
+                target.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
             }
             targets.push(Reserved::new(id, target));
             entries.push(entry);

@@ -79,7 +79,7 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
                     .push(ChecksumSpan { range: offset..offset + len, crc_offsets: [file.len].into_iter().collect() });
             }
             file.push_header(vec![0; 4]);
-            chunks.push(Chunk { tile, location, strides: None, rank: None });
+            chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         }
         let entry = TensorEntry { chunks, ..TensorEntry::new("t".into(), to, shape.clone()) };
         reservation.tensors.push(Reserved::new(TensorId(0), entry));

@@ -81,7 +81,7 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
         let offset = file.push_payload(tile.numel() * 4);
         let location =
             if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file: FileId(0), offset } };
-        entry.chunks.push(Chunk { tile, location, strides: None, rank: None });
+        entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
     }
     let tensor = Reserved { shares, ..Reserved::new(TensorId(0), entry) };
     Reservation { files: vec![file], tensors: vec![tensor], ..Reservation::default() }

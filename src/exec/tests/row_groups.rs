@@ -32,7 +32,7 @@ fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
                 FileLocation::Bytes { file: FileId(rank), offset: file.push_payload(len) }
             };
             file.push_header(vec![0xBB; bytes(entry.dtype.itemsize() * u64::from(rank + 2))]);
-            chunks.push(Chunk { tile, location, strides: None, rank: None });
+            chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         }
         let target = TensorEntry { chunks, ..TensorEntry::new(entry.fqn.clone(), entry.dtype, entry.shape.clone()) };
         reservation.tensors.push(Reserved::new(TensorId(index), target));

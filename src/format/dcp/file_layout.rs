@@ -77,7 +77,7 @@ impl<'a> FileLayout<'a> {
             let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
             let location =
                 if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file: id, offset: at } };
-            self.chunks[tensor].push(Chunk { tile, location, strides: None, rank: Some(rank) });
+            self.chunks[tensor].push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
             self.stored[tensor].push(StorageInfo { file: number, offset, len });
         }
         self.reservation.files.push(file);

@@ -190,7 +190,7 @@ impl MetadataFile<'_> {
         };
         // An empty chunk may be stored, but it contains nothing to read.
         let location = if region.is_empty() { FileLocation::Empty } else { place };
-        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None });
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None, view: None });
         Ok(())
     }
 
@@ -282,7 +282,7 @@ fn read_objects(
 /// `Malformed` if the item is damaged, or its tensor has another dtype or shape than `.metadata` says; `Unsupported` if
 /// dtshard cannot read the tensor; `Io`.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: FileRange) -> Result<StridedLocation> {
-    let sizes = entry.chunks.sizes(chunk as usize);
+    let sizes = entry.chunks.stored_shape(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {
         return Ok(found);
     }

@@ -124,7 +124,13 @@ impl Assignment {
         let load = self.of_rank.entry(rank).or_default();
         load.boxes.push((tensor, number(table.len())));
         load.bytes += bytes;
-        table.push(Chunk { tile: Tile::from_region(region), location: FileLocation::Empty, strides: None, rank: None });
+        table.push(Chunk {
+            tile: Tile::from_region(region),
+            location: FileLocation::Empty,
+            strides: None,
+            rank: None,
+            view: None,
+        });
     }
 }
 

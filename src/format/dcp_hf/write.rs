@@ -163,7 +163,7 @@ fn reserve_file(rank: Rank, shard: u32, parts: &[ShardPart], reservation: &mut R
         } else {
             FileLocation::Bytes { file: id, offset: data_start + begin }
         };
-        tensors[part.tensor].entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+        tensors[part.tensor].entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
     }
     reservation.files.push(file);
     Ok(())

@@ -126,7 +126,7 @@ impl<'a> Assembly<'a> {
                 continue;
             }
             let location = if tile.is_empty() { FileLocation::Empty } else { FileLocation::Bytes { file, offset } };
-            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
         }
         // The error reports the smallest name, so that it is the same in every run.
         match stored.into_keys().min() {

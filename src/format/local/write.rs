@@ -274,7 +274,7 @@ impl FileWriter<'_> {
             };
             let table = || ChunkTable::new(self.plan.tensor_at(at).shape.len());
             let chunks = self.chunks[at].entry(source).or_insert_with(table);
-            chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+            chunks.push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
         }
         Ok(output)
     }

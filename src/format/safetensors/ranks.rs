@@ -44,7 +44,7 @@ pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog
                 let detail = format!("{} and {}", text(known), text(&entry));
                 return Err(known.fqn.disagreement("dtype or number of dims", between, detail));
             }
-            known.chunks.push(Chunk { tile, location, strides: None, rank: Some(Rank(*rank)) });
+            known.chunks.push(Chunk { tile, location, strides: None, rank: Some(Rank(*rank)), view: None });
             names.insert(name, (first, id));
         }
         notes.extend(header.metadata.into_iter().map(|(key, value)| (shared.clone(), key, value)));

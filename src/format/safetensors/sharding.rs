@@ -165,7 +165,7 @@ pub fn tensor(shards: &[TensorShard]) -> Result<TensorEntry> {
         let place = FileLocation::Bytes { file: shard.file, offset: shard.stored.offset };
         let location = if region.is_empty() { FileLocation::Empty } else { place };
         let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
-        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank });
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank, view: None });
     }
     Ok(entry)
 }

@@ -83,5 +83,5 @@ pub fn dropped_objects(files: &[RankFile]) -> Vec<String> {
 /// in the archive.
 fn chunk(contents: &ArchiveContents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
-    Chunk { tile, location: contents.record_location(view), strides, rank }
+    Chunk { tile, location: contents.record_location(view), strides, rank, view: None }
 }

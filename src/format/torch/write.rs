@@ -58,7 +58,13 @@ impl SavedTensor {
         for region in order.cut_row_major(shape, 0..entry.numel()) {
             let location = FileLocation::Bytes { file, offset };
             offset += region.numel() * dtype.itemsize();
-            entry.chunks.push(Chunk { tile: Tile::from_region(&region), location, strides: None, rank: None });
+            entry.chunks.push(Chunk {
+                tile: Tile::from_region(&region),
+                location,
+                strides: None,
+                rank: None,
+                view: None,
+            });
         }
         Reserved::new(self.id, entry)
     }

@@ -235,7 +235,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         {
             if let (true, Some(tile)) = (*stored, tile) {
                 let location = offset.map_or(FileLocation::Empty, |offset| FileLocation::Bytes { file: id, offset });
-                chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+                chunks.push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
             }
         }
         reservation.files.push(output);

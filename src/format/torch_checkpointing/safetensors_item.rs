@@ -146,7 +146,7 @@ fn push_chunks(
                 return Err(wrong(&entry.fqn, expected));
             }
             let location = location(&tile, stored.offset);
-            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank) });
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: Some(rank), view: None });
         }
         TensorSharding::Boxes(boxes) => {
             if stored.dtype != entry.dtype || stored.shape.len() != entry.shape.len() {
@@ -166,7 +166,7 @@ fn push_chunks(
                 let tile = Tile::from_region(region);
                 let location = location(&tile, stored.offset + elements * entry.dtype.itemsize());
                 let own = (strides != contiguous_strides(&region.sizes)).then(|| strides.clone());
-                entry.chunks.push(Chunk { tile, location, strides: own, rank: None });
+                entry.chunks.push(Chunk { tile, location, strides: own, rank: None, view: None });
             }
         }
     }

@@ -29,7 +29,7 @@ pub fn push_chunks(
             return Err(CatalogError::chunk_out_of_bounds(entry, region, "snapshot", data.manifest).into());
         }
         let location = data.location(&entry.fqn, shard)?;
-        entry.chunks.push(Chunk { tile: Tile::from_region(region), location, strides: None, rank });
+        entry.chunks.push(Chunk { tile: Tile::from_region(region), location, strides: None, rank, view: None });
     }
     Ok(())
 }

@@ -274,7 +274,7 @@ impl<'a> FlatRankFile<'a> {
             let location = if region.is_empty() { FileLocation::Empty } else { place(offset) };
             offset += region.numel() * itemsize;
             let tile = Tile::from_region(&region);
-            chunks.push(Chunk { tile, location, strides: None, rank: Some(self.rank) });
+            chunks.push(Chunk { tile, location, strides: None, rank: Some(self.rank), view: None });
         }
         chunks
     }
