@@ -9,10 +9,11 @@ use rayon::prelude::*;
 
 use crate::catalog::{Dtype, TensorEntry, TensorId, path, state_dict};
 use crate::convert::options::{
-    CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
+    CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, MapOptions, SelectOptions,
+    SourceOptions,
 };
 use crate::convert::{self, Engine, ReadRequest, Setup};
-use crate::describe::{self, Inspection};
+use crate::describe::{self, Inspection, MapListing};
 use crate::error::{Error, Result};
 use crate::exec::{Locations, PreparedTile, Scratch};
 use crate::format::{self, Format, SeriesChoice, Want};
@@ -20,6 +21,7 @@ use crate::launch::Launch;
 use crate::layout::{Region, Tile};
 use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
+use crate::select::NameOptions;
 
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
@@ -162,6 +164,28 @@ impl Checkpoint {
             Ok((checkpoint, peers))
         })?;
         Ok(Self { inner, peers, engine: Arc::new(engine), convert, progress, by_name: OnceLock::new() })
+    }
+
+    /// Converts the names, shapes and chunks of the checkpoint to another convention, by the weight map of the options. The
+    /// tensors can then be inspected and read under their new names. Does nothing if the options name no map.
+    ///
+    /// # Errors
+    /// `Usage` for a map that does not exist or does not fit the checkpoint.
+    pub fn map(&mut self, options: &MapOptions) -> Result<()> {
+        if let Some(map) = convert::weight_map::apply(&mut self.inner, options, &NameOptions::default())? {
+            map.notes.iter().for_each(|note| self.progress.note(note));
+            map.details.iter().for_each(|line| self.progress.detail(line));
+            self.by_name = OnceLock::new();
+        }
+        Ok(())
+    }
+
+    /// Lists the weight maps that have names of the checkpoint, the best fit first.
+    ///
+    /// # Errors
+    /// `Io` if the configuration of the model cannot be read.
+    pub fn maps(&self) -> Result<MapListing> {
+        MapListing::of(&self.inner)
     }
 
     /// Returns the format of the checkpoint.

@@ -181,6 +181,14 @@ impl Conversion {
         Ok(self)
     }
 
+    /// Converts the tensors to another convention of names and contents, by a weight map. `map` is a model family, the path of a
+    /// map file or `auto`, then `:TO`, or `:FROM:TO`: for example `llama:hf`.
+    #[must_use]
+    pub fn map(mut self, map: impl Into<String>) -> Self {
+        self.convert.select.map.map = Some(map.into());
+        self
+    }
+
     /// Makes the target complete tensors in the nested state dict.
     #[must_use]
     pub fn whole_tensors(self) -> Self {
@@ -246,7 +254,7 @@ impl Conversion {
         let Self { checkpoint, target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
         let prepared = engine.work(&progress, |run| -> Result<Prepared> {
-            let source = ConversionSource::choose(inner, peers, &convert, target.defaults())?;
+            let source = ConversionSource::choose(inner, peers, &convert, target.defaults(), run.progress.as_ref())?;
             let mut prepared = match &target {
                 Target::Sharded(options) => convert::prepare::reshard(options, &convert, source, run),
                 Target::Whole(options) => convert::prepare::unshard(options, &convert, source, run),

@@ -215,7 +215,7 @@ macro_rules! interior {
 }
 
 // What a checkpoint contains.
-interior! { layout catalog select format }
+interior! { layout catalog select format maps }
 // Moving bytes: overlaps of chunks, copies, publishing.
 interior! { storage plan exec publish }
 // Several processes: identity, messages, metadata of other nodes, rounds of bytes, GPUs.
@@ -230,7 +230,7 @@ pub use comm::mpi::Finalize as MpiFinalize;
 pub use conversion::{Conversion, Plan};
 pub use convert::options::{ExecuteOptions, VerifyOptions};
 pub use convert::{Outcome, Preview, Report, Setup};
-pub use describe::{Inspection, Span};
+pub use describe::{Inspection, MapListing, Span, map_file};
 pub use error::{Error, Result};
 pub use exec::Stop;
 pub use format::Format;

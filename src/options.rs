@@ -12,8 +12,8 @@ pub use crate::checkpoint::{Contents, Writes};
 pub use crate::conversion::Target;
 pub use crate::convert::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, InspectOptions,
-    OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
-    Strategy, TensorClass, Tied, UnshardOptions,
+    MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions,
+    SourceVisibility, Strategy, TensorClass, Tied, UnshardOptions,
 };
 pub use crate::launch::{Launch, Launcher, Part, launch, process_environment};
 pub use crate::layout::Split;

@@ -15,7 +15,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
 pub use parse::parse;
-pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
+pub use source::{MapArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
 use values::{number, rank};
 
@@ -83,6 +83,12 @@ Examples:
 Exit status: 0 if SRC is sound and OTHER, if given, holds the same values; 1 if there is damage or a difference; 2 \
 if verify could not run.";
 
+const MAPS_EXAMPLES: &str = "\
+Examples:
+  dtshard maps
+  dtshard maps step-1000
+  dtshard maps llama > my-map.toml";
+
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
   dtshard completions bash > ~/.local/share/bash-completion/completions/dtshard
@@ -112,6 +118,9 @@ pub enum Command {
     /// Check that a checkpoint is sound, or that two checkpoints hold the same values
     #[command(alias = "diff", after_long_help = VERIFY_EXAMPLES)]
     Verify(Verify),
+    /// List the weight maps, or show which of them fit a checkpoint
+    #[command(after_long_help = MAPS_EXAMPLES)]
+    Maps(Maps),
     /// Print completions for a shell
     #[command(after_long_help = COMPLETIONS_EXAMPLES)]
     Completions(Completions),
@@ -129,7 +138,7 @@ impl Command {
             Self::Unshard(args) => Some(&args.convert),
             Self::Flatten(args) => Some(&args.convert),
             Self::Consolidate(args) => Some(&args.convert),
-            Self::Inspect(_) | Self::Verify(_) | Self::Completions(_) | Self::Man(_) => None,
+            Self::Inspect(_) | Self::Verify(_) | Self::Maps(_) | Self::Completions(_) | Self::Man(_) => None,
         }
     }
 }
@@ -159,6 +168,8 @@ pub struct Inspect {
     /// Equal values have equal hashes in every layout and format.
     #[arg(long)]
     pub digest: bool,
+    #[command(flatten)]
+    pub map: MapArgs,
     #[command(flatten)]
     pub shapes: ShapeArgs,
     #[command(flatten)]
@@ -389,6 +400,16 @@ pub struct Verify {
     pub select: SelectArgs,
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    #[command(flatten)]
+    pub source: SourceArgs,
+}
+
+#[derive(Args, Debug)]
+pub struct Maps {
+    /// Checkpoint that the maps are compared with, or a model family whose map file is printed
+    ///
+    /// Without it, all families are listed with their conventions. Give a folder with the name of a family as ./NAME.
+    pub subject: Option<PathBuf>,
     #[command(flatten)]
     pub source: SourceArgs,
 }

@@ -158,6 +158,43 @@ pub struct SelectArgs {
     /// casts the tensors that PATTERN matches, and the first match wins. Repeatable. [default: no cast]
     #[arg(long, value_name = "[PATTERN=]DTYPE")]
     pub dtype: Vec<String>,
+    #[command(flatten)]
+    pub map: MapArgs,
+}
+
+/// Conversion to another convention of names and contents.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Names and values")]
+pub struct MapArgs {
+    /// Change names and contents to another convention, such as llama:hf
+    ///
+    /// MAP is a model family (`dtshard maps` lists them), a map file, or auto; TO is the side of the map that DST gets. The
+    /// side of SRC is found by its names; MAP:FROM:TO chooses it. Optimizer state follows its parameters. --include and
+    /// --exclude match names of SRC, all other options match the new names.
+    #[arg(long, value_name = "MAP[:TO]")]
+    pub map: Option<String>,
+    /// Read the sizes that --map needs from this config.json or params.json
+    ///
+    /// [default: the file beside SRC]
+    #[arg(long, value_name = "FILE", requires = "map", hide_short_help = true)]
+    pub config: Option<PathBuf>,
+    /// Give the size of an axis of the map, such as h=32
+    ///
+    /// Repeatable.
+    #[arg(long, value_name = "AXIS=N", requires = "map", hide_short_help = true)]
+    pub set: Vec<String>,
+    /// Choose what happens to optimizer state that does not fit the map
+    ///
+    /// [default: an error]
+    #[arg(long, value_name = "CHOICE", requires = "map", hide_short_help = true)]
+    pub map_state: Option<MapState>,
+}
+
+/// The treatment of optimizer state that a map cannot convert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MapState {
+    /// Leave the state out
+    Drop,
 }
 
 /// The options for checks that are made before anything is written.

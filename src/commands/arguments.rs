@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use crate::cli::{self, ConvertArgs, ExchangeArgs, SelectArgs, SourceArgs};
+use crate::cli::{self, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs, SourceArgs};
 use dtshard::options::{
-    Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, OnConflict,
-    ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility, Strategy,
-    Target, TensorClass, Tied, UnshardOptions, Writes,
+    Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, MapOptions,
+    OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
+    Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
 };
 use dtshard::{Conversion, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
@@ -48,6 +48,18 @@ impl SelectArgs {
             nest: self.nest.clone(),
             keep_names: self.keep_names,
             dtype: self.dtype.clone(),
+            map: self.map.options(),
+        }
+    }
+}
+
+impl MapArgs {
+    pub fn options(&self) -> MapOptions {
+        MapOptions {
+            map: self.map.clone(),
+            config: self.config.clone(),
+            set: self.set.clone(),
+            drops_state: self.map_state.is_some(),
         }
     }
 }

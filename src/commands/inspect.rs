@@ -29,7 +29,8 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         setup: Setup { stop: signals_and_limits::prepare()?, ..Setup::default() },
         ..OpenOptions::default()
     };
-    let checkpoint = Checkpoint::open_with(&args.src, &options, TerminalProgress::new(printer))?;
+    let mut checkpoint = Checkpoint::open_with(&args.src, &options, TerminalProgress::new(printer))?;
+    checkpoint.map(&args.map.options())?;
     checkpoint.conflicts().iter().for_each(|conflict| printer.warning(&conflict.to_string()));
     if args.layout {
         let (document, text) = checkpoint.layout()?;

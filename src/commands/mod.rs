@@ -8,6 +8,7 @@ mod convert;
 mod inspect;
 mod labels;
 mod man;
+mod maps;
 mod printer;
 mod progress;
 mod signals_and_limits;
@@ -84,6 +85,7 @@ pub fn run(cli: Cli, launch: Launch, printer: &Printer) -> Result<Status> {
         Command::Flatten(args) => convert::run(args.target(), &args.convert, launch, printer),
         Command::Consolidate(args) => convert::run(args.target(), &args.convert, launch, printer),
         Command::Verify(args) => verify::run(&args, printer),
+        Command::Maps(args) => maps::run(&args, printer),
         Command::Completions(args) => completions::run(&args, printer),
         Command::Man(args) => man::run(&args, printer),
     }

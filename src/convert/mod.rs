@@ -43,6 +43,7 @@ mod threads_and_blocks;
 pub(crate) mod tied;
 mod unshard;
 mod unused_exchange_options;
+pub mod weight_map;
 mod whole;
 mod write;
 

@@ -41,8 +41,16 @@ pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
 /// # Errors
 /// `Io` if it cannot be read.
 pub fn read(checkpoint: &Checkpoint) -> Result<Option<Json>> {
+    read_named(checkpoint, CONFIG)
+}
+
+/// Returns the content of the nearest file of this name, as [`read`] does for `config.json`.
+///
+/// # Errors
+/// `Io` if it cannot be read.
+pub fn read_named(checkpoint: &Checkpoint, name: &str) -> Result<Option<Json>> {
     for folder in folders(checkpoint)? {
-        let file = folder.join(CONFIG);
+        let file = folder.join(name);
         if lookup::is_file(&file)? {
             return read_file(&file);
         }
@@ -50,7 +58,11 @@ pub fn read(checkpoint: &Checkpoint) -> Result<Option<Json>> {
     Ok(None)
 }
 
-fn read_file(file: &Path) -> Result<Option<Json>> {
+/// Returns the content of a JSON file, or `None` if the file is too large or is not JSON.
+///
+/// # Errors
+/// `Io` if it cannot be read.
+pub fn read_file(file: &Path) -> Result<Option<Json>> {
     if regular_file(file)?.len() >= MAX_BYTES {
         return Ok(None);
     }

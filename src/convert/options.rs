@@ -102,6 +102,23 @@ pub struct SelectOptions {
     /// Casts of floating-point tensors. `PATTERN=DTYPE` casts the tensors that the pattern matches. `DTYPE` casts all
     /// other f32, f16 and bf16 tensors of one or more dimensions outside the optimizer state.
     pub dtype: Vec<String>,
+    /// Weight map that is applied before names are changed, and after names are selected.
+    pub map: MapOptions,
+}
+
+/// Options that convert the tensors of the source to another convention of names and contents, by a weight map.
+#[derive(Clone, Debug, Default)]
+pub struct MapOptions {
+    /// Map and sides: `FAMILY`, a path of a map file, or `auto`; then `:TO`, or `:FROM:TO`. `None` means that no map is
+    /// applied.
+    pub map: Option<String>,
+    /// Path of the model's configuration (`config.json` or `params.json`), which gives the sizes of axes. `None` means that the
+    /// file is looked for beside the source.
+    pub config: Option<PathBuf>,
+    /// Sizes of axes, each as `AXIS=NUMBER`.
+    pub set: Vec<String>,
+    /// True if optimizer state that the map cannot convert is left out. False means that such state is an error.
+    pub drops_state: bool,
 }
 
 /// Options for checks before anything is written, and for values that differ between ranks.

@@ -6,8 +6,11 @@
 mod document;
 mod draw;
 mod layout;
+mod maps;
 mod summary;
 mod table;
+
+pub use maps::{MapListing, map_file};
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

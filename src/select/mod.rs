@@ -15,6 +15,7 @@
 mod compared;
 mod dtypes;
 mod filter;
+pub mod mapped;
 mod naming;
 mod rebuild;
 mod rename;
@@ -113,6 +114,20 @@ pub struct LeftOut {
     /// The names of the left-out tensors. A tensor with several names is left out only if all its names are left out.
     pub tensors: Vec<String>,
     pub objects: Vec<String>,
+}
+
+impl LeftOut {
+    /// Adds the names that an earlier selection left out.
+    pub fn extend(&mut self, earlier: Self) {
+        for (key, number) in earlier.groups {
+            match self.groups.iter_mut().find(|(known, _)| *known == key) {
+                Some((_, known)) => *known += number,
+                None => self.groups.push((key, number)),
+            }
+        }
+        self.tensors.extend(earlier.tensors);
+        self.objects.extend(earlier.objects);
+    }
 }
 
 impl Selected {
@@ -253,7 +268,7 @@ fn rename(
         }
     }
     naming.check_used()?;
-    rebuild.finish(&naming)
+    rebuild.finish(&|module| naming.module(module))
 }
 
 fn without_chunks(entry: &TensorEntry) -> TensorEntry {

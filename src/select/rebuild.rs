@@ -8,7 +8,6 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::naming::Naming;
 use super::split_name::{self, KeyRef, Step};
 use super::survey::{Leaf, Survey};
 use crate::catalog::{Dict, Value};
@@ -17,6 +16,10 @@ use crate::error::{Error, Result};
 /// The maximum number of list items that the result may have in addition to the number of list items of the source. The
 /// limit exists because renames can multiply lists.
 const MAX_PADDING: usize = 1 << 16;
+
+/// Returns the new name of a module. Both names end in a dot, unless they are empty. The result is `None` if the new state
+/// dict does not have the module.
+pub(super) type NewModuleName<'f> = dyn Fn(&str) -> Option<String> + 'f;
 
 /// The state dict of the result while it is built.
 pub(super) struct Rebuild<'a> {
@@ -198,11 +201,12 @@ impl<'a> Rebuild<'a> {
         *content = RebuiltContent::Dict(entries);
     }
 
-    /// Builds and returns the state dict.
+    /// Builds and returns the state dict. `module` returns the new name of a module, or `None` if the result does not have the
+    /// module.
     ///
     /// # Errors
     /// `Usage` if renames make the lists much larger than the lists of the source.
-    pub fn finish(mut self, naming: &Naming<'_, '_>) -> Result<Value> {
+    pub fn finish(mut self, module: &NewModuleName<'_>) -> Result<Value> {
         if self.nodes.is_empty() {
             let kind = self.survey.nodes[0].value.as_dict().map(|dict| dict.kind).unwrap_or_default();
             return Ok(Value::Dict(Dict { kind, ..Dict::default() }));
@@ -210,14 +214,14 @@ impl<'a> Rebuild<'a> {
         self.children = HashMap::new();
         self.names = HashMap::new();
         let mut remaining = self.survey.list_items.saturating_add(MAX_PADDING);
-        self.value(0, &mut Vec::new(), naming, &mut remaining)
+        self.value(0, &mut Vec::new(), module, &mut remaining)
     }
 
     fn value(
         &mut self,
         node: u32,
         path: &mut Vec<Box<str>>,
-        naming: &Naming<'_, '_>,
+        module: &NewModuleName<'_>,
         remaining: &mut usize,
     ) -> Result<Value> {
         let content = std::mem::replace(&mut self.nodes[node as usize].content, RebuiltContent::Dict(Vec::new()));
@@ -239,13 +243,13 @@ impl<'a> Rebuild<'a> {
                 let mut values = vec![Value::None; len];
                 for (index, child) in items {
                     path.push(index.to_string().into());
-                    values[index] = self.value(child, path, naming, remaining)?;
+                    values[index] = self.value(child, path, module, remaining)?;
                     path.pop();
                 }
                 Value::List(values)
             }
             RebuiltContent::Dict(entries) => {
-                let attributes = self.attributes(node, path, naming);
+                let attributes = self.attributes(node, path, module);
                 let mut dict = Dict { entries: Vec::with_capacity(entries.len()), attributes, ..Dict::default() };
                 if let Some(Value::Dict(source)) = source {
                     dict.kind = source.kind;
@@ -256,7 +260,7 @@ impl<'a> Rebuild<'a> {
                         _ => Value::Str(text.as_ref().into()),
                     };
                     path.push(text);
-                    dict.entries.push((key, self.value(child, path, naming, remaining)?));
+                    dict.entries.push((key, self.value(child, path, module, remaining)?));
                     path.pop();
                 }
                 Value::Dict(dict)
@@ -267,7 +271,7 @@ impl<'a> Rebuild<'a> {
     /// Returns the attributes of a dict. In the attributes, torch stores the versions of modules; the names of these
     /// modules are relative to the dict. If leaves below the dict are renamed, the names of the modules change with
     /// them.
-    fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
+    fn attributes(&self, node: u32, path: &[Box<str>], module: &NewModuleName<'_>) -> Option<Box<Value>> {
         let node = &self.nodes[node as usize];
         let source = node.attributes?;
         let Value::Dict(Dict { attributes: Some(attributes), .. }) = self.survey.nodes[source as usize].value else {
@@ -280,7 +284,7 @@ impl<'a> Rebuild<'a> {
         let Value::Dict(named) = attributes.as_mut() else { return Some(attributes) };
         for (key, value) in &mut named.entries {
             if let (Some("_metadata"), Value::Dict(modules)) = (key.as_str(), value) {
-                self.rename_modules(&mut modules.entries, source, path, naming);
+                self.rename_modules(&mut modules.entries, source, path, module);
             }
         }
         Some(attributes)
@@ -291,20 +295,20 @@ impl<'a> Rebuild<'a> {
         modules: &mut Vec<(Value, Value)>,
         source: u32,
         path: &[Box<str>],
-        naming: &Naming<'_, '_>,
+        module: &NewModuleName<'_>,
     ) {
         let with_dot = |name: &str| if name.is_empty() { String::new() } else { format!("{name}.") };
         let old = with_dot(&self.survey.container_name(source));
         let new = with_dot(&path.join("."));
         let mut seen = HashSet::new();
         modules.retain_mut(|(key, _)| {
-            let Value::Str(module) = key else { return true };
-            let Some(renamed) = naming.module(&format!("{old}{}", with_dot(&self.survey.clean(module)))) else {
+            let Value::Str(name) = key else { return true };
+            let Some(renamed) = module(&format!("{old}{}", with_dot(&self.survey.clean(name)))) else {
                 return false;
             };
             let Some(relative) = renamed.strip_prefix(&new) else { return false };
-            *module = relative.strip_suffix('.').unwrap_or(relative).into();
-            seen.insert(module.clone())
+            *name = relative.strip_suffix('.').unwrap_or(relative).into();
+            seen.insert(name.clone())
         });
     }
 }

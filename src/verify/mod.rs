@@ -20,7 +20,7 @@ use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
 use crate::convert::source_options::{check_flat, check_series, read_options, refuse_without_tensors};
-use crate::convert::{Engine, Run, Setup, name_for_comparison};
+use crate::convert::{Engine, Run, Setup, name_for_comparison, weight_map};
 use crate::error::Result;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
 use crate::progress::Progress;
@@ -71,7 +71,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
     // Name errors are reported here, before hours of reading.
-    let names = ComparedNames::new(args, &source, other.as_ref())?;
+    let names = ComparedNames::new(args, &mut source, other.as_ref(), run.progress.as_ref())?;
     sound(&source, &names.source.catalog, run, found)?;
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
@@ -93,9 +93,19 @@ struct ComparedNames {
 }
 
 impl ComparedNames {
-    fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
+    fn new(
+        args: &VerifyOptions,
+        source: &mut Checkpoint,
+        other: Option<&Checkpoint>,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
+        let map = weight_map::apply(source, &args.select.map, &options)?;
+        let options = map.map_or(options, |map| {
+            map.notes.iter().for_each(|note| progress.note(note));
+            map.options
+        });
         let options = select::NameOptions { allow_unknown_layouts: other.is_none(), ..options };
         Ok(match other {
             Some(other) => {

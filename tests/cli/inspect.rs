@@ -9,7 +9,8 @@ use crate::common::{expect, fixture, run, succeed};
 use crate::snapshot::assert_snapshot;
 use serde_json::{Value as Json, json};
 
-const VERBS: [&str; 8] = ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify", "completions", "man"];
+const VERBS: [&str; 9] =
+    ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify", "maps", "completions", "man"];
 
 /// Returns the text without the paths of this machine.
 fn without_paths(text: &str) -> String {
@@ -258,7 +259,7 @@ fn man_writes_a_page_for_every_verb() {
     let folder = tempfile::tempdir().unwrap();
     let (first, second) = (folder.path().join("man/man1"), folder.path().join("again"));
     let document = succeed("man", &[&first], "--json").json();
-    assert!(succeed("man", &[&second], "").stderr.contains("wrote 9 man pages"));
+    assert!(succeed("man", &[&second], "").stderr.contains("wrote 10 man pages"));
     let pages = crate::common::bytes_of(&first);
     assert_eq!(pages, crate::common::bytes_of(&second));
     let mut names: Vec<String> = VERBS.iter().map(|verb| format!("dtshard-{verb}.1")).collect();

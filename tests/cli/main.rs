@@ -17,6 +17,7 @@ mod folders;
 mod fsdp_flat;
 mod hints;
 mod inspect;
+mod maps;
 mod messages;
 mod outputs;
 mod plans;

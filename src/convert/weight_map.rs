@@ -1,0 +1,426 @@
+//! Applies the weight map that the options name to an opened source: chooses the map and its sides, and reads the model's
+//! configuration.
+//!
+//! The text of [`MapOptions::map`] is `FAMILY`, `FILE` or `auto`, then `:TO`, or `:FROM:TO`. Without FROM, the side of the source
+//! is the one whose rows match all names of the model. Filters and wrapper components apply to the names of the source, before the
+//! map; all other options apply to the names after the map.
+
+use std::path::Path;
+
+use serde_json::Value as Json;
+
+use super::model_config;
+use super::options::MapOptions;
+use crate::catalog::{TensorEntry, TensorId};
+use crate::error::{Error, Result};
+use crate::format::Checkpoint;
+use crate::layout::LayoutError;
+use crate::maps::{Fit, Sizes, WeightMap, families};
+use crate::name_list::{FEW, short_list};
+use crate::nearest::nearest;
+use crate::quantity::count;
+use crate::select::mapped::{self, MapOutcome, MapRequest};
+use crate::select::{self, LeftOut, NameOptions, Root, Wrappers};
+use crate::storage::{lookup, regular_file};
+
+/// A map that was applied to a source.
+#[derive(Debug)]
+pub struct AppliedMap {
+    /// The notes for the user: the side that SRC was read as, and the tensors that the map leaves out.
+    pub notes: Vec<String>,
+    /// Descriptions of the rows that were applied, one line for each row.
+    pub details: Vec<String>,
+    /// Groups of tensors of the source whose values must be equal.
+    pub equal: Vec<Vec<TensorId>>,
+    /// The names that the filters left out before the map.
+    pub left_out: LeftOut,
+    /// The options that remain for the names after the map.
+    pub options: NameOptions,
+}
+
+/// Applies the map of the options to the catalog of a checkpoint. Returns `None` if the options name no map.
+///
+/// # Errors
+/// `Usage` for a map or side that does not exist, for a map that does not fit the source, and for options without effect; `Io`
+/// and `Layout` for a map file or a configuration that cannot be read.
+pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptions) -> Result<Option<AppliedMap>> {
+    let Some(text) = &args.map else { return refuse_without_map(args).map(|()| None) };
+    let filters = NameOptions {
+        wrappers: Wrappers::Cut,
+        include: options.include.clone(),
+        exclude: options.exclude.clone(),
+        without_gradients: options.without_gradients,
+        root: if options.root == Root::Model { Root::Model } else { Root::Whole },
+        ..NameOptions::default()
+    };
+    let filtered = select::select(&checkpoint.catalog, &filters)?;
+    let config = Configuration::read(checkpoint, args.config.as_deref())?;
+    let given = args.set.iter().map(|text| parse_size(text)).collect::<Result<Vec<_>>>()?;
+    let names = mapped::model_names(&filtered.catalog);
+    let chosen = Chosen::new(text, &names, &given, &config)?;
+    check_used(&chosen.map, &given)?;
+    checkpoint.catalog.state = filtered.catalog.state;
+    let sides = chosen.sides;
+    let request = MapRequest { map: &chosen.map, sides, sizes: chosen.sizes.clone(), drops_state: args.drops_state };
+    let outcome = mapped::map(&mut checkpoint.catalog, request)?;
+    let notes = [filtered.notes, chosen.notes(&outcome)].concat();
+    let details = chosen.details(&outcome);
+    let remaining = NameOptions {
+        wrappers: Wrappers::Keep,
+        include: Vec::new(),
+        exclude: Vec::new(),
+        root: if options.root == Root::Model { Root::Whole } else { options.root.clone() },
+        ..options.clone()
+    };
+    let equal = outcome.equal;
+    Ok(Some(AppliedMap { notes, details, equal, left_out: filtered.left_out, options: remaining }))
+}
+
+/// Refuses options that need a map.
+fn refuse_without_map(args: &MapOptions) -> Result<()> {
+    let option = match args {
+        MapOptions { config: Some(_), .. } => "options::config",
+        MapOptions { set, .. } if !set.is_empty() => "options::set",
+        MapOptions { drops_state: true, .. } => "options::map_state",
+        _ => return Ok(()),
+    };
+    Err(Error::usage(format!("{option} has no effect without options::map"), "name the map with options::map"))
+}
+
+/// Parses a size such as `h=32`.
+fn parse_size(text: &str) -> Result<(String, u64)> {
+    let parsed = text.split_once('=').and_then(|(axis, value)| {
+        let value: u64 = value.trim().parse().ok().filter(|value| *value > 0)?;
+        Some((axis.trim().to_owned(), value)).filter(|(axis, _)| !axis.is_empty())
+    });
+    parsed.ok_or_else(|| {
+        Error::usage(
+            format!("options::set {text}: expected an axis and a number of at least 1"),
+            "give, for example, options::set h=32",
+        )
+    })
+}
+
+/// Checks that each axis of `options::set` is an axis of the map.
+fn check_used(map: &WeightMap, given: &[(String, u64)]) -> Result<()> {
+    let axes = map.axes();
+    match given.iter().find(|(axis, _)| !axes.iter().any(|known| known.as_ref() == axis)) {
+        None => Ok(()),
+        Some((axis, value)) => Err(Error::usage(
+            format!("options::set {axis}={value}: no row of the map {} has the axis {axis}", map.family),
+            format!("the axes are {}", axes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+        )),
+    }
+}
+
+/// The configuration of the model, with the name of its file for messages.
+pub struct Configuration {
+    name: String,
+    value: Option<Json>,
+}
+
+impl Configuration {
+    /// Reads the given file, or `config.json` or `params.json` beside the source.
+    ///
+    /// # Errors
+    /// `Usage` if the given file is not a JSON object; `Io`.
+    pub fn read(checkpoint: &Checkpoint, given: Option<&Path>) -> Result<Self> {
+        if let Some(path) = given {
+            let name = path.display().to_string();
+            let value = model_config::read_file(path)?.filter(Json::is_object).ok_or_else(|| {
+                Error::usage(
+                    format!("options::config {name}: expected a JSON object of less than 1 MiB"),
+                    "give the config.json or params.json of the model",
+                )
+            })?;
+            return Ok(Self { name, value: Some(value) });
+        }
+        for name in [model_config::CONFIG, "params.json"] {
+            let found = match (model_config::read_named(checkpoint, name)?, checkpoint.root.parent()) {
+                (None, Some(folder))
+                    if !lookup::is_folder(&checkpoint.root)? && lookup::is_file(&folder.join(name))? =>
+                {
+                    model_config::read_file(&folder.join(name))?
+                }
+                (found, _) => found,
+            };
+            if let Some(value) = found {
+                return Ok(Self { name: name.to_owned(), value: Some(value) });
+            }
+        }
+        Ok(Self { name: String::new(), value: None })
+    }
+
+    fn model_type(&self) -> Option<&str> {
+        self.value.as_ref()?.get("model_type")?.as_str()
+    }
+}
+
+/// The map and the sides between which it is applied.
+struct Chosen {
+    map: WeightMap,
+    sides: [usize; 2],
+    sizes: Sizes,
+    /// The name of the configuration's file; empty if there is none.
+    config: String,
+}
+
+impl Chosen {
+    fn new(text: &str, names: &[String], given: &[(String, u64)], config: &Configuration) -> Result<Self> {
+        let (maps, sides) = candidates(text)?;
+        let is_auto = maps.len() > 1;
+        let mut found: Vec<(Fit, Self)> = Vec::new();
+        let mut nearest_fit: Option<(Fit, Self)> = None;
+        // The map and the side to convert to, if SRC already has the names of this side.
+        let mut already = String::new();
+        for map in maps {
+            if let Some(model_type) = config.model_type().filter(|model_type| !map.is_for(model_type)) {
+                if is_auto {
+                    continue;
+                }
+                return Err(other_model(&map, model_type, config));
+            }
+            let target = match sides.last() {
+                Some(name) => match map.side(name) {
+                    Some(side) => Some(side),
+                    None if is_auto => continue,
+                    None => return Err(no_side(&map, name)),
+                },
+                None => None,
+            };
+            let sources: Vec<usize> = match sides.as_slice() {
+                [from, _] => vec![map.side(from).ok_or_else(|| no_side(&map, from))?],
+                _ => (0..map.sides.len()).filter(|side| Some(*side) != target).collect(),
+            };
+            let sizes = sizes(&map, given, config)?;
+            if let Some(to) = target.filter(|_| sides.len() == 1) {
+                let fit = map.fit(to, names.iter().map(String::as_str), &sizes);
+                if fit.unmatched.is_empty() && fit.named > 0 {
+                    already = format!("{}:{}", map.family, map.sides[to].name);
+                }
+            }
+            for from in sources {
+                let fit = map.fit(from, names.iter().map(String::as_str), &sizes);
+                let to = match target {
+                    Some(to) => to,
+                    None if map.sides.len() == 2 => 1 - from,
+                    None => usize::MAX,
+                };
+                let chosen =
+                    Self { map: map.clone(), sides: [from, to], sizes: sizes.clone(), config: config.name.clone() };
+                if fit.unmatched.is_empty() && fit.named > 0 {
+                    found.push((fit, chosen));
+                } else if nearest_fit.as_ref().is_none_or(|(known, _)| fit.named > known.named) {
+                    nearest_fit = Some((fit, chosen));
+                }
+            }
+        }
+        let most = found.iter().map(|(fit, _)| fit.named).max();
+        found.retain(|(fit, _)| Some(fit.named) == most);
+        // Sides that differ only in rows that match no name of SRC give the same result.
+        let first = found.first().map(|(fit, chosen)| (chosen.map.family.clone(), chosen.sides[0], fit.rows.clone()));
+        let is_other = |(fit, chosen): &(Fit, Self)| {
+            first.as_ref().is_some_and(|(family, from, rows)| {
+                let is_first = chosen.map.family == *family && chosen.sides[0] == *from;
+                let has_same_cells = chosen.map.family == *family
+                    && fit.rows == *rows
+                    && rows.iter().all(|row| {
+                        let cells = &chosen.map.rows[*row].cells;
+                        cells[*from] == cells[chosen.sides[0]]
+                    });
+                is_first || !has_same_cells
+            })
+        };
+        found.retain(is_other);
+        let mut found = found.into_iter().map(|(_, chosen)| chosen);
+        let chosen = match (found.next(), found.next()) {
+            (Some(chosen), None) => chosen,
+            (Some(first), Some(second)) => return Err(Self::ambiguous(text, &first, &second)),
+            (None, _) if !already.is_empty() => return Err(already_converted(text, &already)),
+            (None, _) => match nearest_fit {
+                // Applying the map gives the error with the first name that no row matches.
+                Some((fit, chosen)) if fit.named > 0 && !is_auto => chosen,
+                _ => return Err(nothing_fits(text, names)),
+            },
+        };
+        if chosen.sides[1] == usize::MAX {
+            return Err(Error::usage(
+                format!(
+                    "options::map {text}: SRC fits the side {} of {}, and the side to convert to is not given",
+                    chosen.from(),
+                    chosen.map.family
+                ),
+                format!(
+                    "give options::map {}:TO, where TO is one of {}",
+                    chosen.map.family,
+                    chosen.map.side_names().join(", ")
+                ),
+            ));
+        }
+        if chosen.sides[0] == chosen.sides[1] {
+            return Err(Error::usage(
+                format!("options::map {text}: the side of SRC and the side to convert to are both {}", chosen.from()),
+                "choose two sides; `dtshard maps` lists them",
+            ));
+        }
+        Ok(chosen)
+    }
+
+    fn ambiguous(text: &str, first: &Self, second: &Self) -> Error {
+        let [one, other] = [first, second].map(|chosen| format!("{}:{}", chosen.map.family, chosen.from()));
+        let to = first.map.sides.get(first.sides[1]).map_or("TO", |side| &side.name);
+        Error::usage(
+            format!("options::map {text}: the names of SRC fit {one} and {other} equally well"),
+            format!("name the side of SRC: options::map {}:{}:{to}", first.map.family, first.from()),
+        )
+    }
+
+    fn from(&self) -> &str {
+        &self.map.sides[self.sides[0]].name
+    }
+
+    fn notes(&self, outcome: &MapOutcome) -> Vec<String> {
+        let to = &self.map.sides[self.sides[1]].name;
+        let mut sizes = Vec::new();
+        for rule in &self.map.sizes {
+            if let Some(known) = outcome.mapping.sizes.known(&rule.axis) {
+                sizes.push(format!("{} = {} by {}", rule.axis, known.value, known.origin.describe(&self.config)));
+            }
+        }
+        let sizes = if sizes.is_empty() { String::new() } else { format!("; {}", sizes.join(", ")) };
+        let mut notes =
+            vec![format!("SRC is read as {}:{} and converted to {to}{sizes}", self.map.family, self.from())];
+        let dropped = &outcome.dropped;
+        if !dropped.is_empty() {
+            let (tensors, names) = (count(dropped.len(), "tensor"), short_list(dropped, FEW));
+            notes.push(format!("{tensors} left out, because {to} does not have them: {names}"));
+        }
+        let dropped = &outcome.dropped_state;
+        if !dropped.is_empty() {
+            let (items, names) = (count(dropped.len(), "item"), short_list(dropped, FEW));
+            notes.push(format!("{items} of optimizer state left out, because the map cannot convert them: {names}"));
+        }
+        notes
+    }
+
+    /// Returns a line for each row that was applied.
+    fn details(&self, outcome: &MapOutcome) -> Vec<String> {
+        let cell = |row: usize, side: usize| {
+            let cells = &self.map.rows[row].cells[side];
+            cells.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        };
+        let line = |(row, counts): (&usize, &mapped::RowCounts)| {
+            let [from, to] = self.sides.map(|side| cell(*row, side));
+            let (sources, pieces) = (count(counts.sources, "tensor"), count(counts.pieces, "piece"));
+            format!("{from} -> {to}: {sources} to {}, {pieces}", counts.targets)
+        };
+        outcome.rows.iter().map(line).collect()
+    }
+}
+
+/// Returns the sizes of a map that are known without the tensors.
+///
+/// # Errors
+/// `Usage` if the configuration, the map and `given`, the sizes of the user, contradict each other.
+pub fn sizes(map: &WeightMap, given: &[(String, u64)], config: &Configuration) -> Result<Sizes> {
+    Sizes::new(&map.sizes, given, config.value.as_ref()).map_err(|conflict| {
+        Error::usage(format!("map {}: {conflict}", map.family), "correct options::set or the configuration")
+    })
+}
+
+/// Returns the maps that a text names, and its sides: none, TO, or FROM and TO.
+fn candidates(text: &str) -> Result<(Vec<WeightMap>, Vec<&str>)> {
+    let mut sides = Vec::new();
+    let mut name = text;
+    loop {
+        if let Some(maps) = maps_named(name)? {
+            sides.reverse();
+            return Ok((maps, sides));
+        }
+        match name.rsplit_once(':') {
+            Some((before, side)) if sides.len() < 2 => {
+                sides.push(side);
+                name = before;
+            }
+            _ => break,
+        }
+    }
+    let first = text.split(':').next().unwrap_or(text);
+    let known: Vec<String> = families().iter().map(|family| family.name.to_owned()).collect();
+    Err(Error::usage(
+        format!("options::map {text}: expected a map family, a map file or `auto`, found {first}"),
+        format!("the nearest families are {}; `dtshard maps` lists all", nearest(first, &known).join(", ")),
+    ))
+}
+
+/// Returns the maps of a name: all families for `auto`, a family, or a file. Returns `None` if there is no such map.
+fn maps_named(name: &str) -> Result<Option<Vec<WeightMap>>> {
+    let parse = |family: &crate::maps::Family| family.map().map_err(|error| LayoutError::from(error).into());
+    if name == "auto" {
+        return families().iter().map(parse).collect::<Result<Vec<_>>>().map(Some);
+    }
+    if let Some(family) = families().iter().find(|family| family.name == name) {
+        return Ok(Some(vec![parse(family)?]));
+    }
+    let path = Path::new(name);
+    if !lookup::is_file(path)? {
+        return Ok(None);
+    }
+    if regular_file(path)?.len() > crate::document::MAX_BYTES {
+        return Err(Error::usage(format!("options::map {name}: the file is too large for a map"), "give a map file"));
+    }
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let map = WeightMap::parse(name, &text).map_err(LayoutError::from)?;
+    Ok(Some(vec![map]))
+}
+
+fn other_model(map: &WeightMap, model_type: &str, config: &Configuration) -> Error {
+    Error::usage(
+        format!(
+            "the map {} is for models of the type {}, found the model_type {model_type} in {}",
+            map.family,
+            map.model_types().join(", "),
+            config.name
+        ),
+        "choose the map of this model; `dtshard maps SRC` lists those that fit. If the conventions are the same, add the type to a \
+         copy of the map file",
+    )
+}
+
+fn no_side(map: &WeightMap, name: &str) -> Error {
+    Error::usage(
+        format!("the map {} has no side `{name}`", map.family),
+        format!("the sides are {}", map.side_names().join(", ")),
+    )
+}
+
+fn already_converted(text: &str, side: &str) -> Error {
+    Error::usage(
+        format!("options::map {text}: SRC already has the names of {side}"),
+        "leave options::map out, or choose another side to convert to",
+    )
+}
+
+fn nothing_fits(text: &str, names: &[String]) -> Error {
+    let first = names.first().map_or("none", String::as_str);
+    Error::usage(
+        format!("options::map {text}: no side fits the names of the model; the first name is {first}"),
+        "`dtshard maps SRC` shows how well each map fits",
+    )
+}
+
+/// Returns the error about a map in a run whose processes exchange data.
+pub fn not_between_processes(option: &str) -> Error {
+    Error::unsupported(
+        format!("options::map cannot be used with {option}, because views of chunks cannot be exchanged yet"),
+        format!("leave {option} out: several processes then divide the work, and each reads SRC"),
+    )
+}
+
+/// Returns the error about two values of which the map makes one, and which differ.
+pub fn joined_differ(one: &TensorEntry, two: &TensorEntry) -> Error {
+    Error::usage(
+        format!("{} and {} differ, and the map joins them", one.fqn, two.fqn),
+        "leave the optimizer out with options::exclude",
+    )
+}

@@ -1,0 +1,437 @@
+//! Weight maps: conversions between the conventions of one model (`tests/fixtures/maps`) give the files that the projects' own code
+//! made, from any layout of the source; maps and sources that do not fit are refused.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::common::corrupt::dtshard;
+use crate::common::env::TestEnv;
+use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
+
+/// The folders of the fixtures, with the family of each.
+const MODELS: [(&str, &str); 10] = [
+    ("deepseek-v3", "deepseek-v3"),
+    ("falcon", "falcon"),
+    ("gpt2", "gpt2"),
+    ("llama", "llama"),
+    ("llama4", "llama4"),
+    ("mixtral", "mixtral"),
+    ("olmo-core", "olmo-core"),
+    ("olmo-core-moe", "olmo-core"),
+    ("phi3", "phi3"),
+    ("qwen3-moe", "qwen3-moe"),
+];
+
+/// A conversion from one convention to another: the folder of the fixture, the family, and the two conventions.
+type Pair = (&'static str, &'static str, String, String);
+
+fn pairs() -> Vec<Pair> {
+    let mut pairs = Vec::new();
+    for (folder, family) in MODELS {
+        let mut sides: Vec<String> = fs::read_dir(fixture("maps").join(folder))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|suffix| suffix == "safetensors"))
+            .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+            .collect();
+        sides.sort();
+        for from in &sides {
+            let others = sides.iter().filter(|to| *to != from);
+            pairs.extend(others.map(|to| (folder, family, from.clone(), to.clone())));
+        }
+    }
+    pairs
+}
+
+fn file(folder: &str, side: &str) -> PathBuf {
+    fixture("maps").join(folder).join(format!("{side}.safetensors"))
+}
+
+/// Returns the option for the configuration of the model, for sources that have no configuration beside them.
+fn config(folder: &str) -> String {
+    let config = fixture("maps").join(folder).join("config.json");
+    if config.exists() { format!("--config {}", config.display()) } else { String::new() }
+}
+
+#[test]
+fn each_convention_becomes_each_other_convention() {
+    let env = TestEnv::new();
+    let pairs = pairs();
+    assert_eq!(pairs.len(), 36);
+    in_parallel(&pairs, |(folder, family, from, to)| {
+        let name = format!("{folder}-{from}-{to}.safetensors");
+        let map = format!("--map {family}:{from}:{to} --assets none");
+        let made = env.make("consolidate", file(folder, from), &name, &map);
+        assert_same(&read_safetensors(&made.path), &read_safetensors(&file(folder, to)), &name);
+        succeed("verify", &[&file(folder, from), &file(folder, to)], &format!("--map {family}:{from}:{to}"));
+    });
+}
+
+/// Shards that end within heads, blocks and experts: three and five ranks do not divide the dims of the models evenly.
+#[test]
+fn sharded_sources_become_each_other_convention() {
+    let env = TestEnv::new();
+    let layouts = [
+        ("dcp", "--mesh dp=3 --to dcp"),
+        ("ranks", "--mesh dp=2,tp=3 --placements S(0),S(1) --to torch-ranks"),
+        ("strided", "--mesh dp=2,tp=2 --placements _S(0,2),S(0) --to torch-ranks"),
+        ("hf", "--mesh dp=5 --to dcp-hf"),
+    ];
+    let mut sources: Vec<(&str, &str, String)> =
+        pairs().into_iter().map(|(folder, family, from, _)| (folder, family, from)).collect();
+    sources.dedup();
+    in_parallel(&sources, |(folder, family, from)| {
+        for (layout, options) in layouts {
+            let name = format!("{folder}-{from}-{layout}");
+            let sharded = env.make("reshard", file(folder, from), &name, options).path;
+            for (_, _, _, to) in pairs().iter().filter(|pair| (pair.0, &pair.2) == (*folder, from)) {
+                let map = format!("--map {family}:{from}:{to} {}", config(folder));
+                let name = format!("{folder}-{from}-{to}-{layout}.safetensors");
+                let made = env.make("consolidate", &sharded, &name, &format!("{map} --assets none"));
+                assert_same(&read_safetensors(&made.path), &read_safetensors(&file(folder, to)), &name);
+            }
+        }
+    });
+}
+
+#[test]
+fn resharding_with_a_map_gives_the_other_convention_on_the_new_mesh() {
+    let env = TestEnv::new();
+    in_parallel(&pairs(), |(folder, family, from, to)| {
+        let map = format!("--map {family}:{from}:{to}");
+        for (number, options) in
+            ["--mesh dp=3 --to dcp", "--mesh dp=2,tp=2 --placements S(1),S(0) --to torch-ranks"].iter().enumerate()
+        {
+            let name = format!("{folder}-{from}-{to}-{number}");
+            let made = env.make("reshard", file(folder, from), &name, &format!("{map} {options} --verify"));
+            let whole = env.make("consolidate", &made.path, &format!("{name}.safetensors"), "--assets none");
+            assert_same(&read_safetensors(&whole.path), &read_safetensors(&file(folder, to)), &name);
+        }
+    });
+}
+
+/// Three ranks of FSDP2 trained the model in torchtitan's convention with AdamW. Real PyTorch gathered the truth.
+#[test]
+fn optimizer_state_is_converted_with_its_parameters() {
+    let env = TestEnv::new();
+    let (source, truth) =
+        (fixture("maps/llama-adamw/dcp"), read_safetensors(&fixture("maps/llama-adamw/hf.safetensors")));
+    let sizes = "--set h=4 --set k=2";
+    let made = env.make(
+        "consolidate",
+        &source,
+        "all.safetensors",
+        &format!("--map llama:hf {sizes} --everything --assets none"),
+    );
+    assert_same(&read_safetensors(&made.path), &truth, "all tensors");
+    for (name, options) in [("dcp", "--mesh dp=2 --to dcp"), ("ranks", "--mesh dp=4 --to torch-ranks")] {
+        let hf = env.make("reshard", &source, name, &format!("--map llama:hf {sizes} {options} --verify")).path;
+        let whole = env.make("consolidate", &hf, &format!("{name}.safetensors"), "--everything --assets none");
+        assert_same(&read_safetensors(&whole.path), &truth, name);
+        let back = env.make(
+            "reshard",
+            &hf,
+            &format!("{name}-back"),
+            &format!("--map llama:titan {sizes} --mesh dp=3 --to dcp"),
+        );
+        succeed("verify", &[&back.path, &source], "");
+    }
+}
+
+#[test]
+fn parameter_groups_list_the_new_names() {
+    let env = TestEnv::new();
+    let made = env.make(
+        "reshard",
+        fixture("maps/llama-adamw/dcp"),
+        "ranks",
+        "--map llama:hf --set h=4 --set k=2 --mesh dp=2 --to torch-ranks",
+    );
+    let shown = succeed("inspect", &[&made.path], "--json").stdout;
+    assert!(shown.contains("optimizer.param_groups.model.layers.0.self_attn.q_proj.weight.lr"), "{shown}");
+    assert!(!shown.contains("attention.qkv_linear"), "{shown}");
+}
+
+#[test]
+fn placements_of_rank_files_follow_the_map() {
+    let env = TestEnv::new();
+    let ranks = env.make("reshard", file("qwen3-moe", "hf"), "ranks", "--mesh dp=3 --to torch-ranks").path;
+    let made = env.make("reshard", &ranks, "titan", "--map qwen3-moe:hf:titan").path;
+    let shown = succeed("inspect", &[&made], "").stdout;
+    for (name, placements) in [
+        ("layers.0.attention.qkv_linear.wq.weight", "S(0)"),
+        ("layers.1.moe.routed_experts.inner_experts.w1_EFD", "S(1)"),
+        ("layers.1.moe.routed_experts.inner_experts.w2_EDF", "S(1)"),
+    ] {
+        let line = shown.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {shown}"));
+        assert!(line.contains(&format!(" {placements} ")), "{line}");
+    }
+    let back = env.make("reshard", &made, "back", "--map qwen3-moe:titan:hf --mesh dp=3").path;
+    succeed("verify", &[&back, &ranks], "");
+}
+
+#[test]
+fn several_processes_divide_a_conversion_with_a_map() {
+    let env = TestEnv::new();
+    let (source, out) = (file("mixtral", "hf4"), env.path("out"));
+    let parts: Vec<_> = (0..2)
+        .map(|part| {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_dtshard"));
+            command.arg("reshard").arg(&source).arg(&out);
+            command.args([
+                "--map",
+                "mixtral:hf4:hf5",
+                "--mesh",
+                "dp=4",
+                "--to",
+                "dcp",
+                "--parts",
+                "2",
+                "--part",
+                &part.to_string(),
+            ]);
+            command.spawn().unwrap()
+        })
+        .collect();
+    for mut part in parts {
+        assert!(part.wait().unwrap().success());
+    }
+    succeed("verify", &[&out, &file("mixtral", "hf5")], "");
+}
+
+#[test]
+fn map_between_processes_that_exchange_data_is_refused() {
+    let env = TestEnv::new();
+    let parts: Vec<_> = (0..2)
+        .map(|part| {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_dtshard"));
+            command.arg("reshard").arg(file("mixtral", "hf4")).arg(env.path("out"));
+            command.args("--map mixtral:hf4:hf5 --mesh dp=4 --to dcp --source per-rank --parts 2 --part".split(' '));
+            command.arg(part.to_string()).stderr(std::process::Stdio::piped()).spawn().unwrap()
+        })
+        .collect();
+    for part in parts {
+        let output = part.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&output.stderr).contains("--map cannot be used with"), "{output:?}");
+    }
+    assert!(!env.path("out").exists());
+}
+
+/// FSDP1 wrote flat optimizer state beside the model's DTensors.
+#[test]
+fn flat_optimizer_state_is_converted_with_its_parameters() {
+    let env = TestEnv::new();
+    let source = fixture("trainers/verl_fsdp1");
+    let plain = env.make("reshard", &source, "plain", "--mesh dp=2 --to dcp").path;
+    let config = source.join("global_step_2/actor/huggingface/config.json");
+    let titan = env.make("reshard", &source, "titan", "--map llama:hf:titan --mesh dp=3 --to dcp").path;
+    let shown = succeed("inspect", &[&titan], "").stdout;
+    assert!(shown.contains("optim.state.layers.0.attention.qkv_linear.wq.weight.exp_avg "), "{shown}");
+    let back = env
+        .make(
+            "reshard",
+            &titan,
+            "back",
+            &format!("--map llama:titan:hf --config {} --mesh dp=2 --to dcp", config.display()),
+        )
+        .path;
+    succeed("verify", &[&back, &plain], "");
+}
+
+#[test]
+fn filters_match_names_of_the_source_and_the_other_options_match_new_names() {
+    let env = TestEnv::new();
+    let made = env.make(
+        "consolidate",
+        file("llama", "titan"),
+        "part.safetensors",
+        "--map llama:hf --include layers.1.** --dtype model.layers.1.mlp.**=bf16 --rename ^model\\.=m. --assets none",
+    );
+    let shown = succeed("inspect", &[&made.path], "").stdout;
+    let line = |name: &str| {
+        shown.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {shown}")).to_owned()
+    };
+    assert!(line("m.layers.1.mlp.gate_proj.weight").contains("bf16"));
+    assert!(line("m.layers.1.self_attn.q_proj.weight").contains("f32"));
+    assert!(!shown.contains("layers.0"), "{shown}");
+}
+
+#[test]
+fn side_of_the_source_is_found_by_its_names() {
+    let env = TestEnv::new();
+    let made = env.make("consolidate", file("llama", "titan-0.2"), "a.safetensors", "--map llama:hf --assets none");
+    assert!(
+        made.run.stderr.contains(
+            "SRC is read as llama:titan-0.2 and converted to hf; h = 4 by `num_attention_heads` of config.json"
+        ),
+        "{}",
+        made.run.stderr
+    );
+    let made = env.make("consolidate", file("mixtral", "hf4"), "b.safetensors", "--map mixtral --assets none");
+    assert!(made.run.stderr.contains("SRC is read as mixtral:hf4 and converted to hf5"), "{}", made.run.stderr);
+    for (source, words) in [(file("llama", "hf"), "llama:hf"), (file("mixtral", "hf4"), "mixtral:hf4")] {
+        let to = if words == "llama:hf" { ":titan" } else { "" };
+        let name = format!("{}.safetensors", words.replace(':', "-"));
+        let made = env.make("consolidate", source, &name, &format!("--map auto{to} --assets none"));
+        assert!(made.run.stderr.contains(&format!("SRC is read as {words}")), "{}", made.run.stderr);
+    }
+    let refused = env.refuse("consolidate", file("gpt2", "conv1d"), "c.safetensors", "--map gpt2:split");
+    assert!(refused.stderr.contains("fit gpt2:conv1d and gpt2:linear equally well"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("hint: name the side of SRC: --map gpt2:conv1d:split"), "{}", refused.stderr);
+}
+
+/// Options and sources that do not fit, with the words of the error.
+#[test]
+fn maps_that_do_not_fit_are_refused_with_the_cause() {
+    let env = TestEnv::new();
+    let titan = file("llama", "titan");
+    let copy = env.path("alone.safetensors");
+    fs::copy(&titan, &copy).unwrap();
+    let own = env.path("own.toml");
+    fs::write(&own, "family = \"own\"\n[sides]\na = {}\nb = {}\n[[map]]\nrows = [{ a = \"w [(h j]\", b = \"v\" }]\n")
+        .unwrap();
+    let own_map = format!("--map {}:b", own.display());
+    let cases: [(&Path, &str, &[&str]); 12] = [
+        (
+            &titan,
+            "--map qwen3-moe:hf",
+            &[
+                "the map qwen3-moe is for models of the type qwen3_moe, qwen3",
+                "found the model_type llama in config.json",
+            ],
+        ),
+        (&titan, "--map lama:hf", &["expected a map family, a map file or `auto`, found lama", "llama"]),
+        (&titan, "--map llama:hff", &["the map llama has no side `hff`", "hf, titan, titan-0.2, meta"]),
+        (&titan, "--map llama:titan", &["SRC already has the names of llama:titan"]),
+        (
+            &copy,
+            "--map gpt2:conv1d:linear",
+            &["no side fits the names of the model", "the first name is layers.0.attention"],
+        ),
+        (&titan, "--map llama", &["the side to convert to is not given", "--map llama:TO"]),
+        (
+            &copy,
+            "--map llama:hf",
+            &["layers.0.attention.qkv_linear.wq.weight", "does not give h and j in `(h j r)`", "--set h=N"],
+        ),
+        (&copy, "--map llama:hf --set h=5 --set k=2", &["`(h j r)` is 16", "not divisible by 10", "h is 5 by --set"]),
+        (&titan, "--map llama:hf --set x=3", &["no row of the map llama has the axis x"]),
+        (&titan, "--map llama:hf --set h=0", &["expected an axis and a number of at least 1"]),
+        (&titan, "--map llama:hf --set h=8", &["the size h is 8 by --set, and 4 by `num_attention_heads`"]),
+        (&titan, &own_map, &["own.toml line 6", "a: expected"]),
+    ];
+    for (source, options, words) in cases {
+        let refused = env.refuse("consolidate", source, "out.safetensors", &format!("{options} --assets none"));
+        for word in words {
+            assert!(refused.stderr.contains(word), "{options}: {word}: {}", refused.stderr);
+        }
+        assert!(refused.stderr.contains("\nhint: "), "{options}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn tensor_without_a_row_is_refused_and_can_be_left_out() {
+    let env = TestEnv::new();
+    let more = env
+        .make("consolidate", file("llama", "titan"), "more.safetensors", "--rename ^norm=layers.0.norms --assets none")
+        .path;
+    let sizes = "--set h=4 --set k=2 --assets none";
+    let refused = env.refuse("consolidate", &more, "out.safetensors", &format!("--map llama:titan:hf {sizes}"));
+    for word in ["layers.0.norms.weight", "has no row for this name on the side titan", "--exclude"] {
+        assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
+    }
+    env.make(
+        "consolidate",
+        &more,
+        "out.safetensors",
+        &format!("--map llama:titan:hf --exclude layers.0.norms.** {sizes}"),
+    );
+}
+
+#[test]
+fn missing_expert_is_refused_by_name() {
+    let env = TestEnv::new();
+    let part = env
+        .make("consolidate", file("mixtral", "hf4"), "part.safetensors", "--exclude **.experts.1.w3.** --assets none")
+        .path;
+    let refused = env.refuse("consolidate", &part, "out.safetensors", "--map mixtral:hf4:hf5 --assets none");
+    for word in ["model.layers.0.block_sparse_moe.experts.1.w3.weight", "expected 6 tensors", "found 5"] {
+        assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn parts_of_different_dtypes_are_refused() {
+    let env = TestEnv::new();
+    let mixed = env
+        .make("consolidate", file("phi3", "split"), "mixed.safetensors", "--dtype **.k_proj.**=bf16 --assets none")
+        .path;
+    let refused = env.refuse(
+        "consolidate",
+        &mixed,
+        "out.safetensors",
+        "--map phi3:split:fused --set h=4 --set k=2 --assets none",
+    );
+    for word in ["model.layers.0.self_attn.qkv_proj.weight", "q_proj.weight (f32)", "k_proj.weight (bf16)"] {
+        assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn tied_head_that_the_source_leaves_out_is_written_where_the_target_needs_it() {
+    let env = TestEnv::new();
+    let tied =
+        env.make("consolidate", file("llama", "hf"), "tied.safetensors", "--exclude lm_head.weight --assets none").path;
+    let made = env
+        .make("consolidate", &tied, "titan.safetensors", "--map llama:hf:titan --set h=4 --set k=2 --assets none")
+        .path;
+    let tensors = read_safetensors(&made);
+    assert_eq!(tensors["lm_head.weight"], tensors["tok_embeddings.weight"]);
+    let back = env
+        .make("consolidate", &tied, "gpt2.safetensors", "--map llama:hf:titan-0.2 --set h=4 --set k=2 --assets none")
+        .path;
+    assert!(read_safetensors(&back).contains_key("output.weight"));
+}
+
+#[test]
+fn values_that_a_map_would_change_are_refused() {
+    let env = TestEnv::new();
+    let refused = env.refuse(
+        "consolidate",
+        file("olmo-core", "core"),
+        "out.safetensors",
+        "--map olmo-core:core:gemma3 --assets none",
+    );
+    assert!(refused.stderr.contains("the map adds -1 to the values"), "{}", refused.stderr);
+}
+
+#[test]
+fn maps_are_listed_and_compared_with_a_checkpoint() {
+    let listed = dtshard(&[&"maps"]);
+    listed.assert_succeeded().assert_mentions(&[]);
+    for (_, family) in MODELS {
+        assert!(listed.out.lines().any(|line| line.starts_with(family)), "{}", listed.out);
+    }
+    let fits = dtshard(&[&"maps", &file("llama", "titan-0.2")]);
+    assert!(
+        fits.out.lines().nth(1).is_some_and(|line| line.starts_with("llama") && line.contains("titan-0.2")),
+        "{}",
+        fits.out
+    );
+    let printed = dtshard(&[&"maps", &"llama"]);
+    assert!(printed.out.contains("[[map]]"), "{}", printed.out);
+    let env = TestEnv::new();
+    fs::write(env.path("mine.toml"), &printed.out).unwrap();
+    let mine = format!("--map {}:titan:hf --assets none", env.path("mine.toml").display());
+    let made = env.make("consolidate", file("llama", "titan"), "mine.safetensors", &mine);
+    assert_same(&read_safetensors(&made.path), &read_safetensors(&file("llama", "hf")), "printed map");
+}
+
+#[test]
+fn options_of_maps_need_a_map() {
+    for option in [["--config", "x"], ["--set", "h=1"], ["--map-state", "drop"]] {
+        let source = file("llama", "titan");
+        dtshard(&[&"inspect", &source, &option[0], &option[1]]).assert_refused(&["--map"]);
+    }
+}
