@@ -118,8 +118,13 @@ pub fn read_piece(
     }
 }
 
+/// The length in bytes of the shortest stretch of the source that is read by a call of its own, if most of the bytes up to the
+/// next stretch are not needed.
+const STRETCH_BYTES: u64 = 512;
+
 /// Reads short strided runs, with one read call for many runs. Each call covers as many steps of the outermost loop
-/// level as fit into the scratch buffer.
+/// level as fit into the scratch buffer. If most of these bytes would not be needed, as for a part of a transposed view, each
+/// step of the outermost level has a call of its own.
 fn read_blocks(
     file: &OpenFile,
     source: u64,
@@ -138,7 +143,11 @@ fn read_blocks(
         return Ok(());
     }
     let (outer, inner) = levels.split_first().expect("checked not empty");
-    let spare = BLOCK_BYTES.saturating_sub(span(inner));
+    let stretch = span(inner);
+    if (STRETCH_BYTES..=BLOCK_BYTES).contains(&stretch) && outer.source_step >= 3 * stretch {
+        return read_stretches(file, source, piece, (outer, inner), stretch, target, block);
+    }
+    let spare = BLOCK_BYTES.saturating_sub(stretch);
     // A step of 0, as in an expanded tensor, reads the same bytes again.
     let fitting = spare.checked_div(outer.source_step).map_or(outer.count, |steps| (steps + 1).min(outer.count));
     let mut done = 0;
@@ -151,6 +160,36 @@ fn read_blocks(
         steps.extend_from_slice(inner);
         let offset = usize::try_from(done * outer.target_step).expect("a write block fits memory");
         read_blocks(file, source + done * outer.source_step, piece, &steps, &mut target[offset..], block)?;
+        done += count;
+    }
+    Ok(())
+}
+
+/// Reads the stretch of `stretch` bytes that each step of the outermost level needs, as many stretches at a time as fit into the
+/// scratch buffer, and copies the runs out of it.
+fn read_stretches(
+    file: &OpenFile,
+    source: u64,
+    piece: &Piece,
+    (outer, inner): (&LoopLevel, &[LoopLevel]),
+    stretch: u64,
+    target: &mut [u8],
+    block: &mut SourceBlock,
+) -> Result<()> {
+    let fitting = BLOCK_BYTES / stretch;
+    let mut done = 0;
+    while done < outer.count {
+        let count = fitting.min(outer.count - done);
+        let bytes = block.reuse(count * stretch);
+        let len = usize::try_from(stretch).expect("a scratch buffer fits memory");
+        for (step, bytes) in (done..).zip(bytes.chunks_exact_mut(len)) {
+            file.read_exact_at(bytes, source + step * outer.source_step)?;
+        }
+        let mut levels: SmallVec<[LoopLevel; 4]> = SmallVec::new();
+        levels.push(LoopLevel { count, source_step: stretch, ..*outer });
+        levels.extend_from_slice(inner);
+        let offset = usize::try_from(done * outer.target_step).expect("a write block fits memory");
+        copy_runs(bytes, &mut target[offset..], piece.run_bytes, &levels);
         done += count;
     }
     Ok(())
@@ -195,10 +234,158 @@ pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Loo
 }
 
 fn copy_sized<const N: usize>(source: &[u8], target: &mut [u8], levels: &[LoopLevel]) {
+    if let Some(transposition) = Transposition::find(levels, N as u64) {
+        let Ok(()): Result<(), Infallible> = for_each_run(&transposition.others, 0, 0, &mut |from, to| {
+            let from = usize::try_from(from).expect("a mapping fits memory");
+            transposition.copy::<N>(&source[from..], &mut target[to..]);
+            Ok(())
+        });
+        return;
+    }
     let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
         let from = usize::try_from(from).expect("a mapping fits memory");
         let element: [u8; N] = source[from..from + N].try_into().expect("N bytes");
         target[to..to + N].copy_from_slice(&element);
         Ok(())
     });
+}
+
+/// The number of rows and columns of a tile that [`Transposition::copy`] transposes at once. A row of 2-byte elements is
+/// then one cache line.
+const TILE: usize = 32;
+
+/// A loop nest that copies single elements, in which one level is contiguous in the source and another level is contiguous
+/// in the target.
+struct Transposition {
+    /// The level whose elements are next to each other in the source.
+    rows: LoopLevel,
+    /// The level whose elements are next to each other in the target.
+    columns: LoopLevel,
+    others: SmallVec<[LoopLevel; 4]>,
+}
+
+impl Transposition {
+    /// Returns `None` for a loop nest that is not of this kind, or so small that tiles have no benefit.
+    fn find(levels: &[LoopLevel], itemsize: u64) -> Option<Self> {
+        let is_long = |level: &LoopLevel| level.count >= 8;
+        let rows = levels.iter().position(|level| level.source_step == itemsize && is_long(level))?;
+        let columns = levels.iter().position(|level| level.target_step == itemsize && is_long(level))?;
+        let others = levels.iter().enumerate().filter(|(index, _)| ![rows, columns].contains(index));
+        let others = others.map(|(_, level)| *level).collect();
+        (rows != columns).then(|| Self { rows: levels[rows], columns: levels[columns], others })
+    }
+
+    /// Copies all elements of the two levels, tile by tile. Each cache line of the source and of the target is used once:
+    /// with steps that are powers of two, the lines of one tile displace each other from the cache.
+    fn copy<const N: usize>(&self, source: &[u8], target: &mut [u8]) {
+        let size = |number: u64| usize::try_from(number).expect("a mapping and a write block fit memory");
+        let (rows, columns) = (size(self.rows.count), size(self.columns.count));
+        let (source_step, target_step) = (size(self.columns.source_step), size(self.rows.target_step));
+        let mut tile = [[[0; N]; TILE]; TILE];
+        for first_row in (0..rows).step_by(TILE) {
+            let height = TILE.min(rows - first_row);
+            for first_column in (0..columns).step_by(TILE) {
+                let width = TILE.min(columns - first_column);
+                for (column, elements) in (first_column..).zip(&mut tile[..width]) {
+                    let (from, _) = source[column * source_step + first_row * N..].as_chunks::<N>();
+                    elements[..height].copy_from_slice(&from[..height]);
+                }
+                for row in 0..height {
+                    let at = (first_row + row) * target_step + first_column * N;
+                    let (to, _) = target[at..at + width * N].as_chunks_mut::<N>();
+                    for (element, elements) in to.iter_mut().zip(&tile) {
+                        *element = elements[row];
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::storage::Files;
+
+    /// Returns a loop nest over a tensor of these sizes: the source has the dims in the order `order`, and the target in
+    /// their own order. `gap` is the number of bytes after each innermost row of the source.
+    fn permuted(sizes: &[u64], order: &[usize], itemsize: u64, gap: u64) -> Vec<LoopLevel> {
+        let mut levels: Vec<LoopLevel> =
+            sizes.iter().map(|count| LoopLevel { count: *count, source_step: 0, target_step: 0 }).collect();
+        let mut step = itemsize;
+        for (position, dim) in order.iter().rev().enumerate() {
+            levels[*dim].source_step = step;
+            step = step * sizes[*dim] + if position == 0 { gap } else { 0 };
+        }
+        let mut step = itemsize;
+        for level in levels.iter_mut().rev() {
+            level.target_step = step;
+            step *= level.count;
+        }
+        levels
+    }
+
+    /// Copies element by element, in the order of the loop nest.
+    fn by_elements(source: &[u8], target: &mut [u8], itemsize: usize, levels: &[LoopLevel]) {
+        let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
+            let from = usize::try_from(from).unwrap();
+            target[to..to + itemsize].copy_from_slice(&source[from..from + itemsize]);
+            Ok(())
+        });
+    }
+
+    fn bytes(len: u64) -> Vec<u8> {
+        (0..len).map(|at| (at * 31 % 251) as u8).collect()
+    }
+
+    fn span(levels: &[LoopLevel], itemsize: u64) -> u64 {
+        levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + itemsize
+    }
+
+    proptest! {
+        #[test]
+        fn permuted_elements_are_those_of_a_copy_element_by_element(
+            sizes in (1..70_u64, 1..5_u64, 1..70_u64),
+            order in Just([0, 1, 2]).prop_shuffle(),
+            itemsize in prop_oneof![Just(1_u64), Just(2), Just(4), Just(8)],
+            gap in 0..3_u64,
+        ) {
+            let sizes = [sizes.0, sizes.1, sizes.2];
+            let levels = permuted(&sizes, &order, itemsize, gap * itemsize);
+            let source = bytes(span(&levels, itemsize));
+            let len = usize::try_from(sizes.iter().product::<u64>() * itemsize).unwrap();
+            let (mut found, mut expected) = (vec![0; len], vec![0; len]);
+            copy_runs(&source, &mut found, itemsize, &levels);
+            by_elements(&source, &mut expected, usize::try_from(itemsize).unwrap(), &levels);
+            prop_assert_eq!(found, expected);
+        }
+    }
+
+    /// Transposes 700 of the 3,000 columns of a matrix of 1,500 rows. Reads hardly more bytes than these columns have.
+    #[test]
+    fn part_of_a_transposed_matrix_is_read_once() {
+        let (rows, columns, wanted) = (1500, 3000, 700);
+        let source = bytes(rows * columns * 2);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("matrix");
+        std::fs::write(&path, &source).unwrap();
+        let levels = [
+            LoopLevel { count: wanted, source_step: 2, target_step: rows * 2 },
+            LoopLevel { count: rows, source_step: columns * 2, target_step: 2 },
+        ];
+        let piece = Piece { overlap: 0, source: 400, target: 0, run_bytes: 2, levels: levels.into_iter().collect() };
+        let mut expected = vec![0; usize::try_from(rows * wanted * 2).unwrap()];
+        by_elements(&source[400..], &mut expected, 2, &levels);
+        for io in [IoMode::Mmap, IoMode::Read] {
+            let mut files = Files::new(io);
+            let file = files.add(&path).unwrap();
+            let located = StridedLocation { file, offset: 0, strides: crate::layout::Dims::new(), checksum: None };
+            let (mut found, mut block) = (vec![0; expected.len()], SourceBlock::default());
+            read_piece(&files.open(file).unwrap(), io, &located, &piece, &mut found, &mut block).unwrap();
+            assert!(found == expected, "{io:?}");
+            assert!(files.bytes_read() <= rows * wanted * 2, "{io:?}: {}", files.bytes_read());
+        }
+    }
 }
