@@ -30,7 +30,19 @@ macro_rules! families {
 /// Returns the built-in maps, in the order of their names.
 #[must_use]
 pub fn families() -> &'static [Family] {
-    families!["deepseek-v3", "falcon", "gpt2", "llama", "llama4", "mixtral", "olmo-core", "phi3", "qwen3-moe",]
+    families![
+        "bloom",
+        "deepseek-v3",
+        "falcon",
+        "gpt-neox",
+        "gpt2",
+        "llama",
+        "llama4",
+        "mixtral",
+        "olmo-core",
+        "phi3",
+        "qwen3-moe",
+    ]
 }
 
 #[cfg(test)]

@@ -9,9 +9,11 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
 
 /// The folders of the fixtures, with the family of each.
-const MODELS: [(&str, &str); 10] = [
+const MODELS: [(&str, &str); 12] = [
+    ("bloom", "bloom"),
     ("deepseek-v3", "deepseek-v3"),
     ("falcon", "falcon"),
+    ("gpt-neox", "gpt-neox"),
     ("gpt2", "gpt2"),
     ("llama", "llama"),
     ("llama4", "llama4"),
@@ -57,7 +59,7 @@ fn config(folder: &str) -> String {
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 36);
+    assert_eq!(pairs.len(), 40);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
