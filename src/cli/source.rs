@@ -171,7 +171,7 @@ pub struct MapArgs {
     /// MAP is a model family (`dtshard maps` lists them), a map file, or auto; TO is the side of the map that DST gets. The
     /// side of SRC is found by its names; MAP:FROM:TO chooses it. Optimizer state follows its parameters. --include and
     /// --exclude match names of SRC, all other options match the new names.
-    #[arg(long, value_name = "MAP[:TO]")]
+    #[arg(long, value_name = "MAP[:FROM][:TO]")]
     pub map: Option<String>,
     /// Read the sizes that --map needs from this config.json or params.json
     ///

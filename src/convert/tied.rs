@@ -59,7 +59,8 @@ fn find(state: &Value) -> Vec<Tie> {
             Some((prefix, format!("{prefix}{output}")))
         });
         if let Some((prefix, output)) = known {
-            let is_stored = is_stored(&output);
+            // The output layer of torchtitan 0.3 is `lm_head`, and that of earlier versions `output`.
+            let is_stored = is_stored(&output) || is_stored(&format!("{prefix}lm_head.weight"));
             found.push(Tie { embedding: name.to_owned(), prefix: prefix.len(), output, id: *id, is_stored });
         }
     }

@@ -63,7 +63,8 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
     let sides = chosen.sides;
     let request = MapRequest { map: &chosen.map, sides, sizes: chosen.sizes.clone(), drops_state: args.drops_state };
     let outcome = mapped::map(&mut checkpoint.catalog, request)?;
-    let notes = [filtered.notes, chosen.notes(&outcome)].concat();
+    let mut notes = [filtered.notes, chosen.notes(&outcome)].concat();
+    notes.extend(chosen.note_of_other_families(&names, &config)?);
     let details = chosen.details(&outcome);
     let remaining = NameOptions {
         wrappers: Wrappers::Keep,
@@ -151,7 +152,9 @@ impl Configuration {
         Ok(Self { name: String::new(), value: None })
     }
 
-    fn model_type(&self) -> Option<&str> {
+    /// Returns the `model_type` of the configuration.
+    #[must_use]
+    pub fn model_type(&self) -> Option<&str> {
         self.value.as_ref()?.get("model_type")?.as_str()
     }
 }
@@ -238,6 +241,9 @@ impl Chosen {
             (Some(first), Some(second)) => return Err(Self::ambiguous(text, &first, &second)),
             (None, _) if !already.is_empty() => return Err(already_converted(text, &already)),
             (None, _) => match nearest_fit {
+                Some((_, chosen)) if sides.len() == 2 && chosen.fitting_side(names).is_some() => {
+                    return Err(chosen.other_side(text, names));
+                }
                 // Applying the map gives the error with the first name that no row matches.
                 Some((fit, chosen)) if fit.named > 0 && !is_auto => chosen,
                 _ => return Err(nothing_fits(text, names)),
@@ -273,6 +279,52 @@ impl Chosen {
             format!("options::map {text}: the names of SRC fit {one} and {other} equally well"),
             format!("name the side of SRC: options::map {}:{}:{to}", first.map.family, first.from()),
         )
+    }
+
+    /// Returns the side of the map that matches all names.
+    fn fitting_side(&self, names: &[String]) -> Option<&str> {
+        let fits = |side: &usize| {
+            let fit = self.map.fit(*side, names.iter().map(String::as_str), &self.sizes);
+            fit.unmatched.is_empty() && fit.named > 0
+        };
+        (0..self.map.sides.len()).find(fits).map(|side| self.map.sides[side].name.as_str())
+    }
+
+    fn other_side(&self, text: &str, names: &[String]) -> Error {
+        let (family, found) = (&self.map.family, self.fitting_side(names).unwrap_or_default());
+        Error::usage(
+            format!(
+                "options::map {text}: SRC does not have the names of {family}:{}, but those of {family}:{found}",
+                self.from()
+            ),
+            format!("name the side of SRC: options::map {family}:{found}:{}", self.map.sides[self.sides[1]].name),
+        )
+    }
+
+    /// Returns a note if the names of SRC fit other families as well, and no configuration says which family the model is of.
+    fn note_of_other_families(&self, names: &[String], config: &Configuration) -> Result<Option<String>> {
+        if config.model_type().is_some() || families().iter().all(|family| family.name != self.map.family) {
+            return Ok(None);
+        }
+        let own = self.map.fit(self.sides[0], names.iter().map(String::as_str), &self.sizes).named;
+        let mut others = Vec::new();
+        for family in families().iter().filter(|family| family.name != self.map.family) {
+            let map = family.map().map_err(LayoutError::from)?;
+            let sizes = sizes(&map, &[], config)?;
+            let fits = |side: &usize| {
+                let fit = map.fit(*side, names.iter().map(String::as_str), &sizes);
+                fit.unmatched.is_empty() && fit.named >= own
+            };
+            others.extend(
+                (0..map.sides.len()).find(fits).map(|side| format!("{}:{}", family.name, map.sides[side].name)),
+            );
+        }
+        Ok((!others.is_empty()).then(|| {
+            format!(
+                "the names of SRC also fit {}: give the config.json of the model with options::config to check the family",
+                others.join(", ")
+            )
+        }))
     }
 
     fn from(&self) -> &str {

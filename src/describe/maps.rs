@@ -38,7 +38,8 @@ impl MapListing {
         let names = mapped::model_names(&checkpoint.catalog);
         let config = Configuration::read(checkpoint, None)?;
         let mut fits: Vec<(String, String, Fit)> = Vec::new();
-        for map in maps()? {
+        let is_for = |map: &WeightMap| config.model_type().is_none_or(|model_type| map.is_for(model_type));
+        for map in maps()?.into_iter().filter(is_for) {
             let sizes = sizes(&map, &[], &config)?;
             for (index, side) in map.sides.iter().enumerate() {
                 let fit = map.fit(index, names.iter().map(String::as_str), &sizes);

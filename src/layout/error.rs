@@ -168,10 +168,9 @@ impl LayoutError {
             Self::Pattern { .. } => {
                 "write a pattern with * (within a component), ** (across components) or {a,b}, and quote it for the shell"
             }
-            Self::File(error) => error
-                .hint
-                .as_deref()
-                .unwrap_or("correct the file; docs/reference/layout-file.md describes layout files"),
+            Self::File(error) => error.hint.as_deref().unwrap_or(
+                "correct the file; docs/reference/ describes layout files (layout-file.md) and map files (map-file.md)",
+            ),
             Self::Cut { hint, .. } => hint,
             Self::MixedReduction { .. } => "use one reduce op for all mesh dims, or sum and avg",
             Self::RankCount { .. } | Self::DuplicateRank { .. } => {

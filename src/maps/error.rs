@@ -52,6 +52,10 @@ pub enum MapError {
     #[error("{name}: two rows of {file} make this tensor, in line {} and line {}", lines[0], lines[1])]
     SameName { name: String, file: String, lines: [usize; 2] },
 
+    /// An earlier row matches the name of a target tensor.
+    #[error("{name}: the row in line {} of {file} makes this tensor, but the row in line {} takes its name on the way back", lines[0], lines[1])]
+    Shadowed { name: String, file: String, lines: [usize; 2] },
+
     /// A tensor of the target, or the number of its tensors, is too large.
     #[error("`{pattern}`: the target has more tensors or larger dims than dtshard supports")]
     TooLarge { pattern: String },
@@ -68,6 +72,12 @@ impl MapError {
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
+            Self::NoRow { name, .. } if is_scale(name) => String::from(
+                "SRC is quantised, and a map moves elements without computing: dequantise SRC first, in its framework",
+            ),
+            Self::Shadowed { .. } => {
+                String::from("put the row with the more specific name first, and rows with `**` last")
+            }
             Self::NoRow { nearest, .. } => {
                 format!("leave the tensor out with options::exclude, or add a row; the nearest row is `{nearest}`")
             }
@@ -94,6 +104,11 @@ impl MapError {
     pub(super) fn is_unknown_size(&self) -> bool {
         matches!(self, Self::UnknownSize { .. } | Self::UnknownTargetSize { .. } | Self::UnknownOffset { .. })
     }
+}
+
+/// Returns whether a name is that of the scales of a quantised weight.
+fn is_scale(name: &str) -> bool {
+    ["_scale", "_scale_inv", "_scales", "_blocks"].iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn more_names(more: usize) -> String {

@@ -95,6 +95,7 @@ impl fmt::Display for SizeValue {
             Self::FirstOf(keys) => {
                 let names = keys.iter().map(|key| match key {
                     SizeKey::Size(axis) => &**axis,
+                    SizeKey::Config(key) if key.is_empty() => "the shapes",
                     SizeKey::Config(key) => key,
                 });
                 write!(formatter, "{}", names.collect::<Vec<_>>().join(" | "))

@@ -156,7 +156,7 @@ impl WeightMap {
             open = later;
         }
         mapping.applications.sort_by_key(|application| application.row);
-        self.check_distinct(&mapping)?;
+        self.check_names(to, &mapping)?;
         Ok(mapping)
     }
 
@@ -294,18 +294,24 @@ impl WeightMap {
         }
     }
 
-    /// Checks that no two applications make a tensor of the same name.
-    fn check_distinct(&self, mapping: &Mapping) -> Result<(), MapError> {
+    /// Checks that no two applications make a tensor of the same name, and that the row of each target tensor is the first row that
+    /// matches its name. Otherwise the conversion back would apply another row.
+    fn check_names(&self, to: usize, mapping: &Mapping) -> Result<(), MapError> {
         let mut made: HashMap<&str, usize> = HashMap::new();
         for application in &mapping.applications {
             for target in &application.targets {
                 if let Some(other) = made.insert(&target.tensor.name, application.row) {
                     let lines = [other, application.row].map(|row| self.rows[row].line);
-                    return Err(MapError::SameName {
-                        name: target.tensor.name.clone(),
-                        file: self.name.clone(),
-                        lines,
-                    });
+                    let (name, file) = (target.tensor.name.clone(), self.name.clone());
+                    return Err(MapError::SameName { name, file, lines });
+                }
+                let first = self.find_row(to, &target.tensor.name, &application.sizes).map(|(row, ..)| row);
+                if let Some(first) = first.filter(|first| *first < application.row)
+                    && self.rows[first].cells != self.rows[application.row].cells
+                {
+                    let lines = [application.row, first].map(|row| self.rows[row].line);
+                    let (name, file) = (target.tensor.name.clone(), self.name.clone());
+                    return Err(MapError::Shadowed { name, file, lines });
                 }
             }
         }

@@ -103,8 +103,9 @@ impl Sizes {
         let found = match &rule.value {
             SizeValue::Number(number) => Some(KnownSize { value: *number, origin: SizeOrigin::Map }),
             SizeValue::FirstOf(keys) => keys.iter().find_map(|key| match key {
-                // A size that stands in for a missing key does not contradict a number from the user.
-                SizeKey::Size(axis) => self.0.get(axis).filter(|_| !is_known).cloned(),
+                // A size stands in for a key that the configuration lacks. Without a configuration, the key may exist. The size does
+                // not contradict a number from the user.
+                SizeKey::Size(axis) => self.0.get(axis).filter(|_| !is_known && config.is_some()).cloned(),
                 SizeKey::Config(key) => {
                     let value = config_number(config?, key)?;
                     Some(KnownSize { value, origin: SizeOrigin::Config(key.clone()) })

@@ -294,7 +294,7 @@ fn maps_that_do_not_fit_are_refused_with_the_cause() {
     fs::write(&own, "family = \"own\"\n[sides]\na = {}\nb = {}\n[[map]]\nrows = [{ a = \"w [(h j]\", b = \"v\" }]\n")
         .unwrap();
     let own_map = format!("--map {}:b", own.display());
-    let cases: [(&Path, &str, &[&str]); 12] = [
+    let cases: [(&Path, &str, &[&str]); 14] = [
         (
             &titan,
             "--map qwen3-moe:hf",
@@ -310,6 +310,16 @@ fn maps_that_do_not_fit_are_refused_with_the_cause() {
             &copy,
             "--map gpt2:conv1d:linear",
             &["no side fits the names of the model", "the first name is layers.0.attention"],
+        ),
+        (
+            &titan,
+            "--map llama:hf:meta",
+            &["SRC does not have the names of llama:hf, but those of llama:titan", "--map llama:titan:meta"],
+        ),
+        (
+            &copy,
+            "--map llama:hf --set h=8 --set k=2",
+            &["the sizes of its axes give 4", "j is 1 by the shape of layers.0.attention.qkv_linear.wq.weight"],
         ),
         (&titan, "--map llama", &["the side to convert to is not given", "--map llama:TO"]),
         (
@@ -361,6 +371,46 @@ fn missing_expert_is_refused_by_name() {
     for word in ["model.layers.0.block_sparse_moe.experts.1.w3.weight", "expected 6 tensors", "found 5"] {
         assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
     }
+}
+
+#[test]
+fn experts_that_contradict_the_router_are_refused() {
+    let env = TestEnv::new();
+    let options = "--exclude **.experts.2.** --assets none";
+    let part = env.make("consolidate", file("mixtral", "hf4"), "part.safetensors", options).path;
+    let refused = env.refuse("consolidate", &part, "out.safetensors", "--map mixtral:hf4:hf5 --assets none");
+    for word in ["experts.2.w1.weight", "expected 6 tensors", "found 4"] {
+        assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn scales_of_quantised_weights_are_refused_with_the_cause() {
+    let env = TestEnv::new();
+    let options = "--rename ^norm.weight=layers.0.attention.qkv_linear.wq.weight_scale_inv --assets none";
+    let scaled = env.make("consolidate", file("llama", "titan"), "scaled.safetensors", options).path;
+    let refused =
+        env.refuse("consolidate", &scaled, "out.safetensors", "--map llama:titan:hf --set h=4 --set k=2 --assets none");
+    assert!(refused.stderr.contains("hint: SRC is quantised"), "{}", refused.stderr);
+}
+
+#[test]
+fn row_that_the_way_back_would_not_apply_is_refused() {
+    let env = TestEnv::new();
+    let map = "family = \"own\"\n[sides]\na = {}\nb = {}\n[[map]]\nrows = [{ a = \"model.**\", b = \"**\" }, { a = \"lm_head.weight\", b = \"head.weight\" }]\n";
+    fs::write(env.path("own.toml"), map).unwrap();
+    let own = format!("--map {}:a:b --assets none", env.path("own.toml").display());
+    let refused = env.refuse("consolidate", file("llama", "hf"), "out.safetensors", &own);
+    assert!(refused.stderr.contains("takes its name on the way back"), "{}", refused.stderr);
+}
+
+#[test]
+fn family_that_names_alone_do_not_tell_gets_a_note() {
+    let env = TestEnv::new();
+    let copy = env.path("alone.safetensors");
+    fs::copy(file("llama", "titan"), &copy).unwrap();
+    let made = env.make("consolidate", &copy, "out.safetensors", "--map qwen3-moe:hf --assets none");
+    assert!(made.run.stderr.contains("the names of SRC also fit llama:titan"), "{}", made.run.stderr);
 }
 
 #[test]

@@ -51,6 +51,7 @@ const ATTENTION: &[FamilyRow] = &[
         "q, k and v are fused and their sizes are unknown, so the weight is replicated over tensor parallelism",
     ),
     row("layers.*.attention.{wq,wk,wv}", COLWISE),
+    row("layers.*.attention.qkv_linear.{wq,wk,wv}", COLWISE),
     row("layers.*.attention.wo", ROWWISE),
 ];
 
