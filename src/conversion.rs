@@ -254,7 +254,7 @@ impl Conversion {
         let Self { checkpoint, target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
         let prepared = engine.work(&progress, |run| -> Result<Prepared> {
-            let source = ConversionSource::choose(inner, peers, &convert, target.defaults(), run.progress.as_ref())?;
+            let source = ConversionSource::choose(inner, peers, &convert, target.defaults(), run)?;
             let mut prepared = match &target {
                 Target::Sharded(options) => convert::prepare::reshard(options, &convert, source, run),
                 Target::Whole(options) => convert::prepare::unshard(options, &convert, source, run),

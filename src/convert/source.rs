@@ -59,8 +59,6 @@ pub struct ConversionSource {
     pub like: Option<Checkpoint>,
     /// Selected values, with their new names and dtypes.
     pub selection: Selected,
-    /// Groups of tensors of SRC whose values must be equal, because a weight map joins them.
-    pub equal: Vec<Vec<TensorId>>,
     /// Result of resolving the values that differ between ranks.
     pub conflicts: ResolvedConflicts,
     /// True if `--on-conflict` was given, so that replicas have already been compared.
@@ -109,10 +107,9 @@ impl ConversionSource {
         peers: Option<Peers>,
         args: &ConvertOptions,
         defaults: Defaults,
-        progress: &dyn Progress,
+        run: &Run<'_>,
     ) -> Result<Self> {
         let left_out_remedy = left_out_remedy(&args.select, &defaults);
-        let mut equal = Vec::new();
         let choose = || {
             let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             let options = select_options(&args.select, defaults)?;
@@ -125,10 +122,10 @@ impl ConversionSource {
             let mut selection = select::select(&checkpoint.catalog, &options)?;
             check_reduced(args, &checkpoint, &selection, options.without_gradients)?;
             if let Some(map) = map {
-                map.details.iter().for_each(|line| progress.detail(line));
+                map.details.iter().for_each(|line| run.progress.detail(line));
+                weight_map::check_joined(&checkpoint, &map.equal, run)?;
                 selection.notes.splice(0..0, map.notes);
                 selection.left_out.extend(map.left_out);
-                equal = map.equal;
             }
             selection.notes.extend(tie);
             Ok(selection)
@@ -139,7 +136,6 @@ impl ConversionSource {
             filled: None,
             like: None,
             selection,
-            equal,
             conflicts: ResolvedConflicts::default(),
             compared: false,
             peers,
@@ -266,7 +262,6 @@ impl ConversionSource {
         {
             return Err(error);
         }
-        self.check_joined(run)?;
         if self.compared {
             return Ok(());
         }
@@ -277,17 +272,6 @@ impl ConversionSource {
                 Err(source_checks::replica_conflict(&self.checkpoint, *id, difference, self.peers.as_ref()))
             }
         }
-    }
-
-    /// Checks that the tensors of which a weight map makes one tensor, such as the steps of joined parameters, are equal.
-    fn check_joined(&self, run: &Run<'_>) -> Result<()> {
-        for (first, other) in self.equal.iter().flat_map(|group| group[1..].iter().map(|other| (group[0], *other))) {
-            let [one, two] = [first, other].map(|id| self.checkpoint.catalog.tensor(id));
-            if self.difference([first, other], one.dtype, run)?.is_some() {
-                return Err(weight_map::joined_differ(one, two));
-            }
-        }
-        Ok(())
     }
 
     /// Describes the first difference between two tensors of SRC, or returns `None` if they are equal. A process

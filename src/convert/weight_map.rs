@@ -11,8 +11,11 @@ use serde_json::Value as Json;
 
 use super::model_config;
 use super::options::MapOptions;
-use crate::catalog::{TensorEntry, TensorId};
+use super::run::Run;
+use super::source_options::input;
+use crate::catalog::TensorId;
 use crate::error::{Error, Result};
+use crate::exec::{Silent, compare};
 use crate::format::Checkpoint;
 use crate::layout::LayoutError;
 use crate::maps::{Fit, Sizes, WeightMap, families};
@@ -127,6 +130,8 @@ impl Configuration {
     /// `Usage` if the given file is not a JSON object; `Io`.
     pub fn read(checkpoint: &Checkpoint, given: Option<&Path>) -> Result<Self> {
         if let Some(path) = given {
+            let in_folder = path.join(model_config::CONFIG);
+            let path = if lookup::is_folder(path)? { &in_folder } else { path };
             let name = path.display().to_string();
             let value = model_config::read_file(path)?.filter(Json::is_object).ok_or_else(|| {
                 Error::usage(
@@ -345,12 +350,12 @@ impl Chosen {
         let dropped = &outcome.dropped;
         if !dropped.is_empty() {
             let (tensors, names) = (count(dropped.len(), "tensor"), short_list(dropped, FEW));
-            notes.push(format!("{tensors} left out, because {to} does not have them: {names}"));
+            notes.push(format!("left out, because {to} has no such tensors: {tensors} ({names})"));
         }
         let dropped = &outcome.dropped_state;
         if !dropped.is_empty() {
             let (items, names) = (count(dropped.len(), "item"), short_list(dropped, FEW));
-            notes.push(format!("{items} of optimizer state left out, because the map cannot convert them: {names}"));
+            notes.push(format!("left out, because the map cannot convert it: optimizer state ({items}: {names})"));
         }
         notes
     }
@@ -469,10 +474,22 @@ pub fn not_between_processes(option: &str) -> Error {
     )
 }
 
-/// Returns the error about two values of which the map makes one, and which differ.
-pub fn joined_differ(one: &TensorEntry, two: &TensorEntry) -> Error {
-    Error::usage(
-        format!("{} and {} differ, and the map joins them", one.fqn, two.fqn),
-        "leave the optimizer out with options::exclude",
-    )
+/// Checks that the tensors of which a map makes one tensor, such as the steps of joined parameters, are equal.
+///
+/// # Errors
+/// `Usage` with the names of two tensors that differ; errors of reading.
+pub fn check_joined(checkpoint: &Checkpoint, equal: &[Vec<TensorId>], run: &Run<'_>) -> Result<()> {
+    for group in equal {
+        let one = checkpoint.catalog.tensor(group[0]);
+        for two in group[1..].iter().map(|other| checkpoint.catalog.tensor(*other)) {
+            let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
+            if compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop)?.is_some() {
+                return Err(Error::usage(
+                    format!("{} and {} differ, and the map joins them", one.fqn, two.fqn),
+                    "leave the optimizer out with options::exclude",
+                ));
+            }
+        }
+    }
+    Ok(())
 }

@@ -124,6 +124,17 @@ impl TensorPattern {
         Ok(Self { name, dims })
     }
 
+    /// Returns whether a dim has copies.
+    pub fn has_copies(&self) -> bool {
+        let mut has_copies = false;
+        for dim in &self.dims {
+            if let Dim::Sum(sum) = dim {
+                sum.visit(&mut |factor| has_copies |= matches!(factor, Factor::Copies(_)));
+            }
+        }
+        has_copies
+    }
+
     /// Returns every axis of the dims, with those of padding and copies.
     pub fn all_dim_axes(&self) -> Vec<&Axis> {
         let sums = self.dims.iter().filter_map(|dim| match dim {
@@ -227,6 +238,16 @@ impl NamePattern {
         let is_number = |part: &NamePart| matches!(part, NamePart::Number { .. } | NamePart::Variable { .. });
         if neighbours.any(|pair| is_number(&pair[0]) && (is_number(&pair[1]) || pair[1] == NamePart::Rest)) {
             return Err(CellError::new("text between a number and what follows", format!("`{text}`")));
+        }
+        let begins_with_digit = |part: &NamePart| match part {
+            NamePart::Text(text) => text.starts_with(|char: char| char.is_ascii_digit()),
+            NamePart::Words { words, .. } => {
+                words.iter().any(|word| word.starts_with(|char: char| char.is_ascii_digit()))
+            }
+            _ => false,
+        };
+        if pattern.parts.windows(2).any(|pair| is_number(&pair[0]) && begins_with_digit(&pair[1])) {
+            return Err(CellError::new("no digit after a number", format!("`{text}`")));
         }
         Ok(pattern)
     }

@@ -319,7 +319,7 @@ impl<'a> Block<'a> {
                 tensors.map(|text| TensorPattern::parse(prefix, text)).collect();
             cells.push(parsed.map_err(|error| fault(at, RowFault::of_cell(names[side], error)))?);
         }
-        let mut add = vec![0.0; self.sides.len()];
+        let mut add: Vec<Option<f64>> = vec![None; self.sides.len()];
         if let Some(entry) = fields.get("add") {
             for value in table(at.at_line(entry.line), &entry.value)? {
                 let at = at.at_line(value.line);
@@ -329,11 +329,18 @@ impl<'a> Block<'a> {
                     );
                 };
                 match &value.value.value {
-                    FileValue::Number(number) => add[side] = number.as_f64().unwrap_or_default(),
+                    FileValue::Number(number) => add[side] = number.as_f64(),
                     other => return Err(at.error(format!("add: expected a number, found {}", other.kind()), None)),
                 }
             }
         }
+        // A side that takes its cell from another side has the values of that side, too.
+        for (index, side) in self.sides.iter().enumerate() {
+            if let (None, Some(like), None) = (add[index], side.like, fields.get(&side.name)) {
+                add[index] = add[like];
+            }
+        }
+        let add = add.into_iter().map(Option::unwrap_or_default).collect();
         let mut row = Row { line: node.line, cells, add };
         row.complete(&names).map_err(|error| fault(at, error))?;
         Ok(row)

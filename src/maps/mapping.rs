@@ -15,6 +15,9 @@ use super::names::NameMatch;
 use super::row::Row;
 use super::sizes::{DimFault, KnownSize, SizeOrigin, Sizes};
 
+/// The maximum number of elements of a target tensor. A tensor of one-byte elements may have so many bytes.
+const MAX_ELEMENTS: u64 = 1 << 60;
+
 /// The maximum number of tensors that one application of a row may make.
 const MAX_TENSORS: u64 = 1 << 20;
 
@@ -124,8 +127,13 @@ impl WeightMap {
                 continue;
             };
             if !self.rows[row].is_on(to) {
-                mapping.dropped.push((index, row));
+                if index < source.len() {
+                    mapping.dropped.push((index, row));
+                }
                 continue;
+            }
+            if self.rows[row].cells[from].iter().any(TensorPattern::has_copies) {
+                return Err(MapError::Copies { name: tensor.name.clone(), side: self.sides[from].name.clone() });
             }
             let carried = self.rows[row].carried([from, to]);
             let mut key = at.clone();
@@ -466,18 +474,24 @@ fn unknown_offset(pattern: &TensorPattern, sizes: &Sizes) -> MapError {
 /// Returns the shape of a target tensor.
 fn target_shape(pattern: &TensorPattern, sizes: &Sizes, rest: &[u64]) -> Result<Vec<u64>, MapError> {
     let mut shape = Vec::new();
+    let too_large = || MapError::TooLarge { pattern: pattern.to_string() };
     for dim in &pattern.dims {
         match dim {
             Dim::Rest => shape.extend(rest),
             Dim::Sum(sum) => match sizes.value(sum).map(u64::try_from) {
                 Some(Ok(size)) => shape.push(size),
-                Some(Err(_)) => return Err(MapError::TooLarge { pattern: pattern.to_string() }),
+                Some(Err(_)) => return Err(too_large()),
                 None => {
                     let axes = sum.axes().into_iter().filter(|axis| sizes.get(axis).is_none()).cloned().collect();
                     return Err(MapError::UnknownTargetSize { pattern: pattern.to_string(), axes });
                 }
             },
         }
+    }
+    // Without zeros, so that each dim and each step within a dim is bounded, too.
+    let elements = shape.iter().try_fold(1_u64, |elements, size| elements.checked_mul((*size).max(1)));
+    if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
+        return Err(too_large());
     }
     Ok(shape)
 }

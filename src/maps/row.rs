@@ -3,7 +3,7 @@
 //! A row is an equation. Elements with equal coordinates on all axes are equal. So every axis of one side is on each
 //! other side, too, in a dim or in a name, except padding and copies, which only one side has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 
 use super::cell::{Axis, CellError, Dim, Factor, NamePart, Offset, Sum, TensorPattern};
@@ -108,9 +108,10 @@ impl Row {
         Ok(())
     }
 
-    /// Checks that two sides have the same axes.
+    /// Checks that two sides have the same axes: as a whole, and in each pair of terms.
     fn compare(&self, pair: [usize; 2], sides: &[&str]) -> Result<(), RowFault> {
         let [left, right] = pair.map(|side| (sides[side], &self.cells[side]));
+        self.compare_terms(pair, sides)?;
         for ((name, cell), (other_name, other)) in [(left, right), (right, left)] {
             let theirs = axes(other);
             if let Some(axis) = axes(cell).into_iter().find(|axis| !theirs.contains(axis)) {
@@ -120,7 +121,7 @@ impl Row {
                 ));
             }
             let has_rest = |cell: &Cell| cell.iter().any(TensorPattern::has_rest);
-            if has_rest(cell) && !has_rest(other) {
+            if has_rest(cell) && !other.iter().all(TensorPattern::has_rest) {
                 return Err(RowFault::new(
                     format!("{name} has `...`, and {other_name} does not"),
                     "write `...` on both sides, or name each dim on both sides",
@@ -136,6 +137,96 @@ impl Row {
         }
         Ok(())
     }
+}
+
+impl Row {
+    /// Checks that the terms of two sides pair up: the first with the first, and so on, each with the same axes.
+    fn compare_terms(&self, pair: [usize; 2], sides: &[&str]) -> Result<(), RowFault> {
+        let [left, right] = pair.map(|side| terms(sides[side], &self.cells[side]));
+        let (left, right) = (left?, right?);
+        let [one, other] = pair.map(|side| sides[side]);
+        if left.len() != right.len() {
+            return Err(RowFault::new(
+                format!("{one} has {} terms, and {other} has {}", left.len(), right.len()),
+                "a sum has one term for each tensor of the list on the other side, in the same order",
+            ));
+        }
+        for (number, (left, right)) in (1..).zip(left.iter().zip(&right)) {
+            if left != right {
+                let list = |axes: &BTreeSet<&Axis>| axes.iter().map(|axis| &***axis).collect::<Vec<_>>().join(", ");
+                return Err(RowFault::new(
+                    format!("term {number} has the axes {} on {one}, and {} on {other}", list(left), list(right)),
+                    "write the terms in the same order on both sides, each with the same axes",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The maximum number of terms of a cell. A product of sums has as many terms as the product of their numbers.
+const MAX_TERMS: usize = 4096;
+
+/// Returns the axes of each term of a cell, without terms of padding: the axes of the tensor's name and those of the term's
+/// factors. Fails if a term has an axis twice, or if there are too many terms.
+fn terms<'c>(side: &str, cell: &'c Cell) -> Result<Vec<BTreeSet<&'c Axis>>, RowFault> {
+    let mut all = Vec::new();
+    for tensor in cell {
+        // For each term, its axes, and whether it is padding.
+        let mut own: Vec<(BTreeSet<&Axis>, bool)> = vec![(tensor.name.axes().collect(), false)];
+        for dim in &tensor.dims {
+            if let Dim::Sum(sum) = dim {
+                own = with_sum(side, tensor, own, sum)?;
+            }
+        }
+        all.extend(own.into_iter().filter(|(_, is_padding)| !is_padding).map(|(axes, _)| axes));
+    }
+    Ok(all)
+}
+
+fn with_sum<'c>(
+    side: &str,
+    tensor: &TensorPattern,
+    terms: Vec<(BTreeSet<&'c Axis>, bool)>,
+    sum: &'c Sum,
+) -> Result<Vec<(BTreeSet<&'c Axis>, bool)>, RowFault> {
+    let mut found = Vec::new();
+    for term in terms {
+        for product in &sum.0 {
+            let sums =
+                product.0.iter().filter(|factor| matches!(factor, Factor::Group(inner) if has_terms(inner))).count();
+            if sums > 1 {
+                return Err(RowFault::new(
+                    format!("{side}: `{tensor}` has a product of {sums} sums"),
+                    "write one sum in a product; the order of the terms would not be clear",
+                ));
+            }
+            let mut own = vec![term.clone()];
+            for factor in &product.0 {
+                match factor {
+                    Factor::One | Factor::Copies(_) => {}
+                    Factor::Padding(_) => own.iter_mut().for_each(|(_, is_padding)| *is_padding = true),
+                    Factor::Group(inner) => own = with_sum(side, tensor, own, inner)?,
+                    Factor::Axis(axis) => {
+                        if own.iter_mut().any(|(axes, _)| !axes.insert(axis)) {
+                            return Err(RowFault::new(
+                                format!("{side}: the axis {axis} occurs twice in a term of `{tensor}`"),
+                                "give each factor of a term its own axis",
+                            ));
+                        }
+                    }
+                }
+            }
+            found.extend(own);
+            if found.len() > MAX_TERMS {
+                return Err(RowFault::new(
+                    format!("{side}: `{tensor}` has more than {MAX_TERMS} terms"),
+                    "write the terms as a list of tensors in several rows",
+                ));
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the axes of a cell: of its names and of its dims, without padding and copies.
@@ -204,4 +295,38 @@ fn check_terms(side: &str, tensor: &TensorPattern, sum: &Sum, outer: &[&Axis]) -
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(cells: [&[&str]; 2]) -> Option<String> {
+        let parse = |texts: &[&str]| texts.iter().map(|text| TensorPattern::parse("", text).unwrap()).collect();
+        let mut row = Row { line: 1, cells: cells.map(parse).into(), add: vec![0.0; 2] };
+        row.complete(&["a", "b"]).err().map(|fault| fault.problem)
+    }
+
+    #[test]
+    fn cells_whose_terms_do_not_pair_up_are_faults() {
+        let cases: [([&[&str]; 2], &str); 5] = [
+            ([&["qkv [(h d + k d)]"], &["q [(h d)]", "k [(k d)]", "v [(k d)]"]], "a has 2 terms, and b has 3"),
+            ([&["q [(h d) i]", "k [(k d) i]"], &["x [(k d + h d) i]"]], "term 1 has the axes d, h, i on a"),
+            ([&["q [h k]", "p [h k]"], &["x [(h + h k)]"]], "term 1 has the axes h, k on a, and h on b"),
+            ([&["w [a a]"], &["v [a]"]], "the axis a occurs twice in a term"),
+            ([&["w [a ...]", "v [a]"], &["x [(a + a) ...]"]], "b has `...`, and a does not"),
+        ];
+        for (cells, expected) in cases {
+            let found = problem(cells).unwrap_or_default();
+            assert!(found.contains(expected), "{cells:?}: {found}");
+        }
+        assert_eq!(problem([&["qkv [(k (p + 1 + 1) d)]"], &["q [(k p d)]", "k [(k d)]", "v [(k d)]"]]), None);
+    }
+
+    #[test]
+    fn product_of_many_sums_is_a_fault() {
+        let product = "(a + a)".repeat(24);
+        let cells: [&[&str]; 2] = [&[&format!("w [({product})]")], &["v [a]"]];
+        assert!(problem(cells).is_some());
+    }
 }

@@ -30,27 +30,32 @@ struct Overlap {
     position: u64,
 }
 
-/// Returns the views of a piece in a chunk whose elements are `tile`.
+/// The maximum number of views of a piece in one chunk.
+pub const MAX_VIEWS: u64 = 1 << 20;
+
+/// Returns the views of a piece in a chunk whose elements are `tile`, or `None` if there are more than [`MAX_VIEWS`].
 #[must_use]
-pub fn views(piece: &Piece, tile: &Tile) -> Vec<ChunkView> {
+pub fn views(piece: &Piece, tile: &Tile) -> Option<Vec<ChunkView>> {
     let mut found = Vec::new();
-    for piece in without_shared_dims(piece.clone()) {
+    let mut left = MAX_VIEWS;
+    for piece in without_shared_dims(piece.clone(), &mut left)? {
         add_views(&piece, tile, &mut found);
     }
-    found
+    Some(found)
 }
 
 /// Divides a piece until no two of its dims take their indices from one source dim. Of two such dims, the one with the
-/// longer steps is counted out.
-fn without_shared_dims(piece: Piece) -> Vec<Piece> {
+/// longer steps is counted out. `left` is the number of further pieces that are allowed; `None` if there are more.
+fn without_shared_dims(piece: Piece, left: &mut u64) -> Option<Vec<Piece>> {
     let is_long = |dim: &usize| piece.target[*dim].count > 1;
     let long: Vec<usize> = (0..piece.target.len()).filter(is_long).collect();
     let shared = long.iter().find_map(|first| {
         let other = long.iter().find(|other| *other > first && piece.steps[**other].0 == piece.steps[*first].0)?;
         Some(if piece.steps[*first].1 >= piece.steps[*other].1 { *first } else { *other })
     });
-    let Some(dim) = shared else { return vec![piece] };
+    let Some(dim) = shared else { return Some(vec![piece]) };
     let Progression { start, step, count } = piece.target[dim];
+    *left = left.checked_sub(count)?;
     let (source, source_step) = piece.steps[dim];
     let single = |at: u64| {
         let mut own = piece.clone();
@@ -59,7 +64,11 @@ fn without_shared_dims(piece: Piece) -> Vec<Piece> {
         own.steps[dim] = (0, 0);
         own
     };
-    (0..count).flat_map(|at| without_shared_dims(single(at))).collect()
+    let mut pieces = Vec::new();
+    for at in 0..count {
+        pieces.extend(without_shared_dims(single(at), left)?);
+    }
+    Some(pieces)
 }
 
 fn add_views(piece: &Piece, tile: &Tile, found: &mut Vec<ChunkView>) {
@@ -174,7 +183,7 @@ mod tests {
     fn by_views(piece: &Piece, chunks: &[Tile]) -> Vec<(Vec<u64>, usize, Vec<u64>)> {
         let mut found = Vec::new();
         for (index, tile) in chunks.iter().enumerate() {
-            for view in views(piece, tile) {
+            for view in views(piece, tile).unwrap() {
                 let sizes: Vec<u64> = view.tile.sizes().to_vec();
                 for number in 0..sizes.iter().product() {
                     let mut local = view.start.clone();

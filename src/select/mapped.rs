@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{Dims, Placement, TensorDim};
 use crate::maps::{
-    Application, AppliedTensor, Mapping, NameMatch, Piece, PieceFault, Progression, Sizes, SourceTensor, WeightMap,
-    following_dims, pieces, views,
+    Application, AppliedTensor, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap, following_dims,
+    pieces, views,
 };
 
 /// The maximum number of chunks of a mapped tensor.
@@ -180,7 +180,7 @@ impl<'a> Mapper<'a> {
 
     /// Adds a leaf of optimizer state to the state of its optimizer and key, or to the leaves that are left out.
     fn add_state(
-        &self,
+        &mut self,
         leaf: Leaf,
         state: &mut BTreeMap<(u32, String), StateOfKey>,
         replaced: &mut HashMap<u32, Vec<NewLeaf<'a>>>,
@@ -197,7 +197,15 @@ impl<'a> Mapper<'a> {
                 "leave the optimizer out with options::exclude, or save it with parameter names (get_optimizer_state_dict)",
             ));
         }
-        let Some(index) = self.model.by_name.get(parameter) else { return Ok(()) };
+        let Some(index) = self.model.by_name.get(parameter) else {
+            if !leaf.in_state() {
+                return Ok(());
+            }
+            let why = format!("the model has no parameter {parameter}");
+            self.refuse_state(&[leaf], leaf, &why)?;
+            replaced.insert(leaf.node, Vec::new());
+            return Ok(());
+        };
         if self.outcome.mapping.dropped.iter().any(|(dropped, _)| dropped == index) {
             replaced.insert(leaf.node, Vec::new());
             return Ok(());
@@ -275,18 +283,18 @@ impl<'a> Mapper<'a> {
         let leaves: Vec<(usize, Leaf)> =
             own().filter_map(|source| Some((source.tensor, *of_key.get(&source.tensor)?))).collect();
         let Some(&(first_index, first)) = leaves.iter().min_by_key(|(_, leaf)| leaf.node) else { return Ok(()) };
-        if own().count() < application.sources.len() {
-            return Ok(());
-        }
         for (_, leaf) in &leaves {
             replaced.entry(leaf.node).or_default();
         }
+        let all: Vec<Leaf> = leaves.iter().map(|(_, leaf)| *leaf).collect();
+        if own().count() < application.sources.len() {
+            let why = "the map joins its parameter with a copy of a tied tensor, which has no state";
+            return self.refuse_state(&all, first, why);
+        }
         if let Some(missing) = own().find(|source| !of_key.contains_key(&source.tensor)) {
             let (with, without) = (&self.model.parameters[first_index].0, &self.model.parameters[missing.tensor].0);
-            return self.refuse_state(
-                &leaves,
-                format!("the parameter {without} has no such state, but {with} has, and the map joins the two"),
-            );
+            let why = format!("the parameter {without} has no such state, but {with} has, and the map joins the two");
+            return self.refuse_state(&all, first, &why);
         }
         let shape_of = |index: usize| &self.catalog.tensor(self.model.parameters[index].2).shape;
         let ids: Vec<Option<TensorId>> = leaves
@@ -309,10 +317,8 @@ impl<'a> Mapper<'a> {
                     |id| format!("{:?}", self.catalog.tensor(id).shape.as_slice()),
                 );
                 let expected = shape_of(*index).to_vec();
-                return self.refuse_state(
-                    &[(*index, *leaf)],
-                    format!("expected the parameter's shape {expected:?}, found {found}"),
-                );
+                let why = format!("expected the parameter's shape {expected:?}, found {found}");
+                return self.refuse_state(&all, *leaf, &why);
             }
         }
         let by_index: HashMap<usize, TensorId> =
@@ -362,15 +368,14 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// Leaves state out that cannot be mapped, if the options say so.
-    fn refuse_state(&mut self, leaves: &[(usize, Leaf)], why: String) -> Result<()> {
-        let names: Vec<String> = leaves.iter().map(|(_, leaf)| self.survey.raw_name(*leaf)).collect();
+    /// Leaves out the state `leaves`, if the options say so. Otherwise returns the error about `cause`, one of these leaves.
+    fn refuse_state(&mut self, leaves: &[Leaf], cause: Leaf, why: &str) -> Result<()> {
         if self.drops_state {
-            self.outcome.dropped_state.extend(names);
+            self.outcome.dropped_state.extend(leaves.iter().map(|leaf| self.survey.raw_name(*leaf)));
             return Ok(());
         }
         Err(Error::usage(
-            format!("{}: the map cannot convert this optimizer state: {why}", names[0]),
+            format!("{}: the map cannot convert this optimizer state: {why}", self.survey.raw_name(cause)),
             "leave the state out with options::map_state drop, or the optimizer with options::exclude",
         ))
     }
@@ -392,7 +397,7 @@ impl<'a> Mapper<'a> {
     ) -> Result<(TensorId, usize)> {
         let [from, to] = self.sides.map(|side| &self.map.rows[application.row].cells[side]);
         let found = pieces([from, to], (target.pattern, &target.at), &application.sizes, &application.rest);
-        let found = found.map_err(|fault| self.piece_error(application, name, &fault))?;
+        let found = found.map_err(|_| self.too_many_pieces(application, name))?;
         let numel = |piece: &Piece| piece.target.iter().map(|own| own.count).product::<u64>();
         let (given, all) = (found.iter().map(numel).sum::<u64>(), target.tensor.shape.iter().product::<u64>());
         if given != all {
@@ -411,7 +416,15 @@ impl<'a> Mapper<'a> {
         let mut entry: Option<TensorEntry> =
             is_empty.then(|| TensorEntry::new(name.into(), first.dtype, shape.clone()));
         for piece in &found {
-            let source = by_name.get(&(piece.pattern, &piece.source)).expect("an application has all of its sources");
+            let Some(source) = by_name.get(&(piece.pattern, &piece.source)) else {
+                return Err(Error::usage(
+                    format!(
+                        "{name}: SRC has no tensor for a part of this tensor (line {} of {})",
+                        self.map.rows[application.row].line, self.map.name
+                    ),
+                    "correct the row of the map: both sides must have the same axes in each term",
+                ));
+            };
             let source = self.catalog.tensor(ids[source]);
             if let Some(why) = &source.unreadable {
                 return Err(why.error(source.fqn.as_str()));
@@ -439,8 +452,7 @@ impl<'a> Mapper<'a> {
                     "cast one of them first, in a conversion without options::map",
                 ));
             }
-            add_views(entry, piece, source);
-            if entry.chunks.len() > MAX_CHUNKS {
+            if !add_views(entry, piece, source) || entry.chunks.len() > MAX_CHUNKS {
                 return Err(Error::unsupported(
                     format!("{name}: expected at most 2^20 views of chunks, found more"),
                     "reshard SRC to fewer ranks first, in a conversion without options::map",
@@ -491,15 +503,12 @@ impl<'a> Mapper<'a> {
         entry.sharding = Some(Box::new(Sharding { mesh: sharding.mesh, shared }));
     }
 
-    fn piece_error(&self, application: &Application, name: &str, fault: &PieceFault) -> Error {
+    fn too_many_pieces(&self, application: &Application, name: &str) -> Error {
         let line = self.map.rows[application.row].line;
-        let what = match fault {
-            PieceFault::Terms([from, to]) => {
-                format!("one side of the row has {from} terms, and the other has {to}")
-            }
-            PieceFault::TooMany => String::from("the tensor would have more than 2^20 pieces"),
-        };
-        Error::usage(format!("{name}: {what} ({} line {line})", self.map.name), "correct the row of the map")
+        Error::unsupported(
+            format!("{name}: the tensor would have more than 2^20 pieces ({} line {line})", self.map.name),
+            "correct the row of the map",
+        )
     }
 }
 
@@ -513,11 +522,12 @@ fn is_whole(piece: &Piece, source: &[u64], target: &[u64]) -> bool {
         && piece.target.iter().zip(&piece.steps).enumerate().all(is_own)
 }
 
-/// Adds a chunk to `entry` for each view that a piece has of a chunk of `source`.
-fn add_views(entry: &mut TensorEntry, piece: &Piece, source: &TensorEntry) {
+/// Adds a chunk to `entry` for each view that a piece has of a chunk of `source`. Returns false if there are too many views.
+fn add_views(entry: &mut TensorEntry, piece: &Piece, source: &TensorEntry) -> bool {
     for index in 0..source.chunks.len() {
         let tile = source.chunks.tile(index);
-        for view in views(piece, &tile) {
+        let Some(found) = views(piece, &tile) else { return false };
+        for view in found {
             let steps: SmallVec<[(u32, u64); 4]> =
                 view.steps.iter().map(|(dim, step)| (u32::try_from(*dim).expect("few dims"), *step)).collect();
             entry.chunks.push(Chunk {
@@ -529,6 +539,7 @@ fn add_views(entry: &mut TensorEntry, piece: &Piece, source: &TensorEntry) {
             });
         }
     }
+    true
 }
 
 /// The new names of the parameters in the lists of an optimizer.
@@ -568,21 +579,26 @@ impl<'m> ParameterLists<'m> {
         match value {
             Value::List(items) => Ok(Value::List(self.items(survey, leaf, items)?)),
             Value::Tuple(items) => Ok(Value::Tuple(self.items(survey, leaf, items)?)),
+            Value::Ints(_) => self.items(survey, leaf, &[Value::None]).map(|_| Value::None),
             other => Ok(other.clone()),
         }
     }
 
     fn items(&self, survey: &Survey<'_>, leaf: Leaf, items: &[Value]) -> Result<Vec<Value>> {
+        if items.iter().any(|item| item.as_str().is_none()) {
+            return Err(Error::usage(
+                format!(
+                    "{}: the optimizer lists its parameters by index, which a map cannot convert",
+                    survey.raw_name(leaf)
+                ),
+                "leave the optimizer out with options::exclude, or save it with parameter names (get_optimizer_state_dict)",
+            ));
+        }
         let mut listed: BTreeMap<usize, usize> = BTreeMap::new();
         let mut new = Vec::with_capacity(items.len());
         for item in items {
             let name = item.as_str().map(|name| survey.clean(name));
-            let Some(name) = name.filter(|name| !self.dropped.contains(name.as_str())) else {
-                if item.as_str().is_none() {
-                    new.push(item.clone());
-                }
-                continue;
-            };
+            let Some(name) = name.filter(|name| !self.dropped.contains(name.as_str())) else { continue };
             let Some(&application) = self.of.get(name.as_str()) else {
                 new.push(item.clone());
                 continue;

@@ -71,7 +71,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
     // Name errors are reported here, before hours of reading.
-    let names = ComparedNames::new(args, &mut source, other.as_ref(), run.progress.as_ref())?;
+    let names = ComparedNames::new(args, &mut source, other.as_ref(), run)?;
     sound(&source, &names.source.catalog, run, found)?;
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
@@ -93,19 +93,18 @@ struct ComparedNames {
 }
 
 impl ComparedNames {
-    fn new(
-        args: &VerifyOptions,
-        source: &mut Checkpoint,
-        other: Option<&Checkpoint>,
-        progress: &dyn Progress,
-    ) -> Result<Self> {
+    fn new(args: &VerifyOptions, source: &mut Checkpoint, other: Option<&Checkpoint>, run: &Run<'_>) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
         let map = weight_map::apply(source, &args.select.map, &options)?;
-        let options = map.map_or(options, |map| {
-            map.notes.iter().for_each(|note| progress.note(note));
-            map.options
-        });
+        let options = match map {
+            Some(map) => {
+                map.notes.iter().for_each(|note| run.progress.note(note));
+                weight_map::check_joined(source, &map.equal, run)?;
+                map.options
+            }
+            None => options,
+        };
         let options = select::NameOptions { allow_unknown_layouts: other.is_none(), ..options };
         Ok(match other {
             Some(other) => {

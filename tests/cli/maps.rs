@@ -487,3 +487,38 @@ fn options_of_maps_need_a_map() {
         dtshard(&[&"inspect", &source, &option[0], &option[1]]).assert_refused(&["--map"]);
     }
 }
+
+/// The model has no parameter of the name `layers.0.extra.weight`, of which the optimizer has state.
+#[test]
+fn state_of_a_parameter_that_the_model_lacks_is_refused_or_left_out() {
+    let env = TestEnv::new();
+    let source = fixture("maps/llama-adamw/dcp");
+    let less = env.make("reshard", &source, "less", "--mesh dp=2 --to dcp --rename ^norm.weight$=other.weight").path;
+    let options = "--map llama:titan:hf --set h=4 --exclude other.weight --mesh dp=2 --to dcp";
+    // Excluding a parameter excludes its state, so nothing is left to refuse.
+    env.make("reshard", &less, "out", options);
+    let lone = env.make("unshard", &source, "lone.pt", "--include optimizer").path;
+    let refused = env.refuse("unshard", &lone, "out.pt", "--map llama:titan:hf --set h=4 --root optimizer");
+    assert!(
+        refused.stderr.contains("no side fits") || refused.stderr.contains("the model has no parameter"),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn parameters_that_a_map_joins_get_one_step() {
+    let env = TestEnv::new();
+    let map = env.path("fuse.toml");
+    let rows = "{ a = [\"layers.0.feed_forward.w1.weight [f d]\", \"layers.0.feed_forward.w3.weight [g d]\"], \
+                b = \"fused.weight [(f + g) d]\" }, { a = \"**\", b = \"**\" }";
+    fs::write(&map, format!("family = \"own\"\n[sides]\na = {{}}\nb = {{}}\n[[map]]\nrows = [{rows}]\n")).unwrap();
+    let source = fixture("maps/llama-adamw/dcp");
+    let fuse = format!("--map {}:a:b", map.display());
+    // The truth has one step for all parameters.
+    let made = env.make("consolidate", &source, "fused.safetensors", &format!("{fuse} --everything --assets none"));
+    let tensors = read_safetensors(&made.path);
+    let truth = read_safetensors(&fixture("maps/llama-adamw/hf.safetensors"));
+    let [step, expected] = ["fused.weight", "model.norm.weight"].map(|name| format!("optimizer.state.{name}.step"));
+    assert_eq!(tensors[&step], truth[&expected]);
+}
