@@ -15,8 +15,8 @@ use crate::exec::Options;
 use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
-/// Returns a warning about the destination, or `None` if a run would start anew. A warning says that a run would be refused,
-/// would resume, or has nothing to do.
+/// Returns a warning about the destination, or `None` if a run would start from the beginning. A warning says that a run
+/// would be refused, would resume, or has nothing to do.
 pub fn describe_destination(
     conversion: &Prepared,
     args: &ConvertOptions,

@@ -201,11 +201,8 @@ impl Chosen {
                 _ => (0..map.sides.len()).filter(|side| Some(*side) != target).collect(),
             };
             let sizes = sizes(&map, given, config)?;
-            if let Some(to) = target.filter(|_| sides.len() == 1) {
-                let fit = map.fit(to, names.iter().map(String::as_str), &sizes);
-                if fit.unmatched.is_empty() && fit.named > 0 {
-                    already = format!("{}:{}", map.family, map.sides[to].name);
-                }
+            if let Some(to) = target.filter(|to| sides.len() == 1 && map.matches_all(*to, names, &sizes).is_some()) {
+                already = format!("{}:{}", map.family, map.sides[to].name);
             }
             for from in sources {
                 let fit = map.fit(from, names.iter().map(String::as_str), &sizes);
@@ -288,10 +285,7 @@ impl Chosen {
 
     /// Returns the side of the map that matches all names.
     fn fitting_side(&self, names: &[String]) -> Option<&str> {
-        let fits = |side: &usize| {
-            let fit = self.map.fit(*side, names.iter().map(String::as_str), &self.sizes);
-            fit.unmatched.is_empty() && fit.named > 0
-        };
+        let fits = |side: &usize| self.map.matches_all(*side, names, &self.sizes).is_some();
         (0..self.map.sides.len()).find(fits).map(|side| self.map.sides[side].name.as_str())
     }
 
@@ -311,18 +305,13 @@ impl Chosen {
         if config.model_type().is_some() || families().iter().all(|family| family.name != self.map.family) {
             return Ok(None);
         }
-        let own = self.map.fit(self.sides[0], names.iter().map(String::as_str), &self.sizes).named;
+        let own = self.map.matches_all(self.sides[0], names, &self.sizes);
         let mut others = Vec::new();
-        for family in families().iter().filter(|family| family.name != self.map.family) {
-            let map = family.map().map_err(LayoutError::from)?;
+        for map in built_in_maps()?.into_iter().filter(|map| map.family != self.map.family) {
             let sizes = sizes(&map, &[], config)?;
-            let fits = |side: &usize| {
-                let fit = map.fit(*side, names.iter().map(String::as_str), &sizes);
-                fit.unmatched.is_empty() && fit.named >= own
-            };
-            others.extend(
-                (0..map.sides.len()).find(fits).map(|side| format!("{}:{}", family.name, map.sides[side].name)),
-            );
+            let fits = |side: &usize| map.matches_all(*side, names, &sizes).is_some_and(|named| Some(named) >= own);
+            others
+                .extend((0..map.sides.len()).find(fits).map(|side| format!("{}:{}", map.family, map.sides[side].name)));
         }
         Ok((!others.is_empty()).then(|| {
             format!(
@@ -410,14 +399,21 @@ fn candidates(text: &str) -> Result<(Vec<WeightMap>, Vec<&str>)> {
     ))
 }
 
+/// Returns the maps of all built-in families.
+///
+/// # Errors
+/// Only if a built-in map is damaged, which a test excludes.
+pub fn built_in_maps() -> Result<Vec<WeightMap>> {
+    families().iter().map(|family| family.map().map_err(|error| LayoutError::from(error).into())).collect()
+}
+
 /// Returns the maps of a name: all families for `auto`, a family, or a file. Returns `None` if there is no such map.
 fn maps_named(name: &str) -> Result<Option<Vec<WeightMap>>> {
-    let parse = |family: &crate::maps::Family| family.map().map_err(|error| LayoutError::from(error).into());
     if name == "auto" {
-        return families().iter().map(parse).collect::<Result<Vec<_>>>().map(Some);
+        return built_in_maps().map(Some);
     }
     if let Some(family) = families().iter().find(|family| family.name == name) {
-        return Ok(Some(vec![parse(family)?]));
+        return Ok(Some(vec![family.map().map_err(LayoutError::from)?]));
     }
     let path = Path::new(name);
     if !lookup::is_file(path)? {

@@ -3,11 +3,10 @@
 use serde_json::{Value as Json, json};
 
 use super::table::align;
-use crate::convert::weight_map::{Configuration, sizes};
+use crate::convert::weight_map::{Configuration, built_in_maps, sizes};
 use crate::error::Result;
 use crate::format::Checkpoint;
-use crate::layout::LayoutError;
-use crate::maps::{Family, Fit, WeightMap, families};
+use crate::maps::{Fit, WeightMap, families};
 use crate::select::mapped;
 
 /// A list of weight maps as text and as JSON.
@@ -23,7 +22,7 @@ impl MapListing {
     /// # Errors
     /// Only if a built-in map is damaged, which a test excludes.
     pub fn all() -> Result<Self> {
-        let maps = maps()?;
+        let maps = built_in_maps()?;
         let row = |map: &WeightMap| {
             let sizes: Vec<String> = map.sizes.iter().map(ToString::to_string).collect();
             [map.family.clone(), map.side_names().join(", "), sizes.join("; ")]
@@ -39,7 +38,7 @@ impl MapListing {
         let config = Configuration::read(checkpoint, None)?;
         let mut fits: Vec<(String, String, Fit)> = Vec::new();
         let is_for = |map: &WeightMap| config.model_type().is_none_or(|model_type| map.is_for(model_type));
-        for map in maps()?.into_iter().filter(is_for) {
+        for map in built_in_maps()?.into_iter().filter(is_for) {
             let sizes = sizes(&map, &[], &config)?;
             for (index, side) in map.sides.iter().enumerate() {
                 let fit = map.fit(index, names.iter().map(String::as_str), &sizes);
@@ -84,11 +83,6 @@ impl MapListing {
 #[must_use]
 pub fn map_file(family: &str) -> Option<&'static str> {
     families().iter().find(|known| known.name == family).map(|known| known.text)
-}
-
-fn maps() -> Result<Vec<WeightMap>> {
-    let parse = |family: &Family| family.map().map_err(|error| LayoutError::from(error).into());
-    families().iter().map(parse).collect()
 }
 
 fn document(map: &WeightMap) -> Json {

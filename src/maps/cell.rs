@@ -260,6 +260,11 @@ impl NamePattern {
         })
     }
 
+    /// Returns whether the name is `**` alone.
+    pub fn is_open(&self) -> bool {
+        self.parts == [NamePart::Rest]
+    }
+
     /// Returns whether the name ends in `**`.
     pub fn has_rest(&self) -> bool {
         self.parts.last() == Some(&NamePart::Rest)

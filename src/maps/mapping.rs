@@ -92,12 +92,23 @@ impl WeightMap {
                 None => fit.unmatched.push(name.to_owned()),
                 Some((row, pattern, _)) => {
                     fit.rows.insert(row);
-                    let is_open = pattern.name.parts.len() == 1 && pattern.name.has_rest();
-                    *(if is_open { &mut fit.open } else { &mut fit.named }) += 1;
+                    *(if pattern.name.is_open() { &mut fit.open } else { &mut fit.named }) += 1;
                 }
             }
         }
         fit
+    }
+
+    /// Returns the number of names that rows of a side match by more than `**`, if every name matches a row and this number is not
+    /// zero. Stops at the first name without a row.
+    #[must_use]
+    pub fn matches_all(&self, side: usize, names: &[String], sizes: &Sizes) -> Option<usize> {
+        let mut named = 0;
+        for name in names {
+            let (_, pattern, _) = self.find_row(side, name, sizes)?;
+            named += usize::from(!pattern.name.is_open());
+        }
+        (named > 0).then_some(named)
     }
 
     /// Returns the first row whose cell on a side matches a name, with the pattern and the coordinates.

@@ -251,10 +251,7 @@ impl<'a> Mapper<'a> {
             let added = row.add[self.sides[1]] - row.add[self.sides[0]];
             if added != 0.0 {
                 return Err(Error::unsupported(
-                    format!(
-                        "{name}: the map adds {} to the values, which dtshard does not do yet",
-                        row.add[self.sides[1]] - row.add[self.sides[0]]
-                    ),
+                    format!("{name}: the map adds {added} to the values, which dtshard does not do yet"),
                     format!("convert between other sides; the row is in line {} of {}", row.line, self.map.name),
                 ));
             }

@@ -73,7 +73,7 @@ impl Arithmetic {
 const RECORD: usize = 64;
 /// The size in bytes of the kernel's struct `Outcome`.
 const OUTCOME: usize = 24;
-/// The value that an outcome has in place of the index of the failed element, if no element failed.
+/// The index in an outcome if no element failed. Otherwise the outcome has the index of the failed element.
 const NO_FAULT: u64 = u64::MAX;
 
 impl ReductionJob {
