@@ -2,7 +2,7 @@
 //! configuration.
 //!
 //! The text of [`MapOptions::map`] is `FAMILY`, `FILE` or `auto`, then `:TO`, or `:FROM:TO`. Without FROM, the side of the source
-//! is the one whose rows match all names of the model. Filters and wrapper components apply to the names of the source, before the
+//! is the one whose rows match all names of the model, and that is not for another `model_type`. Filters and wrapper components apply to the names of the source, before the
 //! map; all other options apply to the names after the map.
 
 use std::path::Path;
@@ -18,13 +18,16 @@ use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
 use crate::format::Checkpoint;
 use crate::layout::LayoutError;
-use crate::maps::{Fit, Sizes, WeightMap, families};
+use crate::maps::{Fit, Row, Sizes, WeightMap, families};
 use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
 use crate::select::mapped::{self, MapOutcome, MapRequest};
 use crate::select::{self, LeftOut, NameOptions, Root, Wrappers};
 use crate::storage::{lookup, regular_file};
+
+/// The text that stands for all built-in maps in [`MapOptions::map`].
+const AUTO: &str = "auto";
 
 /// A map that was applied to a source.
 #[derive(Debug)]
@@ -173,131 +176,79 @@ struct Chosen {
     config: String,
 }
 
+/// A side that SRC may have: how well the names of SRC fit it, and the side to convert to, if it is known.
+struct Candidate<'m> {
+    map: &'m WeightMap,
+    sizes: Sizes,
+    from: usize,
+    to: Option<usize>,
+    fit: Fit,
+    /// Whether the side is for other values of `model_type` than the configuration has.
+    is_for_other_type: bool,
+}
+
+impl Candidate<'_> {
+    fn fits(&self) -> bool {
+        self.fit.unmatched.is_empty() && self.fit.named > 0
+    }
+
+    /// Returns whether the side is the one to convert to.
+    fn is_converted(&self) -> bool {
+        self.to == Some(self.from)
+    }
+
+    /// Returns whether SRC gives the same result if it is read as the other side: the two sides differ only in rows that match no
+    /// name of SRC.
+    fn gives_same_result(&self, other: &Self) -> bool {
+        let is_equal = |row: &usize| {
+            let Row { cells, add, .. } = &self.map.rows[*row];
+            cells[self.from] == cells[other.from] && add[self.from].total_cmp(&add[other.from]).is_eq()
+        };
+        self.map.family == other.map.family && self.fit.rows == other.fit.rows && self.fit.rows.iter().all(is_equal)
+    }
+
+    /// Returns `FAMILY:SIDE`.
+    fn name(&self) -> String {
+        format!("{}:{}", self.map.family, self.map.sides[self.from].name)
+    }
+
+    fn chosen(&self, text: &str, config: &Configuration) -> Result<Chosen> {
+        let Some(to) = self.to else { return Err(no_target(text, self)) };
+        let config = config.name.clone();
+        Ok(Chosen { map: self.map.clone(), sides: [self.from, to], sizes: self.sizes.clone(), config })
+    }
+}
+
+/// Returns the candidates that fit best: those for the `model_type` of the configuration, if there are any, and of these the ones
+/// whose rows match most names by more than `**`. Of candidates that give the same result, the first one stays.
+fn best<'c, 'm>(candidates: &'c [Candidate<'m>]) -> Vec<&'c Candidate<'m>> {
+    let mut fitting: Vec<&Candidate<'_>> = candidates.iter().filter(|candidate| candidate.fits()).collect();
+    if fitting.iter().any(|candidate| !candidate.is_for_other_type) {
+        fitting.retain(|candidate| !candidate.is_for_other_type);
+    }
+    let most = fitting.iter().map(|candidate| candidate.fit.named).max();
+    let mut best: Vec<&Candidate<'_>> = Vec::new();
+    for candidate in fitting.into_iter().filter(|candidate| Some(candidate.fit.named) == most) {
+        if !best.iter().any(|known| known.gives_same_result(candidate)) {
+            best.push(candidate);
+        }
+    }
+    best
+}
+
 impl Chosen {
     fn new(text: &str, names: &[String], given: &[(String, u64)], config: &Configuration) -> Result<Self> {
-        let (maps, sides) = candidates(text)?;
-        let is_auto = maps.len() > 1;
-        let mut found: Vec<(Fit, Self)> = Vec::new();
-        let mut nearest_fit: Option<(Fit, Self)> = None;
-        // The map and the side to convert to, if SRC already has the names of this side.
-        let mut already = String::new();
-        for map in maps {
-            if let Some(model_type) = config.model_type().filter(|model_type| !map.is_for(model_type)) {
-                if is_auto {
-                    continue;
-                }
-                return Err(other_model(&map, model_type, config));
+        let request = MapText::parse(text)?;
+        let candidates = request.candidates(names, given, config)?;
+        let best = best(&candidates);
+        match best.as_slice() {
+            [] => request.nearest(&candidates, names, config),
+            [first, ..] if best.iter().all(|candidate| candidate.is_converted()) => {
+                Err(already_converted(text, &first.name()))
             }
-            let target = match sides.last() {
-                Some(name) => match map.side(name) {
-                    Some(side) => Some(side),
-                    None if is_auto => continue,
-                    None => return Err(no_side(&map, name)),
-                },
-                None => None,
-            };
-            let sources: Vec<usize> = match sides.as_slice() {
-                [from, _] => vec![map.side(from).ok_or_else(|| no_side(&map, from))?],
-                _ => (0..map.sides.len()).filter(|side| Some(*side) != target).collect(),
-            };
-            let sizes = sizes(&map, given, config)?;
-            if let Some(to) = target.filter(|to| sides.len() == 1 && map.matches_all(*to, names, &sizes).is_some()) {
-                already = format!("{}:{}", map.family, map.sides[to].name);
-            }
-            for from in sources {
-                let fit = map.fit(from, names.iter().map(String::as_str), &sizes);
-                let to = match target {
-                    Some(to) => to,
-                    None if map.sides.len() == 2 => 1 - from,
-                    None => usize::MAX,
-                };
-                let chosen =
-                    Self { map: map.clone(), sides: [from, to], sizes: sizes.clone(), config: config.name.clone() };
-                if fit.unmatched.is_empty() && fit.named > 0 {
-                    found.push((fit, chosen));
-                } else if nearest_fit.as_ref().is_none_or(|(known, _)| fit.named > known.named) {
-                    nearest_fit = Some((fit, chosen));
-                }
-            }
+            [one] => one.chosen(text, config),
+            several => Err(ambiguous(text, several)),
         }
-        let most = found.iter().map(|(fit, _)| fit.named).max();
-        found.retain(|(fit, _)| Some(fit.named) == most);
-        // Sides that differ only in rows that match no name of SRC give the same result.
-        let first = found.first().map(|(fit, chosen)| (chosen.map.family.clone(), chosen.sides[0], fit.rows.clone()));
-        let is_other = |(fit, chosen): &(Fit, Self)| {
-            first.as_ref().is_some_and(|(family, from, rows)| {
-                let is_first = chosen.map.family == *family && chosen.sides[0] == *from;
-                let has_same_cells = chosen.map.family == *family
-                    && fit.rows == *rows
-                    && rows.iter().all(|row| {
-                        let cells = &chosen.map.rows[*row].cells;
-                        cells[*from] == cells[chosen.sides[0]]
-                    });
-                is_first || !has_same_cells
-            })
-        };
-        found.retain(is_other);
-        let mut found = found.into_iter().map(|(_, chosen)| chosen);
-        let chosen = match (found.next(), found.next()) {
-            (Some(chosen), None) => chosen,
-            (Some(first), Some(second)) => return Err(Self::ambiguous(text, &first, &second)),
-            (None, _) if !already.is_empty() => return Err(already_converted(text, &already)),
-            (None, _) => match nearest_fit {
-                Some((_, chosen)) if sides.len() == 2 && chosen.fitting_side(names).is_some() => {
-                    return Err(chosen.other_side(text, names));
-                }
-                // Applying the map gives the error with the first name that no row matches.
-                Some((fit, chosen)) if fit.named > 0 && !is_auto => chosen,
-                _ => return Err(nothing_fits(text, names)),
-            },
-        };
-        if chosen.sides[1] == usize::MAX {
-            return Err(Error::usage(
-                format!(
-                    "options::map {text}: SRC fits the side {} of {}, and the side to convert to is not given",
-                    chosen.from(),
-                    chosen.map.family
-                ),
-                format!(
-                    "give options::map {}:TO, where TO is one of {}",
-                    chosen.map.family,
-                    chosen.map.side_names().join(", ")
-                ),
-            ));
-        }
-        if chosen.sides[0] == chosen.sides[1] {
-            return Err(Error::usage(
-                format!("options::map {text}: the side of SRC and the side to convert to are both {}", chosen.from()),
-                "choose two sides; `dtshard maps` lists them",
-            ));
-        }
-        Ok(chosen)
-    }
-
-    fn ambiguous(text: &str, first: &Self, second: &Self) -> Error {
-        let [one, other] = [first, second].map(|chosen| format!("{}:{}", chosen.map.family, chosen.from()));
-        let to = first.map.sides.get(first.sides[1]).map_or("TO", |side| &side.name);
-        Error::usage(
-            format!("options::map {text}: the names of SRC fit {one} and {other} equally well"),
-            format!("name the side of SRC: options::map {}:{}:{to}", first.map.family, first.from()),
-        )
-    }
-
-    /// Returns the side of the map that matches all names.
-    fn fitting_side(&self, names: &[String]) -> Option<&str> {
-        let fits = |side: &usize| self.map.matches_all(*side, names, &self.sizes).is_some();
-        (0..self.map.sides.len()).find(fits).map(|side| self.map.sides[side].name.as_str())
-    }
-
-    fn other_side(&self, text: &str, names: &[String]) -> Error {
-        let (family, found) = (&self.map.family, self.fitting_side(names).unwrap_or_default());
-        Error::usage(
-            format!(
-                "options::map {text}: SRC does not have the names of {family}:{}, but those of {family}:{found}",
-                self.from()
-            ),
-            format!("name the side of SRC: options::map {family}:{found}:{}", self.map.sides[self.sides[1]].name),
-        )
     }
 
     /// Returns a note if the names of SRC fit other families as well, and no configuration says which family the model is of.
@@ -374,29 +325,95 @@ pub fn sizes(map: &WeightMap, given: &[(String, u64)], config: &Configuration) -
     })
 }
 
-/// Returns the maps that a text names, and its sides: none, TO, or FROM and TO.
-fn candidates(text: &str) -> Result<(Vec<WeightMap>, Vec<&str>)> {
-    let mut sides = Vec::new();
-    let mut name = text;
-    loop {
-        if let Some(maps) = maps_named(name)? {
-            sides.reverse();
-            return Ok((maps, sides));
-        }
-        match name.rsplit_once(':') {
-            Some((before, side)) if sides.len() < 2 => {
-                sides.push(side);
-                name = before;
+/// The parts of [`MapOptions::map`].
+struct MapText<'t> {
+    text: &'t str,
+    /// The map that the text names, or all built-in maps for `auto`.
+    maps: Vec<WeightMap>,
+    is_auto: bool,
+    from: Option<&'t str>,
+    to: Option<&'t str>,
+}
+
+impl<'t> MapText<'t> {
+    /// Finds the maps. Paths may have colons, too, so the longest text that names a map counts.
+    fn parse(text: &'t str) -> Result<Self> {
+        let (mut name, mut from, mut to) = (text, None, None);
+        loop {
+            if let Some(maps) = maps_named(name)? {
+                return Ok(Self { text, maps, is_auto: name == AUTO, from, to });
             }
-            _ => break,
+            match name.rsplit_once(':') {
+                Some((before, side)) if from.is_none() => {
+                    (name, from, to) = if to.is_none() { (before, None, Some(side)) } else { (before, Some(side), to) };
+                }
+                _ => break,
+            }
+        }
+        let first = text.split(':').next().unwrap_or(text);
+        let known: Vec<String> = families().iter().map(|family| family.name.to_owned()).collect();
+        Err(Error::usage(
+            format!("options::map {text}: expected a map family, a map file or `auto`, found {first}"),
+            format!("the nearest families are {}; `dtshard maps` lists all", nearest(first, &known).join(", ")),
+        ))
+    }
+
+    /// Compares the names of SRC with each side that SRC may have: FROM, or all sides of the maps that have the side TO and are for
+    /// the model. TO comes first among the sides of its map.
+    fn candidates(
+        &self,
+        names: &[String],
+        given: &[(String, u64)],
+        config: &Configuration,
+    ) -> Result<Vec<Candidate<'_>>> {
+        let mut candidates = Vec::new();
+        for map in &self.maps {
+            let side = |name: &str| map.side(name).ok_or_else(|| no_side(map, name));
+            match config.model_type().filter(|model_type| !map.is_for(model_type)) {
+                Some(_) if self.is_auto => continue,
+                Some(model_type) => return Err(other_model(map, model_type, config)),
+                None => {}
+            }
+            let to = match self.to {
+                Some(to) if self.is_auto && map.side(to).is_none() => continue,
+                to => to.map(side).transpose()?,
+            };
+            let sources: Vec<usize> = match self.from.map(side).transpose()? {
+                Some(from) if Some(from) == to => return Err(same_side(self.text, &map.sides[from].name)),
+                Some(from) => vec![from],
+                None => to.into_iter().chain((0..map.sides.len()).filter(|side| Some(*side) != to)).collect(),
+            };
+            let sizes = sizes(map, given, config)?;
+            candidates.extend(sources.into_iter().map(|from| Candidate {
+                map,
+                sizes: sizes.clone(),
+                from,
+                to: to.or((map.sides.len() == 2).then(|| 1 - from)),
+                fit: map.fit(from, names.iter().map(String::as_str), &sizes),
+                is_for_other_type: config.model_type().is_some_and(|of_model| map.sides[from].is_for_other(of_model)),
+            }));
+        }
+        Ok(candidates)
+    }
+
+    /// Returns the candidate that fits best if no candidate fits. Applying its map gives the error about the first name that no row
+    /// matches.
+    ///
+    /// # Errors
+    /// `Usage` if the nearest candidate has no names of SRC, or if SRC has the names of another side than FROM.
+    fn nearest(&self, candidates: &[Candidate<'_>], names: &[String], config: &Configuration) -> Result<Chosen> {
+        let others = candidates.iter().rev().filter(|candidate| !candidate.is_converted());
+        let Some(nearest) = others.max_by_key(|candidate| candidate.fit.named).filter(|_| !self.is_auto) else {
+            return Err(nothing_fits(self.text, names));
+        };
+        let Candidate { map, sizes, .. } = nearest;
+        let fits = |side: &usize| map.matches_all(*side, names, sizes).is_some();
+        match (0..map.sides.len()).find(fits) {
+            Some(side) if self.from.is_some() => Err(other_side(self.text, nearest, &map.sides[side].name)),
+            _ if nearest.fit.named == 0 => Err(nothing_fits(self.text, names)),
+            _ => nearest.chosen(self.text, config),
         }
     }
-    let first = text.split(':').next().unwrap_or(text);
-    let known: Vec<String> = families().iter().map(|family| family.name.to_owned()).collect();
-    Err(Error::usage(
-        format!("options::map {text}: expected a map family, a map file or `auto`, found {first}"),
-        format!("the nearest families are {}; `dtshard maps` lists all", nearest(first, &known).join(", ")),
-    ))
 }
 
 /// Returns the maps of all built-in families.
@@ -409,7 +426,7 @@ pub fn built_in_maps() -> Result<Vec<WeightMap>> {
 
 /// Returns the maps of a name: all families for `auto`, a family, or a file. Returns `None` if there is no such map.
 fn maps_named(name: &str) -> Result<Option<Vec<WeightMap>>> {
-    if name == "auto" {
+    if name == AUTO {
         return built_in_maps().map(Some);
     }
     if let Some(family) = families().iter().find(|family| family.name == name) {
@@ -444,6 +461,46 @@ fn no_side(map: &WeightMap, name: &str) -> Error {
     Error::usage(
         format!("the map {} has no side `{name}`", map.family),
         format!("the sides are {}", map.side_names().join(", ")),
+    )
+}
+
+fn same_side(text: &str, side: &str) -> Error {
+    Error::usage(
+        format!("options::map {text}: the side of SRC and the side to convert to are both {side}"),
+        "choose two sides; `dtshard maps` lists them",
+    )
+}
+
+fn other_side(text: &str, nearest: &Candidate<'_>, found: &str) -> Error {
+    let family = &nearest.map.family;
+    let to = nearest.to.map_or("TO", |to| &nearest.map.sides[to].name);
+    Error::usage(
+        format!(
+            "options::map {text}: SRC does not have the names of {}, but those of {family}:{found}",
+            nearest.name()
+        ),
+        format!("name the side of SRC: options::map {family}:{found}:{to}"),
+    )
+}
+
+fn no_target(text: &str, candidate: &Candidate<'_>) -> Error {
+    let (family, side) = (&candidate.map.family, &candidate.map.sides[candidate.from].name);
+    Error::usage(
+        format!("options::map {text}: SRC fits the side {side} of {family}, and the side to convert to is not given"),
+        format!("give options::map {family}:TO, where TO is one of {}", candidate.map.side_names().join(", ")),
+    )
+}
+
+fn ambiguous(text: &str, candidates: &[&Candidate<'_>]) -> Error {
+    let names: Vec<String> = candidates.iter().map(|candidate| candidate.name()).collect();
+    let (last, others) = names.split_last().map_or(("", &[][..]), |(last, others)| (last.as_str(), others));
+    let example = candidates.iter().find(|candidate| !candidate.is_converted()).map_or(String::new(), |candidate| {
+        let to = candidate.to.map_or("TO", |to| &candidate.map.sides[to].name);
+        format!("{}:{to}", candidate.name())
+    });
+    Error::usage(
+        format!("options::map {text}: the names of SRC fit {} and {last} equally well", others.join(", ")),
+        format!("name the side of SRC, for example options::map {example}"),
     )
 }
 

@@ -56,6 +56,15 @@ pub struct Side {
     like: Option<usize>,
 }
 
+impl Side {
+    /// Returns whether the convention is for other models than those whose configuration has this `model_type`. A side that names
+    /// no types may be the convention of any model of its family.
+    #[must_use]
+    pub fn is_for_other(&self, model_type: &str) -> bool {
+        !self.model_types.is_empty() && self.model_types.iter().all(|known| known != model_type)
+    }
+}
+
 /// A size of the map: an axis whose size the shapes of tensors may not show.
 #[derive(Clone, Debug)]
 pub struct SizeRule {
