@@ -188,6 +188,14 @@ impl Checkpoint {
         MapListing::of(&self.inner)
     }
 
+    /// Lists how well one weight map, a built-in family or a map file, fits the checkpoint.
+    ///
+    /// # Errors
+    /// `Usage` if there is no such map, `Layout` for a file that is not a map, and `Io`.
+    pub fn map_fit(&self, map: &Path) -> Result<MapListing> {
+        MapListing::of_map_and(map, &self.inner)
+    }
+
     /// Returns the format of the checkpoint.
     #[must_use]
     pub fn format(&self) -> Format {

@@ -230,7 +230,7 @@ pub use comm::mpi::Finalize as MpiFinalize;
 pub use conversion::{Conversion, Plan};
 pub use convert::options::{ExecuteOptions, VerifyOptions};
 pub use convert::{Outcome, Preview, Report, Setup};
-pub use describe::{Inspection, MapListing, Span, map_file};
+pub use describe::{Inspection, MapListing, Span, is_map_file, map_file};
 pub use error::{Error, Result};
 pub use exec::Stop;
 pub use format::Format;

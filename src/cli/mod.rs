@@ -406,10 +406,14 @@ pub struct Verify {
 
 #[derive(Args, Debug)]
 pub struct Maps {
-    /// Checkpoint that the maps are compared with, or a model family whose map file is printed
+    /// Checkpoint that the maps are compared with, a model family whose map file is printed, or a map file that is checked
     ///
-    /// Without it, all families are listed with their conventions. Give a folder with the name of a family as ./NAME.
+    /// A map file has the suffix .toml or .json. Without this argument, all families are listed with their conventions. Give a folder
+    /// with the name of a family as ./NAME.
+    #[arg(value_name = "SRC|FAMILY|FILE")]
     pub subject: Option<PathBuf>,
+    /// Checkpoint that this family or map file is compared with
+    pub src: Option<PathBuf>,
     #[command(flatten)]
     pub source: SourceArgs,
 }

@@ -2,8 +2,8 @@
 //! configuration.
 //!
 //! The text of [`MapOptions::map`] is `FAMILY`, `FILE` or `auto`, then `:TO`, or `:FROM:TO`. Without FROM, the side of the source
-//! is the one whose rows match all names of the model, and that is not for another `model_type`. Filters and wrapper components apply to the names of the source, before the
-//! map; all other options apply to the names after the map.
+//! is the one whose rows match all names of the model, and which is not for another `model_type`. Filters and wrapper components
+//! apply to the names of the source, before the map; all other options apply to the names after the map.
 
 use std::path::Path;
 
@@ -426,22 +426,26 @@ pub fn built_in_maps() -> Result<Vec<WeightMap>> {
 
 /// Returns the maps of a name: all families for `auto`, a family, or a file. Returns `None` if there is no such map.
 fn maps_named(name: &str) -> Result<Option<Vec<WeightMap>>> {
-    if name == AUTO {
-        return built_in_maps().map(Some);
-    }
+    if name == AUTO { built_in_maps().map(Some) } else { Ok(map_named(name)?.map(|map| vec![map])) }
+}
+
+/// Returns the map of a built-in family or a file. Returns `None` if there is no such map.
+///
+/// # Errors
+/// `Layout` for a file that is not a map; `Io`.
+pub fn map_named(name: &str) -> Result<Option<WeightMap>> {
     if let Some(family) = families().iter().find(|family| family.name == name) {
-        return Ok(Some(vec![family.map().map_err(LayoutError::from)?]));
+        return Ok(Some(family.map().map_err(LayoutError::from)?));
     }
     let path = Path::new(name);
     if !lookup::is_file(path)? {
         return Ok(None);
     }
     if regular_file(path)?.len() > crate::document::MAX_BYTES {
-        return Err(Error::usage(format!("options::map {name}: the file is too large for a map"), "give a map file"));
+        return Err(Error::usage(format!("map {name}: the file is too large for a map"), "give a map file"));
     }
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-    let map = WeightMap::parse(name, &text).map_err(LayoutError::from)?;
-    Ok(Some(vec![map]))
+    Ok(Some(WeightMap::parse(name, &text).map_err(LayoutError::from)?))
 }
 
 fn other_model(map: &WeightMap, model_type: &str, config: &Configuration) -> Error {

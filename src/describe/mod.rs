@@ -10,7 +10,7 @@ mod maps;
 mod summary;
 mod table;
 
-pub use maps::{MapListing, map_file};
+pub use maps::{MapListing, is_map_file, map_file};
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

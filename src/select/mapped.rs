@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{Dims, Placement, TensorDim};
 use crate::maps::{
-    Application, AppliedTensor, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap, following_dims,
-    pieces, views,
+    Application, AppliedTensor, MapError, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap,
+    following_dims, pieces, views,
 };
 
 /// The maximum number of chunks of a mapped tensor.
@@ -71,11 +71,7 @@ pub fn map(catalog: &mut Catalog, request: MapRequest<'_>) -> Result<MapOutcome>
     let MapRequest { map, sides, sizes, drops_state } = request;
     let survey = Survey::new(catalog, Wrappers::Keep);
     let model = ModelNames::new(&survey);
-    let tensors: Vec<SourceTensor> = model
-        .parameters
-        .iter()
-        .map(|(name, _, id)| SourceTensor { name: name.clone(), shape: catalog.tensor(*id).shape.to_vec() })
-        .collect();
+    let tensors = model.tensors(catalog);
     let mapping = map.apply(sides, &tensors, sizes).map_err(|error| {
         let hint = error.hint();
         Error::usage(error.to_string(), hint)
@@ -88,6 +84,15 @@ pub fn map(catalog: &mut Catalog, request: MapRequest<'_>) -> Result<MapOutcome>
     catalog.tensors.extend(added);
     catalog.state = state;
     Ok(outcome)
+}
+
+/// Checks that a map fits the names and shapes of the model from one side to another, and returns the result of its rows.
+///
+/// # Errors
+/// [`MapError`] if the map does not fit.
+pub fn check(catalog: &Catalog, map: &WeightMap, sides: [usize; 2], sizes: Sizes) -> Result<Mapping, MapError> {
+    let model = ModelNames::new(&Survey::new(catalog, Wrappers::Cut));
+    map.apply(sides, &model.tensors(catalog), sizes)
 }
 
 /// Returns the names of the tensors of the model, relative to the model and without wrapper components.
@@ -117,6 +122,14 @@ impl ModelNames {
         }
         let by_name = parameters.iter().enumerate().map(|(index, (name, _, _))| (name.clone(), index)).collect();
         Self { parameters, by_name }
+    }
+
+    fn tensors(&self, catalog: &Catalog) -> Vec<SourceTensor> {
+        let tensor = |(name, _, id): &(String, usize, TensorId)| SourceTensor {
+            name: name.clone(),
+            shape: catalog.tensor(*id).shape.to_vec(),
+        };
+        self.parameters.iter().map(tensor).collect()
     }
 }
 

@@ -562,6 +562,55 @@ fn maps_are_listed_and_compared_with_a_checkpoint() {
 }
 
 #[test]
+fn map_file_is_checked_and_compared_with_a_checkpoint() {
+    let env = TestEnv::new();
+    let rows = "{ fused = \"h.{l}.qkv [(h d + k d + k d) i]\", split = [\"h.{l}.q [(h d) i]\", \"h.{l}.k [(k d) i]\", \"h.{l}.v [(k d) i]\"] },\n\
+                { fused = \"h.{l}.norm\", add = { fused = 1 } }";
+    let text = |rows: &str| {
+        let sides =
+            "[sides]\nfused = {}\nsplit = { like = \"fused\", model_type = \"mine\" }\n[sizes]\nk = \"kv_heads | h\"";
+        format!("family = \"mine\"\n{sides}\n[[map]]\nrows = [\n{rows}\n]\n")
+    };
+    let map = env.write("mine.toml", text(rows));
+    let listed = dtshard(&[&"maps", &map]);
+    listed.assert_succeeded().assert_mentions(&[]);
+    assert_eq!(
+        listed.out,
+        "family  sides         model_type  sizes\n\
+         mine    fused, split  mine        k = kv_heads | h\n\
+         \n\
+         line  sides         tensors\n\
+         9     fused         h.{l}.qkv [(h d + k d + k d) i]\n\
+         9     split         h.{l}.q [(h d) i], h.{l}.k [(k d) i], h.{l}.v [(k d) i]\n\
+         10    fused, split  h.{l}.norm plus 1\n"
+    );
+    let as_json = dtshard(&[&"maps", &map, &"--json"]);
+    let document: serde_json::Value = serde_json::from_str(&as_json.out).unwrap();
+    assert_eq!(document["rows"][0]["cells"]["split"][2], "h.{l}.v [(k d) i]");
+    let damaged = env.write("damaged.toml", text(&rows.replace("(k d) i]\"]", "(k d i]\"]")));
+    dtshard(&[&"maps", &damaged]).assert_refused(&["damaged.toml line 9: row: split: expected `)`, found the end"]);
+
+    let source = file("phi3", "split");
+    let other = dtshard(&[&"maps", &map, &source]);
+    assert!(other.out.contains("no side fits; names without a row on the side fused: lm_head.weight"), "{}", other.out);
+    assert!(
+        other.out.contains("the map is for models of the type mine, and SRC has the model_type phi3"),
+        "{}",
+        other.out
+    );
+    let phi = env.write("phi.toml", dtshard(&[&"maps", &"phi3"]).out);
+    for named in [Path::new("phi3"), &phi] {
+        let fits = dtshard(&[&"maps", &named, &source]);
+        assert!(fits.out.ends_with("split to fused: fits, 21 tensors to 15\n"), "{}", fits.out);
+    }
+    let alone = env.path("alone.safetensors");
+    fs::copy(file("llama", "hf"), &alone).unwrap();
+    let faults = dtshard(&[&"maps", &"llama", &alone]);
+    assert!(faults.out.contains("hf to titan: model.layers.0.self_attn.q_proj.weight: the shape"), "{}", faults.out);
+    dtshard(&[&"maps", &"nope", &source]).assert_refused(&["nope: expected a map family or a map file"]);
+}
+
+#[test]
 fn options_of_maps_need_a_map() {
     for option in [["--config", "x"], ["--set", "h=1"], ["--map-state", "drop"]] {
         let source = file("llama", "titan");
