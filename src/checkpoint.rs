@@ -21,7 +21,7 @@ use crate::launch::Launch;
 use crate::layout::{Region, Tile};
 use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
-use crate::select::NameOptions;
+use crate::select::{NameOptions, Wrappers};
 
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]
@@ -172,7 +172,8 @@ impl Checkpoint {
     /// # Errors
     /// `Usage` for a map that does not exist or does not fit the checkpoint.
     pub fn map(&mut self, options: &MapOptions) -> Result<()> {
-        if let Some(map) = convert::weight_map::apply(&mut self.inner, options, &NameOptions::default())? {
+        let names = NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() };
+        if let Some(map) = convert::weight_map::apply(&mut self.inner, options, &names)? {
             map.notes.iter().for_each(|note| self.progress.note(note));
             map.details.iter().for_each(|line| self.progress.detail(line));
             self.by_name = OnceLock::new();

@@ -21,7 +21,7 @@ use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::progress::Progress;
-use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
+use crate::select::{self, DtypeRule, MatchedNames, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
 /// Defaults of a verb for the options that select and change names.
@@ -494,6 +494,7 @@ pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select
         add_prefix: args.add_prefix.clone(),
         nest: args.nest.clone(),
         dtypes: args.dtype.iter().map(|text| DtypeRule::parse(text)).collect::<Result<_>>()?,
+        matched: MatchedNames::Only,
     })
 }
 

@@ -23,7 +23,7 @@ use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
 use crate::select::mapped::{self, MapOutcome, MapRequest};
-use crate::select::{self, LeftOut, NameOptions, Root, Wrappers};
+use crate::select::{self, LeftOut, MatchedNames, NameOptions, Root, Wrappers};
 use crate::storage::{lookup, regular_file};
 
 /// The text that stands for all built-in maps in [`MapOptions::map`].
@@ -51,12 +51,19 @@ pub struct AppliedMap {
 /// and `Layout` for a map file or a configuration that cannot be read.
 pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptions) -> Result<Option<AppliedMap>> {
     let Some(text) = &args.map else { return refuse_without_map(args).map(|()| None) };
+    if options.wrappers == Wrappers::Keep {
+        return Err(Error::usage(
+            "options::keep_names has no effect with options::map, because rows match names without wrapper prefixes",
+            "leave options::keep_names out",
+        ));
+    }
     let filters = NameOptions {
         wrappers: Wrappers::Cut,
         include: options.include.clone(),
         exclude: options.exclude.clone(),
         without_gradients: options.without_gradients,
         root: if options.root == Root::Model { Root::Model } else { Root::Whole },
+        matched: MatchedNames::BeforeMap,
         ..NameOptions::default()
     };
     let filtered = select::select(&checkpoint.catalog, &filters)?;
@@ -76,6 +83,7 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
         wrappers: Wrappers::Keep,
         include: Vec::new(),
         exclude: Vec::new(),
+        matched: MatchedNames::AfterMap,
         root: if options.root == Root::Model { Root::Whole } else { options.root.clone() },
         ..options.clone()
     };

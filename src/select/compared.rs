@@ -36,7 +36,7 @@ pub fn select_both(source: &Catalog, other: &Catalog, options: &NameOptions) -> 
         !is_applied || other_kept.unused.contains(unused)
     };
     if let Some(unused) = kept.unused.iter().find(is_unused_by_other) {
-        return Err(filter::unused_error(&survey, unused));
+        return Err(filter::unused_error(&survey, unused, options.matched));
     }
     let ours = select_kept(source, options, &survey, kept)?;
     let left_out = left_out_names(source, &survey, options, &ours)?;

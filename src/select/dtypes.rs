@@ -6,6 +6,7 @@
 //! the scale. If several patterns cover a tensor, the first pattern decides. Invariant: integers, bools, complex
 //! numbers, 8-bit floats and 0-d tensors are never cast.
 
+use super::MatchedNames;
 use super::filter::nearest_names;
 use super::scales::{Quantised, is_small_float};
 use super::survey::Survey;
@@ -128,6 +129,7 @@ pub(super) fn apply(
     kept: &[bool],
     catalog: &mut Catalog,
     rules: &[DtypeRule],
+    matched: MatchedNames,
 ) -> Result<CastSummary> {
     if rules.is_empty() {
         return Ok(CastSummary::default());
@@ -179,7 +181,7 @@ pub(super) fn apply(
         let with_tensors = survey.leaves.iter().filter(|leaf| !survey.tensor_ids(**leaf).is_empty());
         return Err(Error::usage(
             format!("options::dtype {pattern}={dtype}: no tensor matches this pattern"),
-            nearest_names(pattern, with_tensors, survey),
+            matched.hint("options::dtype", nearest_names(pattern, with_tensors, survey)),
         ));
     }
     let mut casts = CastSummary::default();

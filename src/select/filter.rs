@@ -6,8 +6,8 @@
 
 use std::collections::HashSet;
 
-use super::NameOptions;
 use super::survey::{Leaf, LeafKind, Named, Survey, is_number};
+use super::{MatchedNames, NameOptions};
 use crate::catalog::state_dict;
 use crate::error::Error;
 use crate::layout::Pattern;
@@ -70,10 +70,11 @@ pub(super) struct SelectedByPatterns {
 }
 
 /// Returns the error about a pattern that matches no leaf.
-pub(super) fn unused_error(survey: &Survey<'_>, (option, pattern): &(&str, String)) -> Error {
+pub(super) fn unused_error(survey: &Survey<'_>, (option, pattern): &(&str, String), matched: MatchedNames) -> Error {
+    let leaves = survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict);
     Error::usage(
         format!("{option} {pattern}: no tensor or object matches this pattern"),
-        nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != LeafKind::EmptyDict), survey),
+        matched.hint(option, nearest_names(pattern, leaves, survey)),
     )
 }
 

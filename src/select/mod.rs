@@ -90,6 +90,32 @@ pub struct NameOptions {
     /// A dotted path. If given, the complete result is nested below this path.
     pub nest: Option<String>,
     pub dtypes: Vec<DtypeRule>,
+    /// The names that the options match, for hints.
+    pub matched: MatchedNames,
+}
+
+/// The names that the options match: a weight map changes names between the filters and all other options.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MatchedNames {
+    /// The names of the source; no map is applied.
+    #[default]
+    Only,
+    /// The names of the source, before a map.
+    BeforeMap,
+    /// The names that a map gave.
+    AfterMap,
+}
+
+impl MatchedNames {
+    /// Returns the hint about an option that matches nothing. If a map is applied, the hint begins with the names that the option
+    /// matches.
+    fn hint(self, option: &str, hint: String) -> String {
+        match self {
+            Self::Only => hint,
+            Self::BeforeMap => format!("{option} matches the names of SRC, before options::map changes them; {hint}"),
+            Self::AfterMap => format!("{option} matches the names after options::map; {hint}"),
+        }
+    }
 }
 
 /// The selection, and the names that were left out.
@@ -165,7 +191,7 @@ pub fn select(source: &Catalog, options: &NameOptions) -> Result<Selected> {
     let survey = Survey::new(source, options.wrappers);
     let kept = filter::keep(&survey, options);
     if let Some(unused) = kept.unused.first() {
-        return Err(filter::unused_error(&survey, unused));
+        return Err(filter::unused_error(&survey, unused, options.matched));
     }
     let selected = select_kept(source, options, &survey, kept)?;
     reject_unsupported(source, &selected.catalog.state, options)?;
@@ -183,7 +209,7 @@ fn select_kept(source: &Catalog, options: &NameOptions, survey: &Survey<'_>, kep
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let (meshes, model_parallel_groups) = (source.meshes.clone(), source.model_parallel_groups.clone());
     let mut catalog = Catalog { meshes, tensors, state: state?, model_parallel_groups, ..Catalog::empty() };
-    let casts = dtypes::apply(survey, &kept, &mut catalog, &options.dtypes)?;
+    let casts = dtypes::apply(survey, &kept, &mut catalog, &options.dtypes, options.matched)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(source, survey, &kept), casts, notes })

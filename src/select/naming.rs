@@ -341,7 +341,9 @@ impl<'a, 'o> Naming<'a, 'o> {
             let prefix = &self.options.strip_prefixes[index];
             return Err(Error::usage(
                 format!("options::strip_prefix {prefix}: no name starts with this prefix"),
-                format!("the nearest prefixes are {}", self.nearest_heads(prefix)),
+                self.options
+                    .matched
+                    .hint("options::strip_prefix", format!("the nearest prefixes are {}", self.nearest_heads(prefix))),
             ));
         }
         if let Some(index) = unused(&self.renames_used) {
@@ -354,7 +356,10 @@ impl<'a, 'o> Naming<'a, 'o> {
             };
             return Err(Error::usage(
                 format!("options::rename {}: no name matches", rename.as_str()),
-                format!("{before}the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
+                self.options.matched.hint(
+                    "options::rename",
+                    format!("{before}the nearest names are {}", nearest(&rename.likeness(), &names).join(", ")),
+                ),
             ));
         }
         Ok(())

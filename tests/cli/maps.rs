@@ -260,6 +260,27 @@ fn filters_match_names_of_the_source_and_the_other_options_match_new_names() {
 }
 
 #[test]
+fn hints_about_patterns_say_which_names_they_match() {
+    let env = TestEnv::new();
+    let cases = [
+        ("--include model.layers.1.**", "--include matches the names of SRC, before --map changes them; the nearest"),
+        ("--exclude **.q_proj.weight", "--exclude matches the names of SRC, before --map changes them; the nearest"),
+        (
+            "--dtype layers.1.feed_forward.**=bf16",
+            "--dtype matches the names after --map; the nearest names are model.",
+        ),
+        ("--rename ^tok_embeddings=t", "--rename matches the names after --map; the nearest names are"),
+        ("--strip-prefix layers", "--strip-prefix matches the names after --map; the nearest prefixes are"),
+        ("--keep-names", "leave --keep-names out"),
+    ];
+    for (options, hint) in cases {
+        let options = format!("--map llama:hf {options} --assets none");
+        let refused = env.refuse("consolidate", file("llama", "titan"), "out.safetensors", &options);
+        assert!(refused.stderr.contains(&format!("hint: {hint}")), "{options}: {}", refused.stderr);
+    }
+}
+
+#[test]
 fn side_of_the_source_is_found_by_its_names() {
     let env = TestEnv::new();
     let made = env.make("consolidate", file("llama", "titan-0.2"), "a.safetensors", "--map llama:hf --assets none");
