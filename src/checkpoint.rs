@@ -111,6 +111,8 @@ pub struct Checkpoint {
     pub(crate) progress: Arc<dyn Progress>,
     /// The tensors by name. The map is built when a tensor is first looked up by name.
     by_name: OnceLock<HashMap<String, TensorId>>,
+    /// The weight map that was applied, as a JSON document.
+    applied_map: Option<serde_json::Value>,
 }
 
 impl std::fmt::Debug for Checkpoint {
@@ -163,7 +165,15 @@ impl Checkpoint {
             convert::check_flat(&options.source, options.like.as_deref(), &[&checkpoint])?;
             Ok((checkpoint, peers))
         })?;
-        Ok(Self { inner, peers, engine: Arc::new(engine), convert, progress, by_name: OnceLock::new() })
+        Ok(Self {
+            inner,
+            peers,
+            engine: Arc::new(engine),
+            convert,
+            progress,
+            by_name: OnceLock::new(),
+            applied_map: None,
+        })
     }
 
     /// Converts the names, shapes and chunks of the checkpoint to another convention, by the weight map of the options. The
@@ -177,6 +187,7 @@ impl Checkpoint {
             map.notes.iter().for_each(|note| self.progress.note(note));
             map.details.iter().for_each(|line| self.progress.detail(line));
             self.by_name = OnceLock::new();
+            self.applied_map = Some(map.document);
         }
         Ok(())
     }
@@ -320,6 +331,7 @@ impl Checkpoint {
             convert: self.convert.clone(),
             progress: Arc::new(NoProgress),
             by_name: OnceLock::new(),
+            applied_map: self.applied_map.clone(),
         }
     }
 
@@ -334,7 +346,7 @@ impl Checkpoint {
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
     pub fn inspect<'a>(&'a self, options: &'a InspectOptions) -> Result<Inspection<'a>> {
-        self.engine.work(&self.progress, |run| Inspection::new(&self.inner, options, run))
+        self.engine.work(&self.progress, |run| Inspection::new(&self.inner, self.applied_map.as_ref(), options, run))
     }
 
     /// Returns the layout of the tensors as a layout file: a JSON document, and this document converted to TOML.

@@ -339,6 +339,9 @@ impl<'a> ReportSource<'a> {
             "tied": tied,
             "warnings": warnings,
         });
+        if let Some(map) = &source.map {
+            document["map"] = map.clone();
+        }
         if source.is_exchanged() && self.loads.is_empty() {
             document["bytes_sent"] = json!(stats.traffic.sent);
             document["bytes_received"] = json!(stats.traffic.received);

@@ -67,6 +67,8 @@ pub struct ConversionSource {
     pub peers: Option<Peers>,
     /// True if this process has disconnected from the other processes.
     pub has_parted: bool,
+    /// The weight map that was applied, as a JSON document.
+    pub map: Option<serde_json::Value>,
     /// Hint about tensors that are left out by default. The hint names the option that includes these tensors. `None`
     /// if no tensors are left out by default, or if the user selected names.
     pub left_out_remedy: Option<&'static str>,
@@ -110,6 +112,7 @@ impl ConversionSource {
         run: &Run<'_>,
     ) -> Result<Self> {
         let left_out_remedy = left_out_remedy(&args.select, &defaults);
+        let mut applied = None;
         let choose = || {
             let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             let options = select_options(&args.select, defaults)?;
@@ -125,6 +128,7 @@ impl ConversionSource {
                 map.details.iter().for_each(|line| run.progress.detail(line));
                 weight_map::check_joined(&checkpoint, &map.equal, run)?;
                 selection.notes.splice(0..0, map.notes);
+                applied = Some(map.document);
                 selection.left_out.extend(map.left_out);
             }
             selection.notes.extend(tie);
@@ -140,6 +144,7 @@ impl ConversionSource {
             compared: false,
             peers,
             has_parted: false,
+            map: applied,
             left_out_remedy,
         })
     }

@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
 use super::model_config;
 use super::options::MapOptions;
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
 use crate::format::Checkpoint;
 use crate::layout::LayoutError;
-use crate::maps::{Fit, Row, Sizes, WeightMap, families};
+use crate::maps::{Fit, Row, SizeRule, Sizes, WeightMap, families};
 use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
@@ -36,6 +36,8 @@ pub struct AppliedMap {
     pub notes: Vec<String>,
     /// Descriptions of the rows that were applied, one line for each row.
     pub details: Vec<String>,
+    /// The map as a JSON document: family, sides, sizes with their origins, and the rows that were applied.
+    pub document: Json,
     /// Groups of tensors of the source whose values must be equal.
     pub equal: Vec<Vec<TensorId>>,
     /// The names that the filters left out before the map.
@@ -78,7 +80,7 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
     let outcome = mapped::map(&mut checkpoint.catalog, request)?;
     let mut notes = [filtered.notes, chosen.notes(&outcome)].concat();
     notes.extend(chosen.note_of_other_families(&names, &config)?);
-    let details = chosen.details(&outcome);
+    let (details, document) = (chosen.details(&outcome), chosen.document(&outcome));
     let remaining = NameOptions {
         wrappers: Wrappers::Keep,
         include: Vec::new(),
@@ -88,7 +90,7 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
         ..options.clone()
     };
     let equal = outcome.equal;
-    Ok(Some(AppliedMap { notes, details, equal, left_out: filtered.left_out, options: remaining }))
+    Ok(Some(AppliedMap { notes, details, document, equal, left_out: filtered.left_out, options: remaining }))
 }
 
 /// Refuses options that need a map.
@@ -320,6 +322,32 @@ impl Chosen {
             format!("{from} -> {to}: {sources} to {}, {pieces}", counts.targets)
         };
         outcome.rows.iter().map(line).collect()
+    }
+
+    fn document(&self, outcome: &MapOutcome) -> Json {
+        let size = |rule: &SizeRule| {
+            let known = outcome.mapping.sizes.known(&rule.axis)?;
+            Some((
+                rule.axis.to_string(),
+                json!({ "value": known.value, "origin": known.origin.describe(&self.config) }),
+            ))
+        };
+        let sizes: serde_json::Map<String, Json> = self.map.sizes.iter().filter_map(size).collect();
+        let row = |(row, counts): (&usize, &mapped::RowCounts)| {
+            let [from, to] = self.sides.map(|side| -> Vec<String> {
+                self.map.rows[*row].cells[side].iter().map(ToString::to_string).collect()
+            });
+            json!({ "from": from, "to": to, "sources": counts.sources, "targets": counts.targets, "pieces": counts.pieces })
+        };
+        let left_out = [outcome.dropped.as_slice(), &outcome.dropped_state].concat();
+        json!({
+            "family": self.map.family,
+            "from": self.from(),
+            "to": self.map.sides[self.sides[1]].name,
+            "sizes": sizes,
+            "rows": outcome.rows.iter().map(row).collect::<Vec<_>>(),
+            "left_out": left_out,
+        })
     }
 }
 

@@ -40,6 +40,9 @@ pub fn document(view: &Inspection<'_>) -> Json {
         "bytes": bytes,
         "missing": checkpoint.missing,
     });
+    if let Some(map) = view.map {
+        document["map"] = map.clone();
+    }
     if let Some(digest) = view.digest() {
         document["digest"] = json!(digest);
     }

@@ -31,6 +31,8 @@ use draw::{ChunkHolder, PictureSize};
 /// dict. If the user asked for digests, the description also has the digest of each tensor that can be read.
 pub struct Inspection<'a> {
     checkpoint: &'a Checkpoint,
+    /// The weight map that was applied to the checkpoint, as a JSON document.
+    map: Option<&'a serde_json::Value>,
     args: &'a InspectOptions,
     names: Vec<(Fqn, TensorId)>,
     /// The objects that cannot be read, because their classes are unknown.
@@ -43,7 +45,12 @@ impl<'a> Inspection<'a> {
     ///
     /// # Errors
     /// `Usage` for a name that no tensor has; errors of reading tensors if digests are asked for.
-    pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        map: Option<&'a serde_json::Value>,
+        args: &'a InspectOptions,
+        run: &Run<'_>,
+    ) -> Result<Self> {
         // A declaration that does not fit is an error of the user, whatever else the checkpoint contains.
         let unreadable =
             checkpoint.catalog.tensors.iter().filter_map(|entry| Some((entry, entry.unreadable.as_ref()?)));
@@ -57,7 +64,7 @@ impl<'a> Inspection<'a> {
             state_dict::all_tensors(&checkpoint.catalog.state).into_iter().partition(is_object);
         let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
         let digests = if args.digest { digests(checkpoint, &names, run)? } else { BTreeMap::new() };
-        Ok(Self { checkpoint, args, names, unreadable_objects, digests })
+        Ok(Self { checkpoint, map, args, names, unreadable_objects, digests })
     }
 
     /// Returns the summary of the checkpoint, with one line for each fact: format, parameters, step, meshes, dtypes,

@@ -29,6 +29,8 @@ pub(super) struct Finding {
 pub(super) struct Findings {
     /// The cases of damage, and the values that differ.
     pub different: Vec<Finding>,
+    /// The weight map that was applied to SRC, as a JSON document.
+    pub map: Option<Json>,
     /// Names that only SRC has.
     pub only_in_src: Vec<String>,
     /// Names that only OTHER has.
@@ -173,7 +175,7 @@ fn document(found: &Findings) -> Json {
             Some(names) => json!({ "fqn": fqn, "kind": kind, "detail": detail, "names": names }),
         })
         .collect();
-    json!({
+    let mut document = json!({
         "same": found.same(),
         "tensors": found.tensors,
         "bytes": found.bytes,
@@ -181,5 +183,9 @@ fn document(found: &Findings) -> Json {
         "only_in_src": found.only_in_src,
         "only_in_other": found.only_in_other,
         "not_comparable": found.not_comparable,
-    })
+    });
+    if let Some(map) = &found.map {
+        document["map"] = map.clone();
+    }
+    document
 }

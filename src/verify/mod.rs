@@ -71,7 +71,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
     // Name errors are reported here, before hours of reading.
-    let names = ComparedNames::new(args, &mut source, other.as_ref(), run)?;
+    let names = ComparedNames::new(args, &mut source, other.as_ref(), run, found)?;
     sound(&source, &names.source.catalog, run, found)?;
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
@@ -93,13 +93,21 @@ struct ComparedNames {
 }
 
 impl ComparedNames {
-    fn new(args: &VerifyOptions, source: &mut Checkpoint, other: Option<&Checkpoint>, run: &Run<'_>) -> Result<Self> {
+    fn new(
+        args: &VerifyOptions,
+        source: &mut Checkpoint,
+        other: Option<&Checkpoint>,
+        run: &Run<'_>,
+        found: &mut Findings,
+    ) -> Result<Self> {
         let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
         let map = weight_map::apply(source, &args.select.map, &options)?;
         let options = match map {
             Some(map) => {
                 map.notes.iter().for_each(|note| run.progress.note(note));
+                map.details.iter().for_each(|line| run.progress.detail(line));
+                found.map = Some(map.document);
                 weight_map::check_joined(source, &map.equal, run)?;
                 map.options
             }

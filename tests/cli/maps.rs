@@ -4,6 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use serde_json::json;
+
 use crate::common::corrupt::dtshard;
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
@@ -278,6 +280,28 @@ fn hints_about_patterns_say_which_names_they_match() {
         let refused = env.refuse("consolidate", file("llama", "titan"), "out.safetensors", &options);
         assert!(refused.stderr.contains(&format!("hint: {hint}")), "{options}: {}", refused.stderr);
     }
+}
+
+#[test]
+fn json_documents_have_the_map_that_was_applied() {
+    let env = TestEnv::new();
+    let (source, target) = (file("llama", "titan"), file("llama", "hf"));
+    let made = env.make("consolidate", &source, "out.safetensors", "--map llama:hf --assets none --json");
+    let verified = succeed("verify", &[&source, &target], "--map llama:hf --json");
+    let inspected = succeed("inspect", &[&source], "--map llama:titan:hf --json --brief");
+    for run in [&made.run, &verified, &inspected] {
+        let document: serde_json::Value = serde_json::from_str(&run.stdout).unwrap();
+        let map = &document["map"];
+        assert_eq!((&map["family"], &map["from"], &map["to"]), (&json!("llama"), &json!("titan"), &json!("hf")));
+        assert_eq!(map["sizes"]["h"], json!({ "value": 4, "origin": "`num_attention_heads` of config.json" }));
+        let row = &map["rows"][3];
+        assert_eq!(row["from"], json!(["layers.{l}.attention.qkv_linear.wq.{p:weight,bias} [(h j r) ...]"]));
+        assert_eq!((&row["sources"], &row["targets"]), (&json!(2), &json!(2)), "{row}");
+        assert!(row["pieces"].as_u64().unwrap() > 2, "{row}");
+        assert_eq!(map["left_out"], json!([]));
+    }
+    let plain: serde_json::Value = serde_json::from_str(&succeed("inspect", &[&target], "--json").stdout).unwrap();
+    assert_eq!(plain.get("map"), None);
 }
 
 #[test]
