@@ -187,7 +187,7 @@ impl Checkpoint {
             map.notes.iter().for_each(|note| self.progress.note(note));
             map.details.iter().for_each(|line| self.progress.detail(line));
             self.by_name = OnceLock::new();
-            self.applied_map = Some(map.document);
+            self.applied_map = map.document;
         }
         Ok(())
     }

@@ -142,7 +142,8 @@
 //           record of a zip archive and for an item of a DCP file, format::resolve reads the offset when exec::window
 //           prepares the window (a group of tensors) that has the tensor of this chunk.
 //
-// plan      conversion -> convert::source::choose -> select (names and dtypes)
+// plan      conversion -> convert::source::choose -> convert::weight_map (`--dequantize`, then `--map`: each makes a new catalog)
+//           -> select (names and dtypes)
 //           -> convert::reshard (or unshard, flatten, consolidate), which drives the next steps in this order:
 //              convert::fill (opens the checkpoints of `--like` and `--fill-from`) -> convert::target_format
 //              -> convert::source::resolve_conflicts -> convert::differing_values (values that differ between ranks)
@@ -164,7 +165,8 @@
 //           -> convert::check_journals (validates publish::completed_work of earlier runs: nothing in a first run)
 //           -> exec::copy, for one window of tensors after another:
 //              exec::window (plan::intersect finds the chunks) -> exec::cut_blocks (write blocks)
-//              -> exec::gather (plan::lower: byte runs of a block), exec::runs (read) -> exec::cast -> exec::checksums
+//              -> exec::gather (plan::lower: byte runs of a block), exec::runs (read; exec::computed computes the bytes of
+//              computed tensors) -> exec::cast -> exec::checksums
 //              -> exec::output (writes)
 //              -> publish::work_log (implements exec::finished_ranges::WorkLog) -> publish::journal (records finished ranges)
 //           -> publish::wait (for other processes) -> publish::commit (renames `data` in the partial folder to the destination)

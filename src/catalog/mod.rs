@@ -7,6 +7,7 @@
 //! `torch/distributed/checkpoint/metadata.py`.
 
 mod chunk;
+mod computed;
 mod dtype;
 pub(crate) mod error;
 pub mod flat;
@@ -30,6 +31,7 @@ pub use chunk::{
     ChecksummedRange, Chunk, ChunkTable, FileLocation, Record, StoredView, StridedLocation, contiguous_strides,
     permuted_stride, span,
 };
+pub use computed::{Calculation, ComputedTensor, MXFP4_GROUP};
 pub use dtype::Dtype;
 pub use path::{Key, Path, StateLeaf};
 pub use reserved::{CRC_BYTES, ChecksumSpan, HeaderBytes, OutputFile, Reservation, Reserved};
@@ -328,6 +330,8 @@ pub fn conflict_error(path: &Path, rank_values: &[RankValue], tensors: &[TensorE
 pub struct Catalog {
     pub meshes: Vec<DeviceMesh>,
     pub tensors: Vec<TensorEntry>,
+    /// The computed files of tensors whose elements are computed, in the order of their ids.
+    pub computed: Vec<ComputedTensor>,
     /// The state dict: containers and non-tensor values as saved, and tensors as references into `tensors`.
     pub state: Value,
     /// The byte ranges of the `torch.save` archives that the reader has read, so that `verify` can verify their
@@ -357,6 +361,7 @@ impl Catalog {
         Self {
             meshes: Vec::new(),
             tensors: Vec::new(),
+            computed: Vec::new(),
             state: Value::Dict(Dict::default()),
             archives: Vec::new(),
             dropped: Vec::new(),

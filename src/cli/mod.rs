@@ -15,7 +15,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
 pub use parse::parse;
-pub use source::{MapArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
+pub use source::{DequantizedDtype, MapArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
 use values::{number, rank};
 

@@ -173,10 +173,15 @@ pub struct MapArgs {
     /// --exclude match names of SRC, all other options match the new names.
     #[arg(long, value_name = "MAP[:FROM][:TO]")]
     pub map: Option<String>,
-    /// Read the sizes that --map needs from this config.json or params.json
+    /// Decode quantised weights (FP8 with the scales of blocks, MXFP4) to this dtype
+    ///
+    /// The weights are decoded before --map. The config.json of DST has no quantization_config.
+    #[arg(long, value_name = "DTYPE", hide_short_help = true)]
+    pub dequantize: Option<DequantizedDtype>,
+    /// Read the sizes that --map and --dequantize need from this config.json or params.json
     ///
     /// [default: the file beside SRC]
-    #[arg(long, value_name = "FILE", requires = "map", hide_short_help = true)]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub config: Option<PathBuf>,
     /// Give the size of an axis of the map, such as h=32
     ///
@@ -188,6 +193,13 @@ pub struct MapArgs {
     /// [default: an error]
     #[arg(long, value_name = "CHOICE", requires = "map", hide_short_help = true)]
     pub map_state: Option<MapState>,
+}
+
+/// The dtype of weights that are dequantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DequantizedDtype {
+    Bf16,
+    F32,
 }
 
 /// The treatment of optimizer state that a map cannot convert.

@@ -8,7 +8,7 @@ use dtshard::options::{
     OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
     Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
 };
-use dtshard::{Conversion, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
+use dtshard::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
 impl SourceArgs {
     pub fn options(&self) -> SourceOptions {
@@ -60,6 +60,10 @@ impl MapArgs {
             config: self.config.clone(),
             set: self.set.clone(),
             drops_state: self.map_state.is_some(),
+            dequantize: self.dequantize.map(|dtype| match dtype {
+                cli::DequantizedDtype::Bf16 => Dtype::Bf16,
+                cli::DequantizedDtype::F32 => Dtype::F32,
+            }),
         }
     }
 }

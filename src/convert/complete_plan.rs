@@ -3,6 +3,7 @@
 
 use rayon::prelude::*;
 
+use super::dequantize;
 use super::estimate::room_for_rounds;
 use super::options::{ConvertOptions, OnConflict};
 use super::prepared::Prepared;
@@ -19,6 +20,10 @@ use crate::error::{Error, Result};
 /// the other processes.
 pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.drop_selection();
+    if prepared.source.checkpoint.catalog.is_dequantized() {
+        let note = dequantize::rewrite_config(&mut prepared.carried, &mut prepared.reservation)?;
+        prepared.notes.extend(note);
+    }
     let checked = check_len(&prepared.reservation)
         .and_then(|()| check_tensors(prepared, args))
         .and_then(|()| check_coverage(prepared));
@@ -58,6 +63,7 @@ fn check_coverage(prepared: &Prepared) -> Result<()> {
     sources.sort_unstable();
     sources.dedup();
     let catalog = &prepared.source.checkpoint.catalog;
+    let sources = catalog.with_sources(&sources);
     let check = |id: &TensorId| catalog.tensor(*id).tilings().err();
     sources.par_iter().with_min_len(TENSORS).find_map_first(check).map_or(Ok(()), Err)
 }

@@ -197,6 +197,16 @@ fn put(
         (*id, std::mem::replace(&mut catalog.tensors[id.0 as usize], entry))
     };
     let replaced = taken.iter().map(replace).collect();
+    // The sources of computed tensors are not in the state dict of FILLER, so they get new ids.
+    for mut computed in std::mem::take(&mut from.computed) {
+        computed.file.0 += files;
+        for id in &mut computed.sources {
+            let mut entry = from.tensor(*id).clone();
+            entry.chunks.shift_files(files);
+            *id = catalog.push_tensor(TensorEntry { sharding: None, ..entry });
+        }
+        catalog.computed.push(computed);
+    }
     catalog.archives.extend(from.archives.into_iter().map(|mut archive| {
         archive.file.0 += files;
         archive

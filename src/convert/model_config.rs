@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::format::index::is_index;
 use crate::storage::{lookup, regular_file};
@@ -77,4 +77,69 @@ pub fn read_file(file: &Path) -> Result<Option<Json>> {
 /// `Io` if the file cannot be read.
 pub fn is_of_training(file: &Path) -> Result<bool> {
     Ok(read_file(file)?.is_some_and(|config| config.pointer("/model/_CLASS_").is_some()))
+}
+
+/// The configuration of the model, with the name of its file for messages.
+pub struct Configuration {
+    name: String,
+    value: Option<Json>,
+}
+
+impl Configuration {
+    /// Reads the given file, or `config.json` or `params.json` beside the source.
+    ///
+    /// # Errors
+    /// `Usage` if the given file is not a JSON object; `Io`.
+    pub fn read(checkpoint: &Checkpoint, given: Option<&Path>) -> Result<Self> {
+        if let Some(path) = given {
+            let in_folder = path.join(CONFIG);
+            let path = if lookup::is_folder(path)? { &in_folder } else { path };
+            let name = path.display().to_string();
+            let value = read_file(path)?.filter(Json::is_object).ok_or_else(|| {
+                Error::usage(
+                    format!("options::config {name}: expected a JSON object of less than 1 MiB"),
+                    "give the config.json or params.json of the model",
+                )
+            })?;
+            return Ok(Self { name, value: Some(value) });
+        }
+        for name in [CONFIG, "params.json"] {
+            let found = match (read_named(checkpoint, name)?, checkpoint.root.parent()) {
+                (None, Some(folder))
+                    if !lookup::is_folder(&checkpoint.root)? && lookup::is_file(&folder.join(name))? =>
+                {
+                    read_file(&folder.join(name))?
+                }
+                (found, _) => found,
+            };
+            if let Some(value) = found {
+                return Ok(Self { name: name.to_owned(), value: Some(value) });
+            }
+        }
+        Ok(Self { name: String::new(), value: None })
+    }
+
+    /// Returns the name of the file, or an empty text if there is no configuration.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the configuration, if there is one.
+    #[must_use]
+    pub fn value(&self) -> Option<&Json> {
+        self.value.as_ref()
+    }
+
+    /// Returns the value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&Json> {
+        self.value.as_ref()?.get(key)
+    }
+
+    /// Returns the `model_type` of the configuration.
+    #[must_use]
+    pub fn model_type(&self) -> Option<&str> {
+        self.value.as_ref()?.get("model_type")?.as_str()
+    }
 }

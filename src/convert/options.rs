@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 
+use crate::catalog::Dtype;
 use crate::format::Format;
 use crate::layout::Split;
 use crate::storage::IoMode;
@@ -119,6 +120,9 @@ pub struct MapOptions {
     pub set: Vec<String>,
     /// True if optimizer state that the map cannot convert is left out. False means that such state is an error.
     pub drops_state: bool,
+    /// Dtype to which quantised weights are decoded before the map: bf16 or f32. `None` means that weights and scales stay as
+    /// they are stored.
+    pub dequantize: Option<Dtype>,
 }
 
 /// Options for checks before anything is written, and for values that differ between ranks.

@@ -119,7 +119,7 @@ impl ConversionSource {
             check_root(args.select.root.as_deref(), &checkpoint)?;
             let map = weight_map::apply(&mut checkpoint, &args.select.map, &options)?;
             if map.is_some() && peers.is_some() {
-                return Err(weight_map::not_between_processes("options::backend and options::source"));
+                return Err(weight_map::not_between_processes(&args.select.map));
             }
             let options = map.as_ref().map_or(options, |map| map.options.clone());
             let mut selection = select::select(&checkpoint.catalog, &options)?;
@@ -128,7 +128,7 @@ impl ConversionSource {
                 map.details.iter().for_each(|line| run.progress.detail(line));
                 weight_map::check_joined(&checkpoint, &map.equal, run)?;
                 selection.notes.splice(0..0, map.notes);
-                applied = Some(map.document);
+                applied = map.document;
                 selection.left_out.extend(map.left_out);
             }
             selection.notes.extend(tie);

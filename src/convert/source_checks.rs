@@ -80,7 +80,7 @@ pub fn differing(
     peers: Option<&Peers>,
     run: &Run<'_>,
 ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-    let tensors: Vec<(TensorId, &TensorEntry)> = (tensors.iter())
+    let tensors: Vec<(TensorId, &TensorEntry)> = (checkpoint.catalog.with_sources(tensors).iter())
         .map(|id| (*id, checkpoint.catalog.tensor(*id)))
         .filter(|(_, entry)| which.covers(entry))
         .collect();

@@ -9,7 +9,8 @@ use std::path::Path;
 
 use serde_json::{Value as Json, json};
 
-use super::model_config;
+use super::dequantize;
+use super::model_config::Configuration;
 use super::options::MapOptions;
 use super::run::Run;
 use super::source_options::input;
@@ -29,15 +30,16 @@ use crate::storage::{lookup, regular_file};
 /// The text that stands for all built-in maps in [`MapOptions::map`].
 const AUTO: &str = "auto";
 
-/// A map that was applied to a source.
+/// A map that was applied to a source, perhaps after quantised weights were decoded.
 #[derive(Debug)]
 pub struct AppliedMap {
     /// The notes for the user: the side that SRC was read as, and the tensors that the map leaves out.
     pub notes: Vec<String>,
     /// Descriptions of the rows that were applied, one line for each row.
     pub details: Vec<String>,
-    /// The map as a JSON document: family, sides, sizes with their origins, and the rows that were applied.
-    pub document: Json,
+    /// The map as a JSON document: family, sides, sizes with their origins, and the rows that were applied. `None` if quantised
+    /// weights were decoded, and no map was applied.
+    pub document: Option<Json>,
     /// Groups of tensors of the source whose values must be equal.
     pub equal: Vec<Vec<TensorId>>,
     /// The names that the filters left out before the map.
@@ -46,13 +48,30 @@ pub struct AppliedMap {
     pub options: NameOptions,
 }
 
-/// Applies the map of the options to the catalog of a checkpoint. Returns `None` if the options name no map.
+/// Decodes quantised weights and applies the map, as the options say. Returns `None` if the options say neither.
 ///
 /// # Errors
 /// `Usage` for a map or side that does not exist, for a map that does not fit the source, and for options without effect; `Io`
 /// and `Layout` for a map file or a configuration that cannot be read.
 pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptions) -> Result<Option<AppliedMap>> {
-    let Some(text) = &args.map else { return refuse_without_map(args).map(|()| None) };
+    refuse_without_map(args)?;
+    if args.map.is_none() && args.dequantize.is_none() {
+        return Ok(None);
+    }
+    let config = Configuration::read(checkpoint, args.config.as_deref())?;
+    let dequantized = args.dequantize.map(|dtype| dequantize::apply(checkpoint, dtype, &config)).transpose()?;
+    let (encodings, note) = dequantized.map(|(found, note)| (found.encodings(), note)).unzip();
+    let Some(text) = &args.map else {
+        let (details, equal, left_out) = (Vec::new(), Vec::new(), LeftOut::default());
+        return Ok(Some(AppliedMap {
+            notes: Vec::from_iter(note),
+            details,
+            document: None,
+            equal,
+            left_out,
+            options: options.clone(),
+        }));
+    };
     if options.wrappers == Wrappers::Keep {
         return Err(Error::usage(
             "options::keep_names has no effect with options::map, because rows match names without wrapper prefixes",
@@ -69,18 +88,17 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
         ..NameOptions::default()
     };
     let filtered = select::select(&checkpoint.catalog, &filters)?;
-    let config = Configuration::read(checkpoint, args.config.as_deref())?;
     let given = args.set.iter().map(|text| parse_size(text)).collect::<Result<Vec<_>>>()?;
     let names = mapped::model_names(&filtered.catalog);
-    let chosen = Chosen::new(text, &names, &given, &config)?;
+    let chosen = Chosen::new(text, &names, &given, &config, &encodings.unwrap_or_default())?;
     check_used(&chosen.map, &given)?;
     checkpoint.catalog.state = filtered.catalog.state;
     let sides = chosen.sides;
     let request = MapRequest { map: &chosen.map, sides, sizes: chosen.sizes.clone(), drops_state: args.drops_state };
-    let outcome = mapped::map(&mut checkpoint.catalog, request)?;
-    let mut notes = [filtered.notes, chosen.notes(&outcome)].concat();
+    let outcome = mapped::map(&mut checkpoint.catalog, &mut checkpoint.files, request)?;
+    let mut notes = [Vec::from_iter(note), filtered.notes, chosen.notes(&outcome)].concat();
     notes.extend(chosen.note_of_other_families(&names, &config)?);
-    let (details, document) = (chosen.details(&outcome), chosen.document(&outcome));
+    let (details, document) = (chosen.details(&outcome), Some(chosen.document(&outcome)));
     let remaining = NameOptions {
         wrappers: Wrappers::Keep,
         include: Vec::new(),
@@ -96,7 +114,13 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
 /// Refuses options that need a map.
 fn refuse_without_map(args: &MapOptions) -> Result<()> {
     let option = match args {
-        MapOptions { config: Some(_), .. } => "options::config",
+        MapOptions { map: Some(_), .. } => return Ok(()),
+        MapOptions { config: Some(_), dequantize: None, .. } => {
+            return Err(Error::usage(
+                "options::config has no effect without options::map and options::dequantize",
+                "leave options::config out",
+            ));
+        }
         MapOptions { set, .. } if !set.is_empty() => "options::set",
         MapOptions { drops_state: true, .. } => "options::map_state",
         _ => return Ok(()),
@@ -127,53 +151,6 @@ fn check_used(map: &WeightMap, given: &[(String, u64)]) -> Result<()> {
             format!("options::set {axis}={value}: no row of the map {} has the axis {axis}", map.family),
             format!("the axes are {}", axes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
         )),
-    }
-}
-
-/// The configuration of the model, with the name of its file for messages.
-pub struct Configuration {
-    name: String,
-    value: Option<Json>,
-}
-
-impl Configuration {
-    /// Reads the given file, or `config.json` or `params.json` beside the source.
-    ///
-    /// # Errors
-    /// `Usage` if the given file is not a JSON object; `Io`.
-    pub fn read(checkpoint: &Checkpoint, given: Option<&Path>) -> Result<Self> {
-        if let Some(path) = given {
-            let in_folder = path.join(model_config::CONFIG);
-            let path = if lookup::is_folder(path)? { &in_folder } else { path };
-            let name = path.display().to_string();
-            let value = model_config::read_file(path)?.filter(Json::is_object).ok_or_else(|| {
-                Error::usage(
-                    format!("options::config {name}: expected a JSON object of less than 1 MiB"),
-                    "give the config.json or params.json of the model",
-                )
-            })?;
-            return Ok(Self { name, value: Some(value) });
-        }
-        for name in [model_config::CONFIG, "params.json"] {
-            let found = match (model_config::read_named(checkpoint, name)?, checkpoint.root.parent()) {
-                (None, Some(folder))
-                    if !lookup::is_folder(&checkpoint.root)? && lookup::is_file(&folder.join(name))? =>
-                {
-                    model_config::read_file(&folder.join(name))?
-                }
-                (found, _) => found,
-            };
-            if let Some(value) = found {
-                return Ok(Self { name: name.to_owned(), value: Some(value) });
-            }
-        }
-        Ok(Self { name: String::new(), value: None })
-    }
-
-    /// Returns the `model_type` of the configuration.
-    #[must_use]
-    pub fn model_type(&self) -> Option<&str> {
-        self.value.as_ref()?.get("model_type")?.as_str()
     }
 }
 
@@ -224,7 +201,7 @@ impl Candidate<'_> {
 
     fn chosen(&self, text: &str, config: &Configuration) -> Result<Chosen> {
         let Some(to) = self.to else { return Err(no_target(text, self)) };
-        let config = config.name.clone();
+        let config = config.name().to_owned();
         Ok(Chosen { map: self.map.clone(), sides: [self.from, to], sizes: self.sizes.clone(), config })
     }
 }
@@ -247,9 +224,15 @@ fn best<'c, 'm>(candidates: &'c [Candidate<'m>]) -> Vec<&'c Candidate<'m>> {
 }
 
 impl Chosen {
-    fn new(text: &str, names: &[String], given: &[(String, u64)], config: &Configuration) -> Result<Self> {
+    fn new(
+        text: &str,
+        names: &[String],
+        given: &[(String, u64)],
+        config: &Configuration,
+        encodings: &[&str],
+    ) -> Result<Self> {
         let request = MapText::parse(text)?;
-        let candidates = request.candidates(names, given, config)?;
+        let candidates = request.candidates(names, given, config, encodings)?;
         let best = best(&candidates);
         match best.as_slice() {
             [] => request.nearest(&candidates, names, config),
@@ -356,7 +339,7 @@ impl Chosen {
 /// # Errors
 /// `Usage` if the configuration, the map and `given`, the sizes of the user, contradict each other.
 pub fn sizes(map: &WeightMap, given: &[(String, u64)], config: &Configuration) -> Result<Sizes> {
-    Sizes::new(&map.sizes, given, config.value.as_ref()).map_err(|conflict| {
+    Sizes::new(&map.sizes, given, config.value()).map_err(|conflict| {
         Error::usage(format!("map {}: {conflict}", map.family), "correct options::set or the configuration")
     })
 }
@@ -401,6 +384,7 @@ impl<'t> MapText<'t> {
         names: &[String],
         given: &[(String, u64)],
         config: &Configuration,
+        encodings: &[&str],
     ) -> Result<Vec<Candidate<'_>>> {
         let mut candidates = Vec::new();
         for map in &self.maps {
@@ -414,10 +398,19 @@ impl<'t> MapText<'t> {
                 Some(to) if self.is_auto && map.side(to).is_none() => continue,
                 to => to.map(side).transpose()?,
             };
+            if let Some(encoding) = to.and_then(|to| map.sides[to].decoded.as_deref()) {
+                return Err(not_encoded(self.text, map, to, encoding));
+            }
             let sources: Vec<usize> = match self.from.map(side).transpose()? {
                 Some(from) if Some(from) == to => return Err(same_side(self.text, &map.sides[from].name)),
+                Some(from) if !map.is_decoded_from(from, encodings) => {
+                    return Err(other_encoding(self.text, map, from));
+                }
                 Some(from) => vec![from],
-                None => to.into_iter().chain((0..map.sides.len()).filter(|side| Some(*side) != to)).collect(),
+                None => {
+                    let others = (0..map.sides.len()).filter(|side| Some(*side) != to);
+                    to.into_iter().chain(others).filter(|side| map.is_decoded_from(*side, encodings)).collect()
+                }
             };
             let sizes = sizes(map, given, config)?;
             candidates.extend(sources.into_iter().map(|from| Candidate {
@@ -450,6 +443,32 @@ impl<'t> MapText<'t> {
             _ => nearest.chosen(self.text, config),
         }
     }
+}
+
+/// Returns the error about a side to convert to that only decoded tensors have.
+fn not_encoded(text: &str, map: &WeightMap, to: Option<usize>, encoding: &str) -> Error {
+    let names: Vec<&str> = map.sides.iter().filter(|side| side.decoded.is_none()).map(|side| &*side.name).collect();
+    let side = to.map_or("", |to| &map.sides[to].name);
+    Error::usage(
+        format!("options::map {text}: {side} is what {encoding} decodes to, and no format stores it"),
+        format!("convert to one of {}", names.join(", ")),
+    )
+}
+
+/// Returns the error about a side of SRC that contradicts what was decoded.
+fn other_encoding(text: &str, map: &WeightMap, from: usize) -> Error {
+    let side = &map.sides[from];
+    let (problem, hint) = match &side.decoded {
+        Some(encoding) => (
+            format!("{} is what {encoding} decodes to, and SRC is not decoded", side.name),
+            "decode SRC with options::dequantize, or name another side of SRC",
+        ),
+        None => (
+            format!("SRC is decoded, and {} is not what it decodes to", side.name),
+            "leave the side of SRC out: it is found by what is decoded",
+        ),
+    };
+    Error::usage(format!("options::map {text}: {problem}"), hint)
 }
 
 /// Returns the maps of all built-in families.
@@ -490,7 +509,7 @@ fn other_model(map: &WeightMap, model_type: &str, config: &Configuration) -> Err
             "the map {} is for models of the type {}, found the model_type {model_type} in {}",
             map.family,
             map.model_types().join(", "),
-            config.name
+            config.name()
         ),
         "choose the map of this model; `dtshard maps SRC` lists those that fit. If the conventions are the same, add the type to a \
          copy of the map file",
@@ -560,10 +579,14 @@ fn nothing_fits(text: &str, names: &[String]) -> Error {
 }
 
 /// Returns the error about a map in a run whose processes exchange data.
-pub fn not_between_processes(option: &str) -> Error {
+pub fn not_between_processes(args: &MapOptions) -> Error {
+    let option = if args.map.is_some() { "options::map" } else { "options::dequantize" };
     Error::unsupported(
-        format!("options::map cannot be used with {option}, because views of chunks cannot be exchanged yet"),
-        format!("leave {option} out: several processes then divide the work, and each reads SRC"),
+        format!(
+            "{option} cannot be used with options::backend and options::source, because views of chunks and computed values \
+             cannot be exchanged yet"
+        ),
+        "leave options::backend and options::source out: several processes then divide the work, and each reads SRC",
     )
 }
 

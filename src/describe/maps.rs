@@ -6,7 +6,8 @@ use std::path::Path;
 use serde_json::{Value as Json, json};
 
 use super::table::align;
-use crate::convert::weight_map::{Configuration, built_in_maps, map_named, sizes};
+use crate::convert::model_config::Configuration;
+use crate::convert::weight_map::{built_in_maps, map_named, sizes};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::maps::{Fit, Row, WeightMap, families};

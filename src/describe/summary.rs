@@ -61,7 +61,8 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
         };
         lines.push(("series", checkpoint.series.join(", ") + &skipped));
     }
-    let sizes: Vec<u64> = checkpoint.files.ids().map(|file| checkpoint.files.len_bytes(file)).collect();
+    let stored = checkpoint.files.ids().filter(|file| !checkpoint.files.is_computed(*file));
+    let sizes: Vec<u64> = stored.map(|file| checkpoint.files.len_bytes(file)).collect();
     lines.push(("files", format!("{} ({} on disk)", sizes.len(), human_bytes(sizes.iter().sum()))));
     lines.push(("objects", (path::objects(&catalog.state).len() + view.unreadable_objects.len()).to_string()));
     lines.extend(view.digest().map(|digest| ("digest", digest)));

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::Input;
 use super::reduce::ReductionMethod;
 use super::sidecar_files::SidecarFile;
-use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
+use crate::catalog::{Catalog, ComputedTensor, OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
 
@@ -93,6 +93,10 @@ pub fn fingerprint(
     taken.sort_unstable();
     taken.dedup();
     digest.parts(&taken, |digest, id| digest.source(*id, input.catalog.tensor(*id)));
+    // Without computed tensors, a plan keeps the fingerprint that it had before they existed.
+    for computed in &input.catalog.computed {
+        digest.computed(computed, input.catalog);
+    }
     digest.number(sidecar_files.len() as u64);
     for file in sidecar_files {
         digest.path(&file.from, roots);
@@ -235,6 +239,13 @@ impl Digest {
             self.number(partial_values.reduction.full_reduction().divisor);
             self.numbers(&partial_values.by_chunk);
         }
+    }
+
+    fn computed(&mut self, computed: &ComputedTensor, catalog: &Catalog) {
+        self.number(computed.file.0.into());
+        self.bytes(computed.dtype.name().as_bytes());
+        computed.calculation.encode(&mut |number| self.number(number));
+        self.list(&computed.sources, |digest, id| digest.source(*id, catalog.tensor(*id)));
     }
 
     fn tensor(&mut self, entry: &TensorEntry) {

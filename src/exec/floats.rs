@@ -251,6 +251,38 @@ pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
     sign | if shifted >= 31 << 23 { special } else { finite }
 }
 
+/// Converts an f8_e4m3fn to the bits of an f32, exactly. A NaN keeps sign and payload.
+#[inline]
+pub(crate) fn single_of_f8_e4m3fn(bits: u8) -> u32 {
+    let (sign, value) = (u32::from(bits & 0x80) << 24, u32::from(bits & 0x7f) << 20);
+    // The exponent of `value` is too small by 120. The product is exact, also if `value` is a subnormal.
+    let finite = (f32::from_bits(value) * f32::from_bits((127 + 120) << 23)).to_bits();
+    sign | if value == 0x7f << 20 { value | INFINITY } else { finite }
+}
+
+/// Converts an f8_e5m2 to the bits of an f32, exactly. A NaN keeps sign and payload, and becomes quiet.
+#[inline]
+pub(crate) fn single_of_f8_e5m2(bits: u8) -> u32 {
+    let (sign, value) = (u32::from(bits & 0x80) << 24, u32::from(bits & 0x7f) << 21);
+    let finite = (f32::from_bits(value) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let is_nan = value > 0x7c << 21;
+    let special = value | INFINITY | (u32::from(is_nan) << 22);
+    sign | if value >= 0x7c << 21 { special } else { finite }
+}
+
+/// Converts the exponent of a power of two, which is larger by 127 than the exponent, to the bits of an f32. 2^128 is infinite.
+#[inline]
+pub(crate) fn single_of_exponent(exponent: u8) -> u32 {
+    // 2^-127 is a subnormal f32.
+    if exponent == 0 { 1 << 22 } else { u32::from(exponent) << 23 }
+}
+
+/// Converts an f8_e8m0fnu to the bits of an f32: a power of two, or NaN for the largest exponent.
+#[inline]
+pub(crate) fn single_of_f8_e8m0fnu(bits: u8) -> u32 {
+    if bits == u8::MAX { 0x7fc0_0000 } else { single_of_exponent(bits) }
+}
+
 /// Stores an f32 without rounding.
 #[inline]
 pub(crate) fn store_f32(single: u32) -> StoredFloat<4> {

@@ -14,8 +14,9 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::cast::{Cast, LossCounts};
+use super::computed::ComputedSource;
 use super::reduce::Reducer;
-use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, read_piece, record_runs, source_range};
+use super::runs::{LONG_RUN_BYTES, SourceFile, is_row_by_row, is_scattered, read_piece, record_runs, source_range};
 use super::source_block::{SourceBlock, WantedRanges};
 use super::source_crc::CrcRecorder;
 use super::{CAST_BYTES, Input, sized_buffer};
@@ -24,17 +25,33 @@ use crate::error::{Error, Result};
 use crate::layout::partial::Share;
 use crate::layout::{CommonRange, Dims, Tile};
 use crate::plan::{Overlap, Piece, Pieces, SourceTensor, TilePlan};
+use crate::storage::FileId;
 
-/// A cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks. The cache stays
-/// empty if only one tile of the tensor is read.
+/// A cache of the chunk locations of one tensor, because the tiles of a tensor share source chunks.
 #[derive(Debug, Default)]
-pub struct Locations(Option<HashMap<u32, StridedLocation>>);
+pub struct Locations {
+    /// The locations of the chunks; `None` if only one tile of the tensor is read.
+    chunks: Option<HashMap<u32, StridedLocation>>,
+    /// The computed files that have chunks of the tensor.
+    computed: Vec<(FileId, Arc<ComputedSource>)>,
+}
 
 impl Locations {
     /// Makes the cache for a tensor with this number of tiles.
     #[must_use]
     pub fn for_tiles(tiles: usize) -> Self {
-        Self((tiles > 1).then(HashMap::new))
+        Self { chunks: (tiles > 1).then(HashMap::new), computed: Vec::new() }
+    }
+
+    /// Returns how the bytes of a file are computed, or `None` if the file is stored.
+    fn computed(&mut self, input: Input<'_>, file: FileId) -> Result<Option<Arc<ComputedSource>>> {
+        let Some(computed) = input.catalog.computed(file) else { return Ok(None) };
+        if let Some((_, known)) = self.computed.iter().find(|(known, _)| *known == file) {
+            return Ok(Some(Arc::clone(known)));
+        }
+        let source = Arc::new(ComputedSource::new(input, computed)?);
+        self.computed.push((file, Arc::clone(&source)));
+        Ok(Some(source))
     }
 }
 
@@ -111,6 +128,8 @@ struct LocatedPlan {
     /// For each overlap in `plan` (the elements that the tile shares with one source chunk): the location of this
     /// chunk.
     located: SmallVec<[StridedLocation; 1]>,
+    /// For each overlap whose chunk is in a computed file, how the bytes of this file are computed; empty if there is none.
+    computed: HashMap<usize, Arc<ComputedSource>>,
 }
 
 impl PreparedTile {
@@ -334,7 +353,7 @@ impl PreparedTile {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
-                if piece.run_bytes < LONG_RUN_BYTES {
+                if piece.run_bytes < LONG_RUN_BYTES && !part.computed.contains_key(&piece.overlap) {
                     wanted.add(source_range(&part.located[piece.overlap], &piece));
                 }
                 Ok(())
@@ -390,19 +409,25 @@ impl TileElements {
 impl LocatedPlan {
     fn new(input: Input<'_>, entry: &TensorEntry, plan: TilePlan, locations: &mut Locations) -> Result<Self> {
         let mut located: SmallVec<[StridedLocation; 1]> = SmallVec::with_capacity(plan.overlaps.len());
-        for overlap in &plan.overlaps {
-            if let Some(found) = locations.0.as_ref().and_then(|known| known.get(&overlap.chunk)) {
-                located.push(found.clone());
-                continue;
-            }
-            let found = (input.resolve)(input.files, entry, overlap.chunk)?;
-            check_inside(input, entry, overlap.chunk, &found)?;
-            if let Some(locations) = &mut locations.0 {
-                locations.insert(overlap.chunk, found.clone());
+        let mut computed = HashMap::new();
+        for (index, overlap) in plan.overlaps.iter().enumerate() {
+            let found = match locations.chunks.as_ref().and_then(|known| known.get(&overlap.chunk)) {
+                Some(found) => found.clone(),
+                None => {
+                    let found = (input.resolve)(input.files, entry, overlap.chunk)?;
+                    check_inside(input, entry, overlap.chunk, &found)?;
+                    if let Some(chunks) = &mut locations.chunks {
+                        chunks.insert(overlap.chunk, found.clone());
+                    }
+                    found
+                }
+            };
+            if let Some(source) = locations.computed(input, found.file)? {
+                computed.insert(index, source);
             }
             located.push(found);
         }
-        Ok(Self { plan, located })
+        Ok(Self { plan, located, computed })
     }
 
     fn pieces<'a>(&'a self, itemsize: u64) -> Pieces<'a, impl Fn(usize) -> &'a Dims> {
@@ -423,8 +448,11 @@ impl LocatedPlan {
         let range = first..first + buffer.len() as u64 / itemsize;
         self.pieces(itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
-            let file = input.files.open(located.file)?;
-            read_piece(&file, input.files.io(), located, &piece, buffer, block)?;
+            let file = match self.computed.get(&piece.overlap) {
+                Some(computed) => SourceFile::Computed(computed, input),
+                None => SourceFile::Stored(input.files.open(located.file)?, input.files.io()),
+            };
+            read_piece(&file, located, &piece, buffer, block)?;
             if let (Some((recorder, fqn)), Some(summed)) = (&mut recorder, located.checksum) {
                 record_runs(recorder, fqn, located, summed, &piece, buffer);
             }

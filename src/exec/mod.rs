@@ -13,6 +13,7 @@ pub mod cast;
 pub mod checksums;
 pub mod compare;
 pub mod compare_headers;
+pub(crate) mod computed;
 pub mod copy;
 pub(crate) mod cut_blocks;
 mod difference;

@@ -10,16 +10,17 @@ use std::convert::Infallible;
 
 use smallvec::SmallVec;
 
-use super::BLOCK_BYTES;
+use super::computed::ComputedSource;
 use super::digest::MIN_COMBINE_BYTES;
 use super::finished_ranges::ChecksumPart;
 use super::source_block::SourceBlock;
 use super::source_crc::CrcRecorder;
+use super::{BLOCK_BYTES, Input};
 use crate::catalog::{ChecksummedRange, Fqn, StridedLocation};
 use crate::error::Result;
 use crate::plan::Piece;
 use crate::plan::lower::LoopLevel;
-use crate::storage::{FileRange, IoMode, OpenFile};
+use crate::storage::{FileRange, IoMode, Opened};
 
 /// The length in bytes of the shortest run that is read by a separate call. Shorter runs are copied together from one
 /// mapping or block.
@@ -72,13 +73,42 @@ pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }
 
+/// A file from which a piece is read.
+pub enum SourceFile<'a> {
+    /// A stored file, and the method by which it is read.
+    Stored(Opened<'a>, IoMode),
+    /// A computed file, whose bytes are computed from the tensors of this input.
+    Computed(&'a ComputedSource, Input<'a>),
+}
+
+impl SourceFile<'_> {
+    /// Returns whether the file can be mapped.
+    fn is_mapped(&self) -> bool {
+        matches!(self, Self::Stored(_, IoMode::Mmap))
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
+        match self {
+            Self::Stored(file, _) => file.read_exact_at(buffer, offset),
+            Self::Computed(computed, input) => computed.read(*input, offset, buffer),
+        }
+    }
+
+    /// Calls `read` with bytes of the mapped file. Returns `None` if the file is not mapped.
+    fn mapped(&self, offset: u64, len: u64, read: impl FnOnce(&[u8])) -> Result<Option<()>> {
+        match self {
+            Self::Stored(file, IoMode::Mmap) => file.mapped(offset, len, read),
+            _ => Ok(None),
+        }
+    }
+}
+
 /// Reads a piece of a source chunk (a strided copy) into its position in `buffer`.
 ///
 /// # Errors
 /// `Io`.
 pub fn read_piece(
-    file: &OpenFile,
-    io: IoMode,
+    file: &SourceFile<'_>,
     located: &StridedLocation,
     piece: &Piece,
     target_block: &mut [u8],
@@ -92,19 +122,16 @@ pub fn read_piece(
         copy_runs(source, &mut target_block[target..], piece.run_bytes, &piece.levels);
         return Ok(());
     }
-    if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io != IoMode::Mmap {
+    if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && !file.is_mapped() {
         let run = usize::try_from(piece.run_bytes).expect("a write block fits memory");
         return for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
             let start = target + offset;
             file.read_exact_at(&mut target_block[start..start + run], base + piece.source + source)
         });
     }
-    let mapped = match io {
-        IoMode::Mmap => file.mapped(base + piece.source, piece.source_span(), |source| {
-            copy_runs(source, &mut target_block[target..], piece.run_bytes, &piece.levels);
-        })?,
-        IoMode::Read | IoMode::Direct => None,
-    };
+    let mapped = file.mapped(base + piece.source, piece.source_span(), |source| {
+        copy_runs(source, &mut target_block[target..], piece.run_bytes, &piece.levels);
+    })?;
     match mapped {
         Some(()) => Ok(()),
         None => {
@@ -126,7 +153,7 @@ const STRETCH_BYTES: u64 = 512;
 /// level as fit into the scratch buffer. If most of these bytes would not be needed, as for a part of a transposed view, each
 /// step of the outermost level has a call of its own.
 fn read_blocks(
-    file: &OpenFile,
+    file: &SourceFile<'_>,
     source: u64,
     piece: &Piece,
     levels: &[LoopLevel],
@@ -168,7 +195,7 @@ fn read_blocks(
 /// Reads the stretch of `stretch` bytes that each step of the outermost level needs, as many stretches at a time as fit into the
 /// scratch buffer, and copies the runs out of it.
 fn read_stretches(
-    file: &OpenFile,
+    file: &SourceFile<'_>,
     source: u64,
     piece: &Piece,
     (outer, inner): (&LoopLevel, &[LoopLevel]),
@@ -383,7 +410,8 @@ mod tests {
             let file = files.add(&path).unwrap();
             let located = StridedLocation { file, offset: 0, strides: crate::layout::Dims::new(), checksum: None };
             let (mut found, mut block) = (vec![0; expected.len()], SourceBlock::default());
-            read_piece(&files.open(file).unwrap(), io, &located, &piece, &mut found, &mut block).unwrap();
+            let source = SourceFile::Stored(files.open(file).unwrap(), io);
+            read_piece(&source, &located, &piece, &mut found, &mut block).unwrap();
             assert!(found == expected, "{io:?}");
             assert!(files.bytes_read() <= rows * wanted * 2, "{io:?}: {}", files.bytes_read());
         }

@@ -77,7 +77,7 @@ impl MapError {
     pub fn hint(&self) -> String {
         match self {
             Self::NoRow { name, .. } if is_scale(name) => String::from(
-                "SRC is quantised, and a map moves elements without computing: dequantise SRC first, in its framework",
+                "SRC is quantised, and a map moves elements without their scales: decode them with options::dequantize",
             ),
             Self::Copies { .. } => String::from("convert from another side of the map"),
             Self::Shadowed { .. } => {

@@ -35,6 +35,7 @@ pub fn families() -> &'static [Family] {
         "deepseek-v3",
         "falcon",
         "gpt-neox",
+        "gpt-oss",
         "gpt2",
         "llama",
         "llama4",

@@ -30,7 +30,9 @@ use crate::document::{
 };
 
 const KEYS: [&str; 4] = ["family", "sides", "sizes", "map"];
-const SIDE_KEYS: [&str; 3] = ["like", "model_type", "tied"];
+const SIDE_KEYS: [&str; 4] = ["decoded", "like", "model_type", "tied"];
+/// The values of the key `decoded`.
+const ENCODINGS: [&str; 2] = ["fp8", "mxfp4"];
 
 /// A map: the conventions in which the weights of one model family are stored, and the rows that connect them.
 #[derive(Clone, Debug)]
@@ -52,6 +54,9 @@ pub struct Side {
     pub model_types: Vec<String>,
     /// For each name that may be missing, the name of the tensor that it is tied to.
     pub tied: Vec<(String, String)>,
+    /// The encoding from which the tensors of this side were decoded, if the side is what the encoding decodes to. Such a side
+    /// cannot be converted to.
+    pub decoded: Option<String>,
     /// The index of the side whose cells this side has where a row gives none.
     like: Option<usize>,
 }
@@ -170,6 +175,13 @@ impl WeightMap {
         axes
     }
 
+    /// Returns whether the tensors of a side are decoded from these encodings, or from none if no side of the map is for them.
+    #[must_use]
+    pub fn is_decoded_from(&self, side: usize, encodings: &[&str]) -> bool {
+        let is_one = |side: &Side| side.decoded.as_deref().is_some_and(|decoded| encodings.contains(&decoded));
+        is_one(&self.sides[side]) || self.sides[side].decoded.is_none() && !self.sides.iter().any(is_one)
+    }
+
     /// Returns the index of the side with this name.
     #[must_use]
     pub fn side(&self, name: &str) -> Option<usize> {
@@ -203,6 +215,12 @@ fn sides(at: FilePosition<'_>, entry: Option<&FileEntry>) -> Result<Vec<Side>, D
             None => Vec::new(),
             Some(entry) => texts(at.at_line(entry.line), &entry.value, "model_type")?,
         };
+        let decoded = match fields.text("decoded")? {
+            Some((at, name)) if !ENCODINGS.contains(&name) => {
+                return Err(at.error(format!("`{name}` is not an encoding"), Some(did_you_mean(name, &ENCODINGS))));
+            }
+            decoded => decoded.map(|(_, name)| name.to_owned()),
+        };
         let tied = match fields.get("tied") {
             None => like.map(|like| sides[like].tied.clone()).unwrap_or_default(),
             Some(entry) => table(at, &entry.value)?
@@ -210,7 +228,7 @@ fn sides(at: FilePosition<'_>, entry: Option<&FileEntry>) -> Result<Vec<Side>, D
                 .map(|tie| Ok((tie.key.clone(), text(at.at_line(tie.line), &tie.value, &tie.key)?.to_owned())))
                 .collect::<Result<_, _>>()?,
         };
-        sides.push(Side { name: key.clone(), model_types, tied, like });
+        sides.push(Side { name: key.clone(), model_types, tied, decoded, like });
     }
     if sides.len() < 2 {
         return Err(at.error(

@@ -83,6 +83,24 @@ pub fn pieces(
     Ok(found)
 }
 
+/// Returns the padding of one target tensor: strided boxes, each as the indices of every dim.
+///
+/// # Errors
+/// [`TooManyPieces`].
+pub fn padding(
+    to: &Cell,
+    (pattern, at): (usize, &NameMatch),
+    sizes: &Sizes,
+    rest: &[u64],
+) -> Result<Vec<Vec<Progression>>, TooManyPieces> {
+    let mut found = Vec::new();
+    let terms = all_terms(to, sizes, rest);
+    for term in terms.iter().filter(|term| term.is_padding && term.pattern == pattern) {
+        TermPair { source: term, target: term, from: &to[pattern], sizes, rest, at }.divide(&mut found)?;
+    }
+    Ok(found.into_iter().map(|piece| piece.target).collect())
+}
+
 /// Returns, for each dim of a source tensor, the dim of a target tensor that has the same outermost axis, also outermost. A shard
 /// of consecutive indices of such a dim has consecutive indices of the target's dim. `patterns` are the patterns of the two
 /// tensors in their cells.
@@ -107,6 +125,11 @@ pub fn following_dims([from, to]: [&Cell; 2], patterns: [usize; 2], sizes: &Size
 
 /// Returns the terms of all tensors of a cell, without padding.
 fn terms(cell: &Cell, sizes: &Sizes, rest: &[u64]) -> Vec<Term> {
+    all_terms(cell, sizes, rest).into_iter().filter(|term| !term.is_padding).collect()
+}
+
+/// Returns the terms of all tensors of a cell.
+fn all_terms(cell: &Cell, sizes: &Sizes, rest: &[u64]) -> Vec<Term> {
     let mut all = Vec::new();
     for (index, pattern) in cell.iter().enumerate() {
         let first = Term {
@@ -136,7 +159,7 @@ fn terms(cell: &Cell, sizes: &Sizes, rest: &[u64]) -> Vec<Term> {
                 }
             }
         }
-        all.extend(own.into_iter().filter(|term| !term.is_padding));
+        all.extend(own);
     }
     all
 }
@@ -172,7 +195,10 @@ fn with_product(term: Term, product: &Product, step: u64, sizes: &Sizes) -> Vec<
                 Factor::One | Factor::Group(_) => {}
                 Factor::Axis(axis) => drop(term.axes.insert(axis.clone(), at)),
                 Factor::Copies(axis) => drop(term.copies.insert(axis.clone(), at)),
-                Factor::Padding(_) => term.is_padding = true,
+                Factor::Padding(axis) => {
+                    term.axes.insert(axis.clone(), at);
+                    term.is_padding = true;
+                }
             }
         }
         if let Factor::Group(sum) = factor {

@@ -14,14 +14,18 @@ use super::Wrappers;
 use super::rebuild::Rebuild;
 use super::split_name::{Step, rekey};
 use super::survey::{Leaf, LeafKind, Survey, is_number};
-use crate::catalog::{Catalog, Chunk, Sharding, StoredView, TensorEntry, TensorId, Value};
+use crate::catalog::{
+    Calculation, Catalog, Chunk, ComputedTensor, Dtype, FileLocation, Sharding, StoredView, TensorEntry, TensorId,
+    Value,
+};
 use crate::error::{Error, Result};
 use crate::layout::distinct_tiles::SharedTensor;
-use crate::layout::{Dims, Placement, TensorDim};
+use crate::layout::{Dims, Intervals, Placement, TensorDim, Tile};
 use crate::maps::{
     Application, AppliedTensor, MapError, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap,
-    following_dims, pieces, views,
+    following_dims, padding, pieces, views,
 };
+use crate::storage::{FileId, Files};
 
 /// The maximum number of chunks of a mapped tensor.
 const MAX_CHUNKS: usize = 1 << 20;
@@ -67,7 +71,7 @@ pub struct RowCounts {
 /// # Errors
 /// `Usage` if the map does not fit the names and shapes, or if state of an optimizer cannot be mapped; `Unsupported` for a
 /// tensor that cannot be read.
-pub fn map(catalog: &mut Catalog, request: MapRequest<'_>) -> Result<MapOutcome> {
+pub fn map(catalog: &mut Catalog, files: &mut Files, request: MapRequest<'_>) -> Result<MapOutcome> {
     let MapRequest { map, sides, sizes, drops_state } = request;
     let survey = Survey::new(catalog, Wrappers::Keep);
     let model = ModelNames::new(&survey);
@@ -78,10 +82,13 @@ pub fn map(catalog: &mut Catalog, request: MapRequest<'_>) -> Result<MapOutcome>
     })?;
     let dropped = mapping.dropped.iter().map(|(index, _)| tensors[*index].name.clone()).collect();
     let outcome = MapOutcome { rows: BTreeMap::new(), equal: Vec::new(), dropped, dropped_state: Vec::new(), mapping };
-    let mut mapper = Mapper { map, sides, catalog, survey: &survey, model, added: Vec::new(), outcome, drops_state };
+    let (added, computed) = (Vec::new(), Vec::new());
+    let mut mapper =
+        Mapper { map, sides, catalog, files, survey: &survey, model, added, computed, outcome, drops_state };
     let state = mapper.state()?;
-    let Mapper { added, outcome, .. } = mapper;
+    let Mapper { added, computed, outcome, .. } = mapper;
     catalog.tensors.extend(added);
+    catalog.computed.extend(computed);
     catalog.state = state;
     Ok(outcome)
 }
@@ -140,10 +147,13 @@ struct Mapper<'a> {
     map: &'a WeightMap,
     sides: [usize; 2],
     catalog: &'a Catalog,
+    files: &'a mut Files,
     survey: &'a Survey<'a>,
     model: ModelNames,
     /// The tensors of the result that are not tensors of the source.
     added: Vec<TensorEntry>,
+    /// The computed files of padding and sums.
+    computed: Vec<ComputedTensor>,
     outcome: MapOutcome,
     drops_state: bool,
 }
@@ -262,13 +272,10 @@ impl<'a> Mapper<'a> {
             let name = format!("{prefix}{}", target.tensor.name);
             let row = &self.map.rows[application.row];
             let added = row.add[self.sides[1]] - row.add[self.sides[0]];
+            let (mut id, number) = self.tensor(application, target, &name, &ids)?;
             if added != 0.0 {
-                return Err(Error::unsupported(
-                    format!("{name}: the map adds {added} to the values, which dtshard does not do yet"),
-                    format!("convert between other sides; the row is in line {} of {}", row.line, self.map.name),
-                ));
+                id = self.with_sum(id, added)?;
             }
-            let (id, number) = self.tensor(application, target, &name, &ids)?;
             counts.targets += 1;
             counts.pieces += number;
             let steps = rekey(&self.survey.named(first).steps, &name, &|node| self.survey.nodes[node as usize].flat);
@@ -390,6 +397,44 @@ impl<'a> Mapper<'a> {
         ))
     }
 
+    /// Returns the tensor whose elements are those of an added tensor plus a number.
+    fn with_sum(&mut self, id: TensorId, number: f64) -> Result<TensorId> {
+        let entry = &self.added[id.0 as usize - self.catalog.tensors.len()];
+        if !matches!(entry.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16) {
+            return Err(Error::unsupported(
+                format!("{}: the map adds {number} to the values, which is not possible in {}", entry.fqn, entry.dtype),
+                "cast the tensor to f32 or bf16 first, or decode it with options::dequantize",
+            ));
+        }
+        if entry.partial_values.is_some() {
+            return Err(Error::unsupported(
+                format!("{}: the map adds {number} to the values, and the tensor has partial values", entry.fqn),
+                "reduce the partial values first, in a conversion without options::map",
+            ));
+        }
+        let like = (0..entry.chunks.len()).find_map(|chunk| entry.chunks.location(chunk).file());
+        let Some(like) = like.filter(|_| !entry.shape.contains(&0)) else { return Ok(id) };
+        let (dtype, shape) = (entry.dtype, entry.shape.clone());
+        let file = self.computed_file(like, (dtype, &shape), Calculation::Add(number), &[id]);
+        let entry = &self.added[id.0 as usize - self.catalog.tensors.len()];
+        let chunks = TensorEntry::whole(entry.fqn.clone(), dtype, shape, file, 0).chunks;
+        let sum = TensorEntry { chunks, stride: None, ..entry.clone() };
+        Ok(self.add(sum))
+    }
+
+    /// Adds a computed file and returns its id. Messages name the file `like`.
+    fn computed_file(
+        &mut self,
+        like: FileId,
+        (dtype, shape): (Dtype, &Dims),
+        calculation: Calculation,
+        sources: &[TensorId],
+    ) -> FileId {
+        let file = self.files.add_computed(like, shape.iter().product::<u64>() * dtype.itemsize());
+        self.computed.push(ComputedTensor { file, dtype, shape: shape.clone(), calculation, sources: sources.into() });
+        file
+    }
+
     fn add(&mut self, entry: TensorEntry) -> TensorId {
         let id = self.catalog.tensors.len() + self.added.len();
         self.added.push(entry);
@@ -410,14 +455,6 @@ impl<'a> Mapper<'a> {
         let found = found.map_err(|_| self.too_many_pieces(application, name))?;
         let numel = |piece: &Piece| piece.target.iter().map(|own| own.count).product::<u64>();
         let (given, all) = (found.iter().map(numel).sum::<u64>(), target.tensor.shape.iter().product::<u64>());
-        if given != all {
-            return Err(Error::unsupported(
-                format!(
-                    "{name}: SRC gives {given} of {all} elements, and the map adds padding, which dtshard does not write"
-                ),
-                "convert to another side of the map, or pad the tensor in the training framework",
-            ));
-        }
         let by_name: HashMap<(usize, &NameMatch), usize> =
             application.sources.iter().map(|source| ((source.pattern, &source.at), source.tensor)).collect();
         let shape: Dims = target.tensor.shape.iter().copied().collect();
@@ -475,10 +512,39 @@ impl<'a> Mapper<'a> {
                 "choose another side of the map",
             ));
         };
+        if given != all {
+            self.pad(&mut entry, application, target)?;
+        }
         if entry.sharding.is_none() {
             self.follow_sharding(&mut entry, application, target.pattern, ids);
         }
         Ok((self.add(entry), found.len()))
+    }
+
+    /// Adds chunks of zeros for the padding of a target tensor.
+    fn pad(
+        &mut self,
+        entry: &mut TensorEntry,
+        application: &Application,
+        target: &AppliedTensor<SourceTensor>,
+    ) -> Result<()> {
+        let cell = &self.map.rows[application.row].cells[self.sides[1]];
+        let boxes = padding(cell, (target.pattern, &target.at), &application.sizes, &application.rest);
+        let boxes = boxes.map_err(|_| self.too_many_pieces(application, entry.fqn.as_str()))?;
+        let Some(like) = (0..entry.chunks.len()).find_map(|chunk| entry.chunks.location(chunk).file()) else {
+            return Err(Error::unsupported(
+                format!("{}: the tensor would consist of padding only ({:?})", entry.fqn, entry.shape.as_slice()),
+                "choose another side of the map",
+            ));
+        };
+        for padding in boxes {
+            let dim = |own: &Progression| Intervals::progression(own.start, own.step, own.count, 1);
+            let tile = Tile::new(padding.iter().map(dim));
+            let file = self.computed_file(like, (entry.dtype, &tile.sizes()), Calculation::Zeros, &[]);
+            let location = FileLocation::Bytes { file, offset: 0 };
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
+        }
+        Ok(())
     }
 
     /// Sets the class and the placements of a mapped tensor, if all of its source tensors have one class and placements. A shard of a

@@ -13,6 +13,7 @@
 //! mistake must not silently write another model.
 
 mod compared;
+pub mod dequantized;
 mod dtypes;
 mod filter;
 pub mod mapped;

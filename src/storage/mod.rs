@@ -81,6 +81,8 @@ struct FileEntry {
     mirror: Option<LocalContent>,
     /// The path that this process reads instead of the original file: the file in the metadata mirror, or a complete copy.
     mirror_path: Option<PathBuf>,
+    /// True for a computed file, which cannot be opened (see [`Files::add_computed`]).
+    is_computed: bool,
 }
 
 /// The files of one checkpoint, in the order in which they were added.
@@ -212,9 +214,23 @@ impl Files {
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
         let mirror = self.mirrors.get(&path).cloned();
         let mirror_path = mirror.as_ref().map(|_| path.clone());
-        self.entries.push(FileEntry { path, identity: Identity::from_metadata(&metadata), mirror, mirror_path });
+        let identity = Identity::from_metadata(&metadata);
+        self.entries.push(FileEntry { path, identity, mirror, mirror_path, is_computed: false });
         self.grow_open_files();
         Ok(id)
+    }
+
+    /// Adds a computed file of `len` bytes, which is stored nowhere. Its path and its time are those of the file `like`, from
+    /// which its bytes are computed.
+    ///
+    /// # Panics
+    /// Panics if there are more than 2^32 files.
+    pub fn add_computed(&mut self, like: FileId, len: u64) -> FileId {
+        let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
+        let mut entry = self.entries[like.0 as usize].clone();
+        (entry.identity.len, entry.is_computed) = (len, true);
+        self.entries.push(entry);
+        id
     }
 
     /// Appends the files of another checkpoint. Returns the number that must be added to the file ids of that checkpoint.
@@ -259,9 +275,15 @@ impl Files {
         FileRange { file: id, offset: 0, len: self.len_bytes(id) }
     }
 
-    /// Returns the ids of all files.
+    /// Returns the ids of all files, computed files included.
     pub fn ids(&self) -> impl Iterator<Item = FileId> + use<> {
         (0..u32::try_from(self.entries.len()).expect("fewer than 2^32 files")).map(FileId)
+    }
+
+    /// Returns whether a file is computed from other files.
+    #[must_use]
+    pub fn is_computed(&self, id: FileId) -> bool {
+        self.entries[id.0 as usize].is_computed
     }
 
     /// Returns the number of bytes that were read from the files. Bytes copied from a mapping do not count.
@@ -280,12 +302,16 @@ impl Files {
     ///
     /// # Errors
     /// `Io` if the file cannot be opened or its identity has changed.
+    ///
+    /// # Panics
+    /// Panics if the file is computed.
     pub fn open(&self, id: FileId) -> Result<Opened<'_>> {
         self.open.get(id, self.descriptors(), || self.open_now(id))
     }
 
     fn open_now(&self, id: FileId) -> Result<OpenFile> {
         let entry = &self.entries[id.0 as usize];
+        assert!(!entry.is_computed, "a computed file is not stored");
         let at = entry.mirror_path.as_ref().unwrap_or(&entry.path);
         let file = File::open(at).map_err(lookup::refused("open", &entry.path))?;
         let metadata = file.metadata().map_err(Error::io("stat", &entry.path))?;
@@ -339,7 +365,7 @@ impl Files {
     /// # Errors
     /// `Io` naming the first file that has changed.
     pub fn check_unchanged(&self) -> Result<()> {
-        for entry in self.entries.iter().filter(|entry| entry.mirror_path.is_none()) {
+        for entry in self.entries.iter().filter(|entry| entry.mirror_path.is_none() && !entry.is_computed) {
             let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("stat", &entry.path))?;
             if Identity::from_metadata(&metadata) != entry.identity {
                 return Err(changed(&entry.path));

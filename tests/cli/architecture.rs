@@ -27,7 +27,7 @@ const ALLOWED: [(&str, &[&str]); 29] = [
     ("name_list", &[]),
     ("threads", &[]),
     ("maps", &["document", "layout"]),
-    ("select", &["catalog", "layout", "maps", "nearest"]),
+    ("select", &["catalog", "layout", "maps", "nearest", "storage"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "launch", "fault"]),
     ("publish", &["exec", "catalog", "storage", "comm", "launch", "fault"]),

@@ -11,11 +11,12 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
 
 /// The folders of the fixtures, with the family of each.
-const MODELS: [(&str, &str); 12] = [
+const MODELS: [(&str, &str); 13] = [
     ("bloom", "bloom"),
     ("deepseek-v3", "deepseek-v3"),
     ("falcon", "falcon"),
     ("gpt-neox", "gpt-neox"),
+    ("gpt-oss", "gpt-oss"),
     ("gpt2", "gpt2"),
     ("llama", "llama"),
     ("llama4", "llama4"),
@@ -61,7 +62,7 @@ fn config(folder: &str) -> String {
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 40);
+    assert_eq!(pairs.len(), 42);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
@@ -572,16 +573,61 @@ fn tied_head_that_the_source_leaves_out_is_written_where_the_target_needs_it() {
     assert!(read_safetensors(&back).contains_key("output.weight"));
 }
 
+/// OLMo-core stores the norms of Gemma 3 plus 1. Its own code made the truth of both directions, in bf16.
 #[test]
-fn values_that_a_map_would_change_are_refused() {
+fn numbers_are_added_to_norms_as_torch_adds_them() {
     let env = TestEnv::new();
-    let refused = env.refuse(
-        "consolidate",
-        file("olmo-core", "core"),
-        "out.safetensors",
-        "--map olmo-core:core:gemma3 --assets none",
-    );
-    assert!(refused.stderr.contains("the map adds -1 to the values"), "{}", refused.stderr);
+    let folder = "olmo-core-gemma3";
+    let back = fixture("maps").join(folder).join("back/gemma3.safetensors");
+    let directions =
+        [("gemma3:core", file(folder, "gemma3"), file(folder, "core")), ("core:gemma3", file(folder, "core"), back)];
+    in_parallel(&directions, |(sides, source, truth)| {
+        let truth = read_safetensors(truth);
+        let map = format!("--map olmo-core:{sides} {}", config(folder));
+        let name = sides.replace(':', "-");
+        let made = env.make("consolidate", source, &format!("{name}.safetensors"), &format!("{map} --assets none"));
+        assert_same(&read_safetensors(&made.path), &truth, sides);
+        for (number, layout) in
+            ["--mesh dp=3 --to dcp", "--mesh dp=2,tp=2 --placements S(0),S(0) --to torch-ranks"].iter().enumerate()
+        {
+            let sharded = env.make("reshard", source, &format!("{name}-{number}"), layout).path;
+            let mapped = format!("{name}-{number}-mapped");
+            let made = env.make("reshard", &sharded, &mapped, &format!("{map} --mesh dp=2 --to torch-ranks --verify"));
+            let whole = env.make("consolidate", &made.path, &format!("{mapped}.safetensors"), "--assets none");
+            assert_same(&read_safetensors(&whole.path), &truth, &mapped);
+        }
+    });
+}
+
+#[test]
+fn padding_of_the_target_is_zeros() {
+    let env = TestEnv::new();
+    let map = "family = \"own\"\n[sides]\nhf = {}\npadded = {}\n[sizes]\nk = 2\np = \"\"\n[[map]]\nrows = [\n\
+               { hf = \"model.embed_tokens.weight [v d]\", padded = \"embed.weight [(v + _p) d]\" },\n\
+               { hf = \"model.layers.{l}.self_attn.k_proj.weight [(k r) d]\", padded = \"k.{l} [d (k (r + _p))]\" },\n\
+               { hf = \"**\", padded = \"**\" }]\n";
+    let path = env.write("own.toml", map);
+    let to = format!("--map {}:hf:padded --set p=3 --assets none", path.display());
+    let source = env.make("reshard", file("llama", "hf"), "dcp", "--mesh dp=3 --to dcp").path;
+    let made = env.make("consolidate", &source, "padded.safetensors", &to).path;
+    let bytes = fs::read(&made).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let singles = |name: &str| -> Vec<f32> {
+        let data = tensors.tensor(name).unwrap();
+        data.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+    };
+    assert_eq!(tensors.tensor("embed.weight").unwrap().shape(), [12, 16]);
+    assert!(singles("embed.weight")[9 * 16..].iter().all(|value| value.to_bits() == 0));
+    // Two groups of four columns, each followed by three columns of zeros.
+    assert_eq!(tensors.tensor("k.0").unwrap().shape(), [16, 14]);
+    for row in singles("k.0").chunks(14) {
+        for (column, value) in row.iter().enumerate() {
+            assert_eq!(*value == 0.0, column % 7 >= 4, "{row:?}");
+        }
+    }
+    let back = format!("--map {}:padded:hf --set p=3 --assets none", path.display());
+    let back = env.make("consolidate", &made, "back.safetensors", &back).path;
+    assert_same(&read_safetensors(&back), &read_safetensors(&file("llama", "hf")), "back");
 }
 
 #[test]

@@ -46,7 +46,7 @@ const CONVERSIONS: [&str; 26] = [
 
 /// Folders of fixtures that are not converted: they contain no checkpoints, the published package leaves them out, or other
 /// tests convert them.
-const NOT_CONVERTED: [&str; 4] = ["plans", "compat", "trainers", "maps"];
+const NOT_CONVERTED: [&str; 5] = ["plans", "compat", "trainers", "maps", "quantized"];
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
