@@ -16,7 +16,7 @@ use super::target_format::target_format;
 use super::target_parts::{carried_file, warn_of_empty};
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, shape_of, whole_writer};
 use crate::catalog::{Dtype, Fqn, TensorId, optimizer, path, state_dict};
-use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions};
+use crate::convert::options::{Assets, ConsolidateOptions, ConvertOptions, MapOptions};
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::SidecarFile;
 use crate::format::known_files::is_asset;
@@ -71,7 +71,7 @@ pub fn prepare(
     let mut carried = Vec::new();
     let no_assets = args.assets == Assets::None;
     if shape == DestinationKind::Folder {
-        carried = assets(args, &source.checkpoint)?;
+        carried = assets(args, &convert.select.map, &source.checkpoint)?;
         warn_of_empty(&carried, &mut source, run.progress);
         notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
@@ -176,10 +176,10 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
 /// Returns the files to copy beside the weights (configuration, tokenizer). With `--assets`, they come from that
 /// folder.
 ///
-/// Without `--assets`, the source's folder and its parents up to the path that the user named are searched, each after
+/// Without `--assets`, the `config.json` of `--config` comes first. Then the source's folder and its parents up to the path that the user named are searched, each after
 /// its `huggingface` subfolder. If several folders have a file, the nearest one provides it. A `config.json` of a
 /// training run is not copied, because loaders would take it for the configuration of the model.
-fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
+fn assets(args: &ConsolidateOptions, map: &MapOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),
         Assets::From(folder) if !lookup::is_folder(folder)? => {
@@ -192,6 +192,12 @@ fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Side
         Assets::Found => model_config::folders(checkpoint)?,
     };
     let mut found: BTreeMap<PathBuf, SidecarFile> = BTreeMap::new();
+    let given = map.config.as_deref().map(model_config::in_folder).transpose()?;
+    let is_config =
+        |path: &PathBuf| matches!(args.assets, Assets::Found) && path.file_name().is_some_and(|name| name == CONFIG);
+    if let Some(path) = given.filter(is_config) {
+        found.insert(PathBuf::from(CONFIG), SidecarFile::new(path, CONFIG.into())?);
+    }
     for folder in folders {
         for name in [PathBuf::new(), PathBuf::from("additional_chat_templates")] {
             let within = folder.join(&name);

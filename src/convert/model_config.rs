@@ -58,6 +58,14 @@ pub fn read_named(checkpoint: &Checkpoint, name: &str) -> Result<Option<Json>> {
     Ok(None)
 }
 
+/// Returns the path of a configuration: the path itself, or `config.json` in it if it is a folder.
+///
+/// # Errors
+/// `Io` if the path cannot be examined.
+pub fn in_folder(path: &Path) -> Result<PathBuf> {
+    Ok(if lookup::is_folder(path)? { path.join(CONFIG) } else { path.to_path_buf() })
+}
+
 /// Returns the content of a JSON file, or `None` if the file is too large or is not JSON.
 ///
 /// # Errors
@@ -92,10 +100,9 @@ impl Configuration {
     /// `Usage` if the given file is not a JSON object; `Io`.
     pub fn read(checkpoint: &Checkpoint, given: Option<&Path>) -> Result<Self> {
         if let Some(path) = given {
-            let in_folder = path.join(CONFIG);
-            let path = if lookup::is_folder(path)? { &in_folder } else { path };
+            let path = in_folder(path)?;
             let name = path.display().to_string();
-            let value = read_file(path)?.filter(Json::is_object).ok_or_else(|| {
+            let value = read_file(&path)?.filter(Json::is_object).ok_or_else(|| {
                 Error::usage(
                     format!("options::config {name}: expected a JSON object of less than 1 MiB"),
                     "give the config.json or params.json of the model",

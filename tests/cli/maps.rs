@@ -144,6 +144,15 @@ fn optimizer_state_is_converted_with_its_parameters() {
 }
 
 #[test]
+fn configuration_of_the_options_is_put_beside_the_weights() {
+    let env = TestEnv::new();
+    let config = fixture("maps/llama/config.json");
+    let options = format!("--map llama:hf --config {}", config.display());
+    let made = env.make("consolidate", fixture("maps/llama-adamw/dcp"), "hf", &options);
+    assert_eq!(fs::read(made.path.join("config.json")).unwrap(), fs::read(config).unwrap());
+}
+
+#[test]
 fn parameter_groups_list_the_new_names() {
     let env = TestEnv::new();
     let made = env.make(
