@@ -281,6 +281,7 @@ impl<'a> Exchange<'a> {
                     len: numel * itemsize,
                     tile_index: slots.len(),
                     itemsize,
+                    transposed_row: None,
                     group: None,
                 });
                 // Cast losses are counted in the first replica only, whichever rank writes it.

@@ -191,8 +191,10 @@ impl<'a> WriteBlocks<'a> {
         while done < len {
             let at = offset + done;
             let (row_group, until) = self.row_group_at(file, at);
+            let is_boundary = self.is_at_boundary(file, at);
             let fits = (self.blocks.last())
                 .filter(|block| block.file == file && block.range.end == at && block.row_group == row_group)
+                .filter(|_| !is_boundary)
                 .map_or(0, |block| self.remaining_capacity(block));
             // The bytes up to the next boundary, or up to the end of the element that contains the boundary.
             let rest = len - done;
@@ -215,6 +217,12 @@ impl<'a> WriteBlocks<'a> {
         let end = block.range.end;
         let left = self.capacity.saturating_sub(end - block.range.start);
         if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
+    }
+
+    /// Returns whether the boundary that was passed last is the offset `at` of a file.
+    fn is_at_boundary(&self, file: u32, at: u64) -> bool {
+        let last = self.passed.checked_sub(1).and_then(|last| self.boundaries.get(last));
+        last.is_some_and(|boundary| (boundary.file, boundary.offset) == (file, at))
     }
 
     /// Returns the row group at the offset `at` of a file, and the offset at which the next write block has to begin.
@@ -270,8 +278,24 @@ mod tests {
 
     fn output_ranges() -> Vec<OutputRange> {
         vec![
-            OutputRange { file: 0, offset: 115, len: 16, tile_index: 1, itemsize: 8, group: None },
-            OutputRange { file: 0, offset: 10, len: 100, tile_index: 0, itemsize: 4, group: None },
+            OutputRange {
+                file: 0,
+                offset: 115,
+                len: 16,
+                tile_index: 1,
+                itemsize: 8,
+                transposed_row: None,
+                group: None,
+            },
+            OutputRange {
+                file: 0,
+                offset: 10,
+                len: 100,
+                tile_index: 0,
+                itemsize: 4,
+                transposed_row: None,
+                group: None,
+            },
         ]
     }
 
@@ -311,7 +335,15 @@ mod tests {
         let files = [file];
         let todo = Extents::of_files(&files);
         let mut cutter = BlockCutter::new(&files, &todo, 65_536);
-        let output_range = |offset, len| OutputRange { file: 0, offset, len, tile_index: 0, itemsize: 2, group: None };
+        let output_range = |offset, len| OutputRange {
+            file: 0,
+            offset,
+            len,
+            tile_index: 0,
+            itemsize: 2,
+            transposed_row: None,
+            group: None,
+        };
         // The second window begins where the first window ended, which is not a file block boundary.
         let mut blocks = cutter.cut(vec![output_range(1000, 1_000_000)]);
         blocks.extend(cutter.cut(vec![output_range(1_001_024, 500_000)]));
@@ -322,13 +354,54 @@ mod tests {
     }
 
     #[test]
+    fn write_blocks_of_a_transposed_view_have_complete_rows() {
+        let mut file = OutputFile::new("f");
+        file.push_header(vec![1; 1000]);
+        file.push_payload(1_000_000);
+        file.push_header(vec![2; 24]);
+        let (len, files) = (file.len, [file]);
+        let todo = Extents::of_files(&files);
+        let of_rows = |row| {
+            let range = OutputRange {
+                file: 0,
+                offset: 1000,
+                len: 1_000_000,
+                tile_index: 0,
+                itemsize: 2,
+                transposed_row: Some(row),
+                group: None,
+            };
+            let mut cutter = BlockCutter::new(&files, &todo, 65_536);
+            let mut blocks = cutter.cut(vec![range]);
+            blocks.extend(cutter.finish());
+            blocks
+        };
+        let blocks = of_rows(2000);
+        let starts: Vec<u64> = blocks.iter().map(|block| block.range.start).collect();
+        let expected: Vec<u64> = (0..16).map(|block| 1000 + block * 64_000).collect();
+        assert_eq!((starts[0], &starts[1..17], starts[17]), (0, expected.as_slice(), 1_001_000));
+        assert_eq!(blocks.last().map(|block| block.range.end), Some(len));
+        // A row that is longer than a write block is cut at file block boundaries.
+        let blocks = of_rows(100_000);
+        assert!(blocks[1..blocks.len() - 1].iter().all(|block| block.range.start % ALIGNMENT == 0));
+    }
+
+    #[test]
     fn window_of_small_tensors_has_blocks_for_several_workers() {
         let mut file = OutputFile::new("f");
         file.push_header(vec![1; 1000]);
         let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
         let (len, files) = (file.len, [file]);
         let todo = Extents::of_files(&files);
-        let output_range = |offset| OutputRange { file: 0, offset, len: 1024, tile_index: 0, itemsize: 2, group: None };
+        let output_range = |offset| OutputRange {
+            file: 0,
+            offset,
+            len: 1024,
+            tile_index: 0,
+            itemsize: 2,
+            transposed_row: None,
+            group: None,
+        };
         let blocks = BlockCutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(output_range).collect());
         assert_eq!(blocks.len(), 5);
         assert!(blocks.iter().all(|block| block.segments.len() <= MAX_SEGMENTS + 4));

@@ -16,7 +16,9 @@ use smallvec::{SmallVec, smallvec};
 use super::cast::{Cast, LossCounts};
 use super::computed::ComputedSource;
 use super::reduce::Reducer;
-use super::runs::{LONG_RUN_BYTES, SourceFile, is_row_by_row, is_scattered, read_piece, record_runs, source_range};
+use super::runs::{
+    LONG_RUN_BYTES, SourceFile, is_row_by_row, is_scattered, read_piece, record_runs, source_range, transposed_row_bytes,
+};
 use super::source_block::{SourceBlock, WantedRanges};
 use super::source_crc::CrcRecorder;
 use super::{CAST_BYTES, Input, sized_buffer};
@@ -277,7 +279,9 @@ impl PreparedTile {
         };
         let stored = usize::try_from(cast.from().itemsize()).expect("a few bytes");
         let itemsize = usize::try_from(cast.to().itemsize()).expect("a few bytes");
-        let elements = usize::try_from(CAST_BYTES).expect("a scratch buffer fits memory") / stored;
+        let most = CAST_BYTES / cast.from().itemsize();
+        let row = self.transposed_row().filter(|row| *row <= most).unwrap_or(1);
+        let elements = usize::try_from(most / row * row).expect("a scratch buffer fits memory");
         for (index, target) in (0_u64..).zip(buffer.chunks_mut(elements * itemsize)) {
             let len = target.len() / itemsize * stored;
             let source = sized_buffer(uncast, len);
@@ -359,6 +363,17 @@ impl PreparedTile {
                 Ok(())
             });
         }
+    }
+
+    /// Returns the number of elements of a row of the tile if the tile reads a transposed view. The elements of a row are far from
+    /// each other in the source, so a read of a part of a row touches as much of the source as a read of many rows.
+    #[must_use]
+    pub fn transposed_row(&self) -> Option<u64> {
+        let itemsize = self.dtype.itemsize();
+        self.file_sources().find_map(|part| {
+            let first = part.pieces(itemsize).visit(0..self.numel, |piece| Err(transposed_row_bytes(&piece)));
+            first.err().flatten().map(|bytes| bytes / itemsize)
+        })
     }
 
     /// Returns the heap memory of the tile, in bytes.

@@ -56,6 +56,8 @@ pub struct OutputRange {
     pub tile_index: usize,
     /// The size of an element in bytes. A cut inside the tile is at a multiple of this size.
     pub itemsize: u64,
+    /// The length of a row in bytes if the tile reads a transposed view. Each cut inside a row reads the source again.
+    pub transposed_row: Option<u64>,
     /// The group of tiles to which this tile belongs, if it belongs to one.
     pub group: Option<TileGroup>,
 }
@@ -148,7 +150,7 @@ pub struct Boundary {
     pub row_group: Option<RowGroup>,
 }
 
-/// Returns the boundaries of write blocks that row groups need. The output ranges must be in file order.
+/// Returns the boundaries of write blocks that row groups and transposed views need. The output ranges must be in file order.
 pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Boundary> {
     let mut boundaries: Vec<Boundary> = Vec::new();
     // The number of source bytes of the current row group, summed over all of its output ranges.
@@ -161,7 +163,10 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
     };
     for output_ranges in output_ranges.chunk_by(follows) {
         if !is_copy(&output_ranges[0]) {
-            output_ranges.iter().for_each(|output_range| cut_rows(output_range, &mut begun, &mut boundaries));
+            for output_range in output_ranges {
+                cut_rows(output_range, &mut begun, &mut boundaries);
+                cut_transposed(output_range, block_bytes, &mut begun, &mut boundaries);
+            }
         } else if output_ranges.iter().map(|output_range| output_range.len).sum::<u64>() >= MIN_COPY_BYTES {
             cut_copies(output_ranges, block_bytes, &mut boundaries);
             begun = None;
@@ -202,6 +207,28 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         }
     }
     boundaries.push(Boundary { file, offset: (offset + len).next_multiple_of(grid), row_group: None });
+}
+
+/// Cuts an output range of a transposed view into write blocks of complete rows, as long as fit into a write block. The cuts are
+/// not at file block boundaries: a row that two write blocks share would be read twice, and each time nearly as much of the
+/// source as for a complete block.
+fn cut_transposed(
+    output_range: &OutputRange,
+    block_bytes: u64,
+    begun: &mut Option<u64>,
+    boundaries: &mut Vec<Boundary>,
+) {
+    let OutputRange { file, offset, len, group, .. } = *output_range;
+    let row_bytes = output_range.transposed_row.filter(|row| *row <= block_bytes && len >= MIN_COPY_BYTES);
+    let (None, Some(row_bytes)) = (group, row_bytes) else { return };
+    *begun = None;
+    let blocks = len.div_ceil(block_bytes / row_bytes * row_bytes);
+    let step = (len / row_bytes).div_ceil(blocks) * row_bytes;
+    for offset in (0..blocks).map(|block| offset + (block * step).min(len)).chain([offset + len]) {
+        if boundaries.last().is_none_or(|last| (last.file, last.offset) < (file, offset)) {
+            boundaries.push(Boundary { file, offset, row_group: None });
+        }
+    }
 }
 
 /// Cuts consecutive copies (tiles with equal elements in several files) at the same positions of their tensors in every

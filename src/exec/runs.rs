@@ -66,6 +66,15 @@ pub fn is_row_by_row(piece: &Piece) -> bool {
     steps().max() == steps().next()
 }
 
+/// Returns the length in bytes of a row of the target if a piece transposes short runs: neighbours in a row are not neighbours in
+/// the source, and each row is next to the row before it there.
+#[must_use]
+pub fn transposed_row_bytes(piece: &Piece) -> Option<u64> {
+    let nearest = piece.levels.iter().min_by_key(|level| level.source_step)?;
+    let is_transposed = piece.run_bytes < STRETCH_BYTES && piece.levels.last() != Some(nearest);
+    is_transposed.then_some(nearest.target_step)
+}
+
 /// Returns the range of the source file that contains all bytes of a piece (a strided copy), including the gaps between
 /// its runs.
 #[must_use]

@@ -229,14 +229,15 @@ fn prepare_tensor(
             continue;
         }
         let prepared = PreparedTile::with_share(input, &source, &tile, share.map(Arc::as_ref), &mut locations)?;
+        let itemsize = pair.1.itemsize();
+        let transposed_row = prepared.transposed_row().map(|elements| elements * itemsize);
         let planned = PlannedTile {
             tile: prepared.cast_to(pair.1)?,
             cast_counter: is_new.then_some(CastCounter::WhileWriting(pair)),
             copy_group: None,
         };
-        let itemsize = pair.1.itemsize();
-        let output_range =
-            OutputRange { file, offset, len: tensor.chunk_bytes(index), tile_index: 0, itemsize, group: None };
+        let len = tensor.chunk_bytes(index);
+        let output_range = OutputRange { file, offset, len, tile_index: 0, itemsize, transposed_row, group: None };
         tiles.push((planned, output_range));
         chunks.push(index);
     }
