@@ -86,9 +86,9 @@ impl WeightMap {
     /// Counts the names that the rows of a side match.
     #[must_use]
     pub fn fit<'n>(&self, side: usize, names: impl Iterator<Item = &'n str>, sizes: &Sizes) -> Fit {
-        let mut fit = Fit::default();
+        let (mut fit, rows) = (Fit::default(), RowIndex::new(self, side));
         for name in names {
-            match self.find_row(side, name, sizes) {
+            match rows.find(name, sizes) {
                 None => fit.unmatched.push(name.to_owned()),
                 Some((row, pattern, _)) => {
                     fit.rows.insert(row);
@@ -103,22 +103,12 @@ impl WeightMap {
     /// zero. Stops at the first name without a row.
     #[must_use]
     pub fn matches_all(&self, side: usize, names: &[String], sizes: &Sizes) -> Option<usize> {
-        let mut named = 0;
+        let (mut named, rows) = (0, RowIndex::new(self, side));
         for name in names {
-            let (_, pattern, _) = self.find_row(side, name, sizes)?;
+            let (_, pattern, _) = rows.find(name, sizes)?;
             named += usize::from(!pattern.name.is_open());
         }
         (named > 0).then_some(named)
-    }
-
-    /// Returns the first row whose cell on a side matches a name, with the pattern and the coordinates.
-    fn find_row(&self, side: usize, name: &str, sizes: &Sizes) -> Option<(usize, &TensorPattern, (usize, NameMatch))> {
-        self.rows.iter().enumerate().find_map(|(row, Row { cells, .. })| {
-            let patterns = cells[side].iter().enumerate();
-            let mut matches = patterns
-                .filter_map(|(index, pattern)| Some((row, pattern, (index, pattern.name.matches(name, sizes)?))));
-            matches.next()
-        })
     }
 
     /// Maps the tensors of a model from one side to another. `sizes` are the sizes that are known without the tensors.
@@ -128,12 +118,13 @@ impl WeightMap {
     pub fn apply(&self, [from, to]: [usize; 2], source: &[SourceTensor], sizes: Sizes) -> Result<Mapping, MapError> {
         let mut groups: BTreeMap<(usize, NameMatch), Vec<AppliedTensor<usize>>> = BTreeMap::new();
         self.check_offsets(from, &sizes)?;
-        let (added, tied) = self.missing_ties([from, to], source, &sizes);
+        let rows = RowIndex::new(self, from);
+        let (added, tied) = self.missing_ties([from, to], source, &rows, &sizes);
         let tensors: Vec<SourceTensor> = source.iter().cloned().chain(added).collect();
         let mut mapping = Mapping { applications: Vec::new(), dropped: Vec::new(), tied, sizes };
         let mut unmatched = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
-            let Some((row, _, (pattern, at))) = self.find_row(from, &tensor.name, &mapping.sizes) else {
+            let Some((row, _, (pattern, at))) = rows.find(&tensor.name, &mapping.sizes) else {
                 unmatched.push(tensor.name.as_str());
                 continue;
             };
@@ -200,13 +191,14 @@ impl WeightMap {
         &self,
         [from, to]: [usize; 2],
         source: &[SourceTensor],
+        rows: &RowIndex<'_>,
         sizes: &Sizes,
     ) -> (Vec<SourceTensor>, Vec<usize>) {
         let mut missing = (Vec::new(), Vec::new());
         for (name, tied_to) in &self.sides[from].tied {
             let position = |name: &str| source.iter().position(|tensor| tensor.name == name);
             let (None, Some(index)) = (position(name), position(tied_to)) else { continue };
-            let is_tied_on_target = self.find_row(from, name, sizes).is_some_and(|(row, _, (_, at))| {
+            let is_tied_on_target = rows.find(name, sizes).is_some_and(|(row, _, (_, at))| {
                 let names = self.rows[row].cells[to].iter().filter_map(|pattern| pattern.name.name(&at, sizes));
                 let ties = &self.sides[to].tied;
                 names.into_iter().any(|name| ties.iter().any(|(tied, _)| *tied == name))
@@ -316,7 +308,7 @@ impl WeightMap {
     /// Checks that no two applications make a tensor of the same name, and that the row of each target tensor is the first row that
     /// matches its name. Otherwise the conversion back would apply another row.
     fn check_names(&self, to: usize, mapping: &Mapping) -> Result<(), MapError> {
-        let mut made: HashMap<&str, usize> = HashMap::new();
+        let (mut made, rows): (HashMap<&str, usize>, _) = (HashMap::new(), RowIndex::new(self, to));
         for application in &mapping.applications {
             for target in &application.targets {
                 if let Some(other) = made.insert(&target.tensor.name, application.row) {
@@ -324,7 +316,7 @@ impl WeightMap {
                     let (name, file) = (target.tensor.name.clone(), self.name.clone());
                     return Err(MapError::SameName { name, file, lines });
                 }
-                let first = self.find_row(to, &target.tensor.name, &application.sizes).map(|(row, ..)| row);
+                let first = rows.find(&target.tensor.name, &application.sizes).map(|(row, ..)| row);
                 if let Some(first) = first.filter(|first| *first < application.row)
                     && self.rows[first].cells != self.rows[application.row].cells
                 {
@@ -351,6 +343,44 @@ impl WeightMap {
             more: unmatched.len() - 1,
             nearest: nearest.unwrap_or_default(),
         }
+    }
+}
+
+/// The patterns of one side by the text after their last variable, so that a name is compared with few of them.
+struct RowIndex<'m> {
+    map: &'m WeightMap,
+    side: usize,
+    /// For each text at the end of patterns, the rows and the indices in their cells, in order.
+    by_end: HashMap<&'m str, Vec<(usize, usize)>>,
+    /// The lengths of these texts.
+    lengths: BTreeSet<usize>,
+}
+
+impl<'m> RowIndex<'m> {
+    fn new(map: &'m WeightMap, side: usize) -> Self {
+        let mut by_end: HashMap<&str, Vec<(usize, usize)>> = HashMap::new();
+        for (row, Row { cells, .. }) in map.rows.iter().enumerate() {
+            for (index, pattern) in cells[side].iter().enumerate() {
+                by_end.entry(pattern.name.end()).or_default().push((row, index));
+            }
+        }
+        let lengths = by_end.keys().map(|end| end.len()).collect();
+        Self { map, side, by_end, lengths }
+    }
+
+    /// Returns the first row that matches a name, with the pattern and the coordinates.
+    fn find(&self, name: &str, sizes: &Sizes) -> Option<(usize, &'m TensorPattern, (usize, NameMatch))> {
+        let ends = self.lengths.iter().filter_map(|length| name.get(name.len().checked_sub(*length)?..));
+        let mut first: Option<((usize, usize), &TensorPattern, NameMatch)> = None;
+        for at in ends.filter_map(|end| self.by_end.get(end)) {
+            let before = |at: &&(usize, usize)| first.as_ref().is_none_or(|(known, ..)| *at < known);
+            let found = at.iter().take_while(before).find_map(|&(row, index)| {
+                let pattern = &self.map.rows[row].cells[self.side][index];
+                Some(((row, index), pattern, pattern.name.matches(name, sizes)?))
+            });
+            first = found.or(first);
+        }
+        first.map(|((row, index), pattern, found)| (row, pattern, (index, found)))
     }
 }
 
@@ -555,5 +585,27 @@ impl<'a> Coordinates<'a> {
             *at = 0;
         }
         Some(current)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn index_finds_the_first_row_that_matches() {
+        let patterns = ["a.{l}.w", "a.5.w", "a.**", "{x:a,b}.{l}.w", "b.1.w", "c.{l}", "**"];
+        for shift in 0..patterns.len() {
+            let order: Vec<&str> = patterns.iter().cycle().skip(shift).take(patterns.len()).copied().collect();
+            let rows: Vec<String> = order.iter().map(|name| format!("{{ a = \"{name}\" }}")).collect();
+            let text = format!("family = \"f\"\n[sides]\na = {{}}\nb = {{}}\n[[map]]\nrows = [{}]\n", rows.join(", "));
+            let map = WeightMap::parse("f.toml", &text).unwrap();
+            let (index, sizes) = (RowIndex::new(&map, 0), Sizes::default());
+            for name in ["a.5.w", "a.6.w", "a.5.w2", "b.1.w", "b.2.w", "c.7", "c.x", "w", "", "ä"] {
+                let is_match = |row: &Row| row.cells[0][0].name.matches(name, &sizes).is_some();
+                let found = index.find(name, &sizes).map(|(row, ..)| row);
+                assert_eq!(found, map.rows.iter().position(is_match), "{order:?} {name}");
+            }
+        }
     }
 }

@@ -42,6 +42,15 @@ impl NamePattern {
         Some(name)
     }
 
+    /// Returns the text after the last variable. Each name that the pattern matches ends with it.
+    #[must_use]
+    pub fn end(&self) -> &str {
+        match self.parts.last() {
+            Some(NamePart::Text(text)) => text,
+            _ => "",
+        }
+    }
+
     /// Returns the number of words of an axis of the name; `None` if the axis is a number.
     #[must_use]
     pub fn word_count(&self, axis: &Axis) -> Option<u64> {
