@@ -37,12 +37,15 @@ pub fn families() -> &'static [Family] {
         "gpt-neox",
         "gpt-oss",
         "gpt2",
+        "internlm2",
         "llama",
         "llama4",
         "mixtral",
         "olmo-core",
         "phi3",
+        "pixtral",
         "qwen3-moe",
+        "qwen3-vl-moe",
     ]
 }
 

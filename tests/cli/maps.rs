@@ -11,20 +11,25 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
 
 /// The folders of the fixtures, with the family of each.
-const MODELS: [(&str, &str); 13] = [
+const MODELS: [(&str, &str); 18] = [
     ("bloom", "bloom"),
     ("deepseek-v3", "deepseek-v3"),
     ("falcon", "falcon"),
     ("gpt-neox", "gpt-neox"),
     ("gpt-oss", "gpt-oss"),
     ("gpt2", "gpt2"),
+    ("internlm2", "internlm2"),
     ("llama", "llama"),
     ("llama4", "llama4"),
+    ("mistral", "llama"),
+    ("mistral3", "pixtral"),
     ("mixtral", "mixtral"),
     ("olmo-core", "olmo-core"),
     ("olmo-core-moe", "olmo-core"),
     ("phi3", "phi3"),
+    ("pixtral", "pixtral"),
     ("qwen3-moe", "qwen3-moe"),
+    ("qwen3-vl-moe", "qwen3-vl-moe"),
 ];
 
 /// A conversion from one convention to another: the folder of the fixture, the family, and the two conventions.
@@ -54,15 +59,15 @@ fn file(folder: &str, side: &str) -> PathBuf {
 
 /// Returns the option for the configuration of the model, for sources that have no configuration beside them.
 fn config(folder: &str) -> String {
-    let config = fixture("maps").join(folder).join("config.json");
-    if config.exists() { format!("--config {}", config.display()) } else { String::new() }
+    let files = ["config.json", "params.json"].map(|name| fixture("maps").join(folder).join(name));
+    files.iter().find(|file| file.exists()).map_or_else(String::new, |file| format!("--config {}", file.display()))
 }
 
 #[test]
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 42);
+    assert_eq!(pairs.len(), 60);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
