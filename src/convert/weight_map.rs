@@ -14,12 +14,13 @@ use super::model_config::Configuration;
 use super::options::MapOptions;
 use super::run::Run;
 use super::source_options::input;
-use crate::catalog::TensorId;
+use crate::catalog::{Catalog, TensorId};
 use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
-use crate::format::Checkpoint;
-use crate::layout::LayoutError;
-use crate::maps::{Fit, Row, SizeRule, Sizes, WeightMap, families};
+use crate::format::{Checkpoint, DeclaredLayout, RankNamePattern};
+use crate::layout::rules::{PlacementChoice, Rule};
+use crate::layout::{DeviceMesh, LayoutError};
+use crate::maps::{CutRule, CutTensor, Fit, Row, SizeRule, Sizes, WeightMap, families};
 use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
@@ -78,26 +79,40 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
             "leave options::keep_names out",
         ));
     }
+    let has_shards = checkpoint.has_undeclared_shards();
     let filters = NameOptions {
         wrappers: Wrappers::Cut,
         include: options.include.clone(),
         exclude: options.exclude.clone(),
         without_gradients: options.without_gradients,
+        allow_unknown_layouts: has_shards,
         root: if options.root == Root::Model { Root::Model } else { Root::Whole },
         matched: MatchedNames::BeforeMap,
         ..NameOptions::default()
     };
-    let filtered = select::select(&checkpoint.catalog, &filters)?;
+    let mut filtered = select::select(&checkpoint.catalog, &filters)?;
     let given = args.set.iter().map(|text| parse_size(text)).collect::<Result<Vec<_>>>()?;
     let names = mapped::model_names(&filtered.catalog);
-    let chosen = Chosen::new(text, &names, &given, &config, &encodings.unwrap_or_default())?;
+    let files = file_names(checkpoint);
+    let encodings = encodings.unwrap_or_default();
+    let known = KnownSource { names: &names, files: &files, given: &given, config: &config, encodings: &encodings };
+    let chosen = Chosen::new(text, &known)?;
     check_used(&chosen.map, &given)?;
+    let mut notes = Vec::from_iter(note);
+    let mut joined = None;
+    if has_shards {
+        // Files of these names would be read as shards of the side of SRC again.
+        checkpoint.parts.iter_mut().for_each(|part| part.name_pattern = Some(RankNamePattern::new_series("model")));
+        joined = Some(chosen.join_shards(checkpoint, &filtered.catalog)?);
+        filtered = select::select(&checkpoint.catalog, &NameOptions { allow_unknown_layouts: false, ..filters })?;
+    }
     checkpoint.catalog.state = filtered.catalog.state;
     let sides = chosen.sides;
     let request = MapRequest { map: &chosen.map, sides, sizes: chosen.sizes.clone(), drops_state: args.drops_state };
     let outcome = mapped::map(&mut checkpoint.catalog, &mut checkpoint.files, request)?;
-    let mut notes = [Vec::from_iter(note), filtered.notes, chosen.notes(&outcome)].concat();
-    notes.extend(chosen.note_of_other_families(&names, &config)?);
+    notes.extend([filtered.notes, chosen.notes(&outcome)].concat());
+    notes.extend(joined);
+    notes.extend(chosen.note_of_other_families(&known)?);
     let (details, document) = (chosen.details(&outcome), Some(chosen.document(&outcome)));
     let remaining = NameOptions {
         wrappers: Wrappers::Keep,
@@ -154,6 +169,19 @@ fn check_used(map: &WeightMap, given: &[(String, u64)]) -> Result<()> {
     }
 }
 
+/// What is known of SRC when its map and side are chosen.
+struct KnownSource<'a> {
+    /// The names of the tensors of the model.
+    names: &'a [String],
+    /// The names of the files.
+    files: &'a [String],
+    /// The sizes that the user gave.
+    given: &'a [(String, u64)],
+    config: &'a Configuration,
+    /// The encodings from which tensors are decoded.
+    encodings: &'a [&'static str],
+}
+
 /// The map and the sides between which it is applied.
 struct Chosen {
     map: WeightMap,
@@ -172,6 +200,8 @@ struct Candidate<'m> {
     fit: Fit,
     /// Whether the side is for other values of `model_type` than the configuration has.
     is_for_other_type: bool,
+    /// Whether models of the side are published in files with the names of SRC's files.
+    is_published: bool,
 }
 
 impl Candidate<'_> {
@@ -207,15 +237,19 @@ impl Candidate<'_> {
 }
 
 /// Returns the candidates that fit best: those for the `model_type` of the configuration, if there are any, and of these the ones
-/// whose rows match most names by more than `**`. Of candidates that give the same result, the first one stays.
+/// whose rows match most names by more than `**`. If SRC has the file names of some of these, the others do not count. Of candidates that give the same result, the first one stays.
 fn best<'c, 'm>(candidates: &'c [Candidate<'m>]) -> Vec<&'c Candidate<'m>> {
     let mut fitting: Vec<&Candidate<'_>> = candidates.iter().filter(|candidate| candidate.fits()).collect();
     if fitting.iter().any(|candidate| !candidate.is_for_other_type) {
         fitting.retain(|candidate| !candidate.is_for_other_type);
     }
     let most = fitting.iter().map(|candidate| candidate.fit.named).max();
+    fitting.retain(|candidate| Some(candidate.fit.named) == most);
+    if fitting.iter().any(|candidate| candidate.is_published) {
+        fitting.retain(|candidate| candidate.is_published);
+    }
     let mut best: Vec<&Candidate<'_>> = Vec::new();
-    for candidate in fitting.into_iter().filter(|candidate| Some(candidate.fit.named) == most) {
+    for candidate in fitting {
         if !best.iter().any(|known| known.gives_same_result(candidate)) {
             best.push(candidate);
         }
@@ -224,29 +258,76 @@ fn best<'c, 'm>(candidates: &'c [Candidate<'m>]) -> Vec<&'c Candidate<'m>> {
 }
 
 impl Chosen {
-    fn new(
-        text: &str,
-        names: &[String],
-        given: &[(String, u64)],
-        config: &Configuration,
-        encodings: &[&str],
-    ) -> Result<Self> {
+    fn new(text: &str, known: &KnownSource<'_>) -> Result<Self> {
         let request = MapText::parse(text)?;
-        let candidates = request.candidates(names, given, config, encodings)?;
+        let candidates = request.candidates(known)?;
         let best = best(&candidates);
         match best.as_slice() {
-            [] => request.nearest(&candidates, names, config),
+            [] => request.nearest(&candidates, known),
             [first, ..] if best.iter().all(|candidate| candidate.is_converted()) => {
                 Err(already_converted(text, &first.name()))
             }
-            [one] => one.chosen(text, config),
+            [one] => one.chosen(text, known.config),
             several => Err(ambiguous(text, several)),
         }
     }
 
-    /// Returns a note if the names of SRC fit other families as well, and no configuration says which family the model is of.
-    fn note_of_other_families(&self, names: &[String], config: &Configuration) -> Result<Option<String>> {
-        if config.model_type().is_some() || families().iter().all(|family| family.name != self.map.family) {
+    /// Joins the shards of the checkpoint as the side of SRC declares. `model` is the catalog of the selected tensors. Returns a
+    /// note.
+    fn join_shards(&self, checkpoint: &mut Checkpoint, model: &Catalog) -> Result<String> {
+        let side = format!("{}:{}", self.map.family, self.from());
+        let ranks = checkpoint.ranks.all.len();
+        if let Some((missing, _)) = (0..).zip(&checkpoint.ranks.all).find(|(number, rank)| rank.0 != *number) {
+            return Err(Error::usage(
+                format!("{}: rank {missing} has no file, and the other files have shards", checkpoint.root.display()),
+                "give a folder with the files of all ranks",
+            ));
+        }
+        if self.map.sides[self.sides[0]].cut.is_empty() {
+            return Err(Error::usage(
+                format!(
+                    "{}: the tensors may be shards of {ranks} ranks, and the side {side} does not declare how they are cut",
+                    checkpoint.root.display()
+                ),
+                "choose a side that declares it (llama:meta), or declare the layout with options::src_mesh and \
+                 options::src_placements",
+            ));
+        }
+        let tensors: Vec<CutTensor> = mapped::model_tensors(model)
+            .into_iter()
+            .map(|(name, id)| {
+                let parts = checkpoint.catalog.tensor(id).local_shapes();
+                CutTensor { name, parts: parts.iter().map(|part| part.sizes.to_vec()).collect() }
+            })
+            .collect();
+        let rules = self.map.cut_rules(self.sides[0], &tensors, &self.sizes).map_err(|error| {
+            let hint = error.hint();
+            Error::usage(format!("{}: {error}", checkpoint.root.display()), hint)
+        })?;
+        let chosen = rules.iter().filter(|rule| rule.is_chosen);
+        let chosen: Vec<String> = chosen.map(|rule| format!("{} is {}", rule.pattern, rule.placement)).collect();
+        let rule = |rule: CutRule| Rule {
+            pattern: rule.pattern,
+            choice: PlacementChoice::Shared(vec![rule.placement].into()),
+            origin: format!("the side {side}: {}", rule.placement),
+        };
+        checkpoint.declare_layout(&DeclaredLayout {
+            mesh: Some(DeviceMesh::parse(&format!("tp={ranks}"))?),
+            rules: rules.into_iter().map(rule).collect(),
+            ..DeclaredLayout::default()
+        })?;
+        let chosen = if chosen.is_empty() { String::new() } else { format!("; {}", chosen.join(", ")) };
+        Ok(format!("the shards of {ranks} ranks are joined as the side {side} declares{chosen}"))
+    }
+
+    /// Returns a note if the names of SRC fit other families as well, and neither the configuration nor the names of the files say
+    /// which family the model is of.
+    fn note_of_other_families(&self, known: &KnownSource<'_>) -> Result<Option<String>> {
+        let KnownSource { names, files, config, .. } = *known;
+        if config.model_type().is_some()
+            || self.map.sides[self.sides[0]].is_published_in(files)
+            || families().iter().all(|family| family.name != self.map.family)
+        {
             return Ok(None);
         }
         let own = self.map.matches_all(self.sides[0], names, &self.sizes);
@@ -272,7 +353,8 @@ impl Chosen {
     fn notes(&self, outcome: &MapOutcome) -> Vec<String> {
         let to = &self.map.sides[self.sides[1]].name;
         let mut sizes = Vec::new();
-        for rule in &self.map.sizes {
+        let of_rows = self.map.row_axes();
+        for rule in self.map.sizes.iter().filter(|rule| of_rows.contains(&&rule.axis)) {
             if let Some(known) = outcome.mapping.sizes.known(&rule.axis) {
                 sizes.push(format!("{} = {} by {}", rule.axis, known.value, known.origin.describe(&self.config)));
             }
@@ -334,6 +416,12 @@ impl Chosen {
     }
 }
 
+/// Returns the names of the files of a checkpoint.
+pub fn file_names(checkpoint: &Checkpoint) -> Vec<String> {
+    let names = checkpoint.files.ids().filter_map(|id| checkpoint.files.path(id).file_name());
+    names.map(|name| name.to_string_lossy().into_owned()).collect()
+}
+
 /// Returns the sizes of a map that are known without the tensors.
 ///
 /// # Errors
@@ -379,13 +467,8 @@ impl<'t> MapText<'t> {
 
     /// Compares the names of SRC with each side that SRC may have: FROM, or all sides of the maps that have the side TO and are for
     /// the model. TO comes first among the sides of its map.
-    fn candidates(
-        &self,
-        names: &[String],
-        given: &[(String, u64)],
-        config: &Configuration,
-        encodings: &[&str],
-    ) -> Result<Vec<Candidate<'_>>> {
+    fn candidates(&self, known: &KnownSource<'_>) -> Result<Vec<Candidate<'_>>> {
+        let KnownSource { names, files, given, config, encodings } = *known;
         let mut candidates = Vec::new();
         for map in &self.maps {
             let side = |name: &str| map.side(name).ok_or_else(|| no_side(map, name));
@@ -419,6 +502,7 @@ impl<'t> MapText<'t> {
                 from,
                 to: to.or((map.sides.len() == 2).then(|| 1 - from)),
                 fit: map.fit(from, names.iter().map(String::as_str), &sizes),
+                is_published: map.sides[from].is_published_in(files),
                 is_for_other_type: config.model_type().is_some_and(|of_model| map.sides[from].is_for_other(of_model)),
             }));
         }
@@ -430,7 +514,8 @@ impl<'t> MapText<'t> {
     ///
     /// # Errors
     /// `Usage` if the nearest candidate has no names of SRC, or if SRC has the names of another side than FROM.
-    fn nearest(&self, candidates: &[Candidate<'_>], names: &[String], config: &Configuration) -> Result<Chosen> {
+    fn nearest(&self, candidates: &[Candidate<'_>], known: &KnownSource<'_>) -> Result<Chosen> {
+        let KnownSource { names, config, .. } = *known;
         let others = candidates.iter().rev().filter(|candidate| !candidate.is_converted());
         let Some(nearest) = others.max_by_key(|candidate| candidate.fit.named).filter(|_| !self.is_auto) else {
             return Err(nothing_fits(self.text, names));

@@ -1,13 +1,14 @@
 //! Lists of weight maps, for the verb `maps`: the built-in maps with their conventions, the rows of one map, and how well maps fit a
 //! checkpoint.
 
+use std::cmp::Reverse;
 use std::path::Path;
 
 use serde_json::{Value as Json, json};
 
 use super::table::align;
 use crate::convert::model_config::Configuration;
-use crate::convert::weight_map::{built_in_maps, map_named, sizes};
+use crate::convert::weight_map::{built_in_maps, file_names, map_named, sizes};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::maps::{Fit, Row, WeightMap, families};
@@ -52,18 +53,20 @@ impl MapListing {
     pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Self> {
         let names = mapped::model_names(&checkpoint.catalog);
         let config = Configuration::read(checkpoint, None)?;
-        let mut fits: Vec<(String, String, Fit)> = Vec::new();
+        let files = file_names(checkpoint);
+        let mut fits: Vec<(bool, (String, String, Fit))> = Vec::new();
         let is_for = |map: &WeightMap| config.model_type().is_none_or(|model_type| map.is_for(model_type));
         for map in built_in_maps()?.into_iter().filter(is_for) {
             let sizes = sizes(&map, &[], &config)?;
             for (index, side) in map.sides.iter().enumerate() {
                 let fit = map.fit(index, names.iter().map(String::as_str), &sizes);
                 if fit.named > 0 {
-                    fits.push((map.family.clone(), side.name.clone(), fit));
+                    fits.push((side.is_published_in(&files), (map.family.clone(), side.name.clone(), fit)));
                 }
             }
         }
-        fits.sort_by_key(|(_, _, fit)| (fit.unmatched.len(), std::cmp::Reverse(fit.named)));
+        fits.sort_by_key(|(is_published, (_, _, fit))| (fit.unmatched.len(), Reverse(fit.named), !is_published));
+        let fits: Vec<(String, String, Fit)> = fits.into_iter().map(|(_, fit)| fit).collect();
         let text = if fits.is_empty() {
             format!("no map has names of this checkpoint ({} tensors of the model)\n", names.len())
         } else {

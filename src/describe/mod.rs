@@ -59,6 +59,13 @@ impl<'a> Inspection<'a> {
         if let Some((entry, why)) = { unreadable }.find(|(_, why)| is_misfit(why)) {
             return Err(why.error(entry.fqn.as_str()));
         }
+        if checkpoint.has_undeclared_shards() {
+            run.progress.note(
+                "the names of the files show that the tensors may be shards, and the files do not record the layout: name the side of \
+                 a weight map that has the layout, such as options::map llama:meta:hf, or declare the layout with \
+                 options::src_mesh and options::src_placements",
+            );
+        }
         let is_object = |(_, id): &(Fqn, TensorId)| checkpoint.catalog.tensor(*id).is_unreadable_object();
         let (unreadable_objects, names) =
             state_dict::all_tensors(&checkpoint.catalog.state).into_iter().partition(is_object);

@@ -17,7 +17,8 @@ use super::cast::{Cast, LossCounts};
 use super::computed::ComputedSource;
 use super::reduce::Reducer;
 use super::runs::{
-    LONG_RUN_BYTES, SourceFile, is_row_by_row, is_scattered, read_piece, record_runs, source_range, transposed_row_bytes,
+    LONG_RUN_BYTES, SourceFile, is_row_by_row, is_scattered, read_piece, record_runs, source_range,
+    transposed_row_bytes,
 };
 use super::source_block::{SourceBlock, WantedRanges};
 use super::source_crc::CrcRecorder;

@@ -50,6 +50,7 @@ pub use metadata_ranges::{MirrorOf, is_read, metadata_ranges, metadata_ranges_of
 pub use output_placing::Placing;
 pub use parts::{CheckpointPart, PartContent};
 pub use rank_names::{RankName, RankNamePattern};
+pub use reading::RanksWithFiles;
 pub use series::SeriesChoice;
 pub use traits::{Layouts, Objects, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
 
@@ -215,6 +216,8 @@ pub struct Checkpoint {
     pub skipped_folders: Vec<String>,
     /// The names of missing files and tensors. Filled only if [`ReadOptions::show_incomplete`] is set; otherwise empty.
     pub missing: Vec<String>,
+    /// The ranks that have a file, for formats with one file per rank.
+    pub ranks: RanksWithFiles,
     /// The metadata mirror (a sparse copy of the metadata of all files) from which this checkpoint was read; `None` if
     /// the original files were read.
     pub mirror: Option<MirrorOf>,
@@ -304,7 +307,8 @@ impl Checkpoint {
         }
         match &options.declared_layout {
             Some(declared) => {
-                declared_layout::apply(declared, &mut catalog, &root, (&reading, formats[0].1.order()))?;
+                let (files, order) = (&reading.files, formats[0].1.order());
+                declared_layout::apply(declared, &mut catalog, &root, (files, &reading.ranks), order)?;
             }
             None if catalog.plain_may_be_parts => parameter_layout::mark_unknown(&mut catalog, &root),
             None => {}
@@ -318,7 +322,7 @@ impl Checkpoint {
             Want::All | Want::State | Want::Model => Vec::new(),
         };
         let resolved_from = (root != path).then(|| path.to_path_buf());
-        let ReadFindings { files, series, skipped_series, missing, .. } = reading;
+        let ReadFindings { files, series, skipped_series, missing, ranks, .. } = reading;
         let format = formats[0].1;
         Ok(Self {
             format,
@@ -332,8 +336,33 @@ impl Checkpoint {
             skipped_series,
             skipped_folders,
             missing,
+            ranks,
             mirror: None,
         })
+    }
+
+    /// Returns whether the file names show that plain tensors are shards, and no layout is known for them.
+    #[must_use]
+    pub fn has_undeclared_shards(&self) -> bool {
+        let is_series_of_shards =
+            |part: &CheckpointPart| part.name_pattern.as_ref().is_some_and(RankNamePattern::has_shards);
+        let mut unreadable = self.catalog.tensors.iter().filter_map(|entry| entry.unreadable.as_ref());
+        self.parts.iter().any(is_series_of_shards) && unreadable.any(|why| why.is_of_unknown_layout())
+    }
+
+    /// Joins the shards of plain tensors whose layout the files do not record and was not declared when the checkpoint was
+    /// opened.
+    ///
+    /// # Errors
+    /// The errors of a layout that does not fit the shards.
+    pub fn declare_layout(&mut self, declared: &DeclaredLayout) -> Result<()> {
+        let is_undeclared =
+            |entry: &TensorEntry| entry.unreadable.as_ref().is_some_and(|why| why.is_of_unknown_layout());
+        self.catalog.tensors.iter_mut().filter(|entry| is_undeclared(entry)).for_each(|entry| entry.unreadable = None);
+        self.catalog.plain_may_be_parts = false;
+        let (files, order) = ((&self.files, &self.ranks), self.format.order());
+        declared_layout::apply(declared, &mut self.catalog, &self.root, files, order)?;
+        check_total(&self.root, &self.catalog)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Parses and renders the numbered names of rank files: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`,
-//! `ckpt_mp3_v0.tar`.
+//! `ckpt_mp3_v0.tar`, `consolidated.03.pth`.
 //!
 //! A name is text with up to two numbers in it, the rank and optionally the world size. The text without the numbers is
 //! the series of the file. With other numbers, the text becomes the name of the file for another rank or another world
@@ -12,6 +12,9 @@ const SEPARATORS: [char; 3] = ['_', '-', '.'];
 
 /// The suffix of the torch files that makani writes. In other files, `mp` may have another meaning.
 const MODEL_PARALLEL_SUFFIX: &str = "tar";
+
+/// The text before the rank in the names of the files in which Meta publishes Llama, and their suffix.
+const CONSOLIDATED: (&str, &str) = ("consolidated", "pth");
 
 /// A file name of a rank file, divided into its series and its numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,6 +38,9 @@ pub enum Numbering {
     /// The model-parallel rank, as in makani's `ckpt_mp3_v0.tar`. Each series of such files is a complete checkpoint,
     /// such as version 0.
     ModelParallel,
+    /// The tensor-parallel rank, as in Meta's `consolidated.03.pth`. If there are several files, they have shards as plain
+    /// tensors, and no file records the layout.
+    TensorParallel,
 }
 
 /// A file name in which the rank and the world size are placeholders.
@@ -64,14 +70,21 @@ impl RankName {
         let stem = &*whole_stem.to_ascii_lowercase();
         let marked = number_after_word(stem, "rank").or_else(|| number_after_word(stem, "shard"));
         let is_tar = || path.extension().is_some_and(|suffix| suffix == MODEL_PARALLEL_SUFFIX);
-        let model_parallel = || is_tar().then(|| number_after_word(stem, "mp"))?;
-        let (numbering, rank, world_size) = match (marked, model_parallel()) {
+        let model_parallel = || Some((Numbering::ModelParallel, is_tar().then(|| number_after_word(stem, "mp"))??));
+        let tensor_parallel = || {
+            let (word, suffix) = CONSOLIDATED;
+            let is_pth = path.extension().is_some_and(|own| own == suffix);
+            let after = stem.strip_prefix(word).filter(|after| is_pth && after.starts_with('.'))?;
+            let digits = digits_after(stem, stem.len() - after.len()).filter(|(_, end)| *end == stem.len())?;
+            Some((Numbering::TensorParallel, NumberField { word_start: word.len(), digits }))
+        };
+        let (numbering, rank, world_size) = match (marked, model_parallel().or_else(tensor_parallel)) {
             (Some(rank), _) => {
                 let after = total_after(stem, rank.digits.1).filter(|field| value(stem, *field).is_some());
                 let size = self::number_after_word(stem, "world_size").filter(|field| value(stem, *field).is_some());
                 (Numbering::Rank, rank, size.or(after))
             }
-            (None, Some(rank)) => (Numbering::ModelParallel, rank, None),
+            (None, Some((numbering, rank))) => (numbering, rank, None),
             (None, None) => {
                 let (rank, size) = rank_of_total(stem)?;
                 (Numbering::OfTotal, rank, Some(size))
@@ -128,6 +141,12 @@ impl RankNamePattern {
             NamePiece::WorldSize { width } => format!("{world_size:0width$}"),
         };
         self.0.iter().map(text).collect()
+    }
+
+    /// Returns whether the names show that the files have shards as plain tensors.
+    #[must_use]
+    pub fn has_shards(&self) -> bool {
+        RankName::parse(Path::new(&self.render(0, 1))).is_some_and(|name| name.numbering == Numbering::TensorParallel)
     }
 
     /// Compares the width (number of digits) of each number with another name of the series, and uses the larger width.
@@ -242,6 +261,7 @@ mod tests {
             ("Model_Rank_3.pt", "Model", 3, None),
             ("ckpt_mp3_v0.tar", "ckpt_v0", 3, None),
             ("best_ckpt_mp12.tar", "best_ckpt", 12, None),
+            ("consolidated.03.pth", "consolidated", 3, None),
         ] {
             assert_eq!(parse(name), Some((series.into(), rank, world_size)), "{name}");
         }
@@ -257,6 +277,12 @@ mod tests {
             "ckpt_mp3_v0.pt",
             "camp3.tar",
             "ckpt_mp.tar",
+            "consolidated.pth",
+            "consolidated.00.pt",
+            "consolidated.00.model.pth",
+            "consolidated00.pth",
+            "consolidatedü.pth",
+            "unconsolidated.00.pth",
         ] {
             assert_eq!(parse(name), None, "{name}");
         }
@@ -265,13 +291,14 @@ mod tests {
         assert_eq!(numbering("model-00003-of-00008.pt"), Numbering::OfTotal);
         assert_eq!(numbering("model-rank-3-of-8.pt"), Numbering::Rank);
         assert_eq!(numbering("ckpt_mp3_v0.tar"), Numbering::ModelParallel);
+        assert_eq!(numbering("consolidated.03.pth"), Numbering::TensorParallel);
     }
 
     proptest::proptest! {
         /// Asserts that a name that can be parsed is rendered back as the same text.
         #[test]
         fn parsed_name_renders_back_equal(
-            name in "(ü|model|rank|RANK|shard|world_size|of|Of|mp|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt|\\.tar)?",
+            name in "(ü|model|rank|RANK|shard|world_size|of|Of|mp|consolidated|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt|\\.tar|\\.pth)?",
         ) {
             if let Some(parsed) = RankName::parse(Path::new(&name)) {
                 let rendered = parsed.pattern.render(parsed.rank, parsed.world_size.unwrap_or(0));
@@ -291,6 +318,7 @@ mod tests {
             ("model-00003-of-00008.pt", "model-00011-of-00016.pt"),
             ("rank_3_optim.pt", "rank_11_optim.pt"),
             ("ckpt_mp3_v0.tar", "ckpt_mp11_v0.tar"),
+            ("consolidated.03.pth", "consolidated.11.pth"),
         ] {
             let names = RankName::parse(Path::new(name)).unwrap().pattern;
             assert_eq!(names.render(11, 16), rendered);

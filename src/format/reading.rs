@@ -16,6 +16,17 @@ use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
+/// The ranks that have a file.
+#[derive(Clone, Debug, Default)]
+pub struct RanksWithFiles {
+    /// The ranks that have a file of any series.
+    pub all: BTreeSet<Rank>,
+    /// For each series, the ranks that have a file.
+    pub of_series: BTreeMap<String, BTreeSet<Rank>>,
+    /// True if ranks of the mesh may have no file.
+    pub allow_missing: bool,
+}
+
 /// The information that the readers of formats collect while they read the folders of one checkpoint.
 pub struct ReadFindings<'a> {
     /// The options of the user.
@@ -29,9 +40,7 @@ pub struct ReadFindings<'a> {
     /// The names of the missing files and of the missing tensors of incomplete sets.
     pub missing: Vec<String>,
     /// The ranks that have a file, for formats with one file per rank.
-    pub ranks: BTreeSet<Rank>,
-    /// For each series, the ranks that have a file.
-    pub ranks_of_series: BTreeMap<String, BTreeSet<Rank>>,
+    pub ranks: RanksWithFiles,
     /// Files that belong to the checkpoint and were not opened to read tensors, such as an index.
     pub other_files: Vec<PathBuf>,
 }
@@ -45,8 +54,7 @@ impl<'a> ReadFindings<'a> {
             series: Vec::new(),
             skipped_series: Vec::new(),
             missing: Vec::new(),
-            ranks: BTreeSet::new(),
-            ranks_of_series: BTreeMap::new(),
+            ranks: RanksWithFiles { allow_missing: options.allow_missing, ..RanksWithFiles::default() },
             other_files: Vec::new(),
         }
     }
@@ -115,8 +123,8 @@ impl<'a> ReadFindings<'a> {
             self.missing.extend(chosen.missing_files(self.options)?);
         }
         for (series, rank) in chosen.ranks() {
-            self.ranks.insert(rank);
-            self.ranks_of_series.entry(series.to_owned()).or_default().insert(rank);
+            self.ranks.all.insert(rank);
+            self.ranks.of_series.entry(series.to_owned()).or_default().insert(rank);
         }
         Ok(chosen)
     }

@@ -19,7 +19,8 @@ use super::torch::load::load;
 use super::torch::ranks::{PlainKind, has_layout_attributes, merge};
 use super::{ReadOptions, folder_of};
 use crate::catalog::state_dict::GRADIENTS;
-use crate::catalog::{Catalog, path};
+use crate::catalog::unreadable::UnreadableKind;
+use crate::catalog::{Catalog, Unreadable, path};
 use crate::error::{CatalogError, Error, FormatError, Result};
 use crate::layout::Rank;
 use crate::name_list::{FEW, Numbers, natural_order, short_list};
@@ -167,6 +168,13 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<GroupedFiles> {
     let mut series = Vec::new();
     for (name, files) in found {
         let own = Series { name, files };
+        if let [(only, path)] = own.files.as_slice()
+            && (only.numbering, only.rank) == (Numbering::TensorParallel, 0)
+        {
+            // The only file has whole tensors.
+            grouped.plain.push(path.clone());
+            continue;
+        }
         let is_numbered_from_one =
             own.files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
         if is_numbered_from_one {
@@ -340,8 +348,13 @@ impl SeriesSet {
             PlainKind::Replicas if has_parts => PlainKind::Parts,
             plain => plain,
         };
-        for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(missing_warnings) {
-            let mut catalog = merge(&files, plain)?;
+        for (series, (SeriesFiles { files, .. }, gap)) in self.series.iter().zip(read.into_iter().zip(missing_warnings))
+        {
+            let has_shards = plain != PlainKind::Declared && series.has_shards();
+            let mut catalog = merge(&files, if has_shards { PlainKind::Parts } else { plain })?;
+            if has_shards {
+                mark_shards(&mut catalog, &self.folder);
+            }
             catalog.dropped = torch::dropped_objects(&files);
             catalog.warnings.extend(gap);
             catalogs.push(catalog);
@@ -404,6 +417,21 @@ impl SeriesSet {
     }
 }
 
+/// Marks all plain tensors of several ranks as [`Unreadable`], because they may be shards of larger tensors: the file names show
+/// that the files have shards. `folder` is the folder of the files.
+fn mark_shards(catalog: &mut Catalog, folder: &Path) {
+    for entry in catalog.tensors.iter_mut().filter(|entry| !entry.is_shared() && entry.unreadable.is_none()) {
+        let kind = UnreadableKind::UnknownLayout {
+            what: format!("{}: {} may be a shard, and the files do not record the layout", folder.display(), entry.fqn),
+            hint: String::from(
+                "name the side of a weight map that has the layout, such as options::map llama:meta:hf, or declare the layout with \
+                 options::src_mesh and options::src_placements",
+            ),
+        };
+        entry.unreadable = Some(Box::new(Unreadable { file: folder.to_path_buf(), kind }));
+    }
+}
+
 /// Returns the only name that ends in `model`, such as `pytorch_model`. If there is no such name, or more than one,
 /// returns `model`.
 fn model_series(names: &[String]) -> String {
@@ -433,6 +461,11 @@ impl Series {
     /// (`ep1-ba500-rank0.pt`).
     fn is_version(&self) -> bool {
         self.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&self.name)
+    }
+
+    /// Returns whether the file names show that the plain tensors of the files are shards.
+    fn has_shards(&self) -> bool {
+        self.files[0].0.numbering == Numbering::TensorParallel
     }
 
     /// Returns the pattern of the file names of the series.

@@ -60,6 +60,14 @@ pub enum MapError {
     #[error("{name}: the row in line {} of {file} makes this tensor, but the row in line {} takes its name on the way back", lines[0], lines[1])]
     Shadowed { name: String, file: String, lines: [usize; 2] },
 
+    /// No declared placement gives the whole tensor the sizes of the model.
+    #[error("{name}: the shards do not form the tensor of the model: {}{}", tried.join(", "), known_sizes(known))]
+    CutMisfit { name: String, tried: Vec<String>, known: Vec<String> },
+
+    /// Several declared placements fit.
+    #[error("{name}: the shapes do not tell how the ranks cut the tensor: {}", tried.join(", "))]
+    UnknownCut { name: String, tried: Vec<String>, axis: Axis },
+
     /// A tensor of the target, or the number of its tensors, is too large.
     #[error("`{pattern}`: the target has more tensors or larger dims than dtshard supports")]
     TooLarge { pattern: String },
@@ -95,6 +103,13 @@ impl MapError {
             }
             Self::UnknownOffset { size, .. } => {
                 format!("give the model's configuration with options::config, or options::set {size}=N")
+            }
+            Self::CutMisfit { .. } => String::from(
+                "check that the files of all ranks are there, and that the configuration is that of the model; or declare the layout \
+                 with options::src_mesh and options::src_placements",
+            ),
+            Self::UnknownCut { axis, .. } => {
+                format!("give the model's configuration with options::config, or options::set {axis}=N")
             }
             Self::SizeConflict(_) | Self::Dim { .. } => {
                 String::from("correct options::set or the configuration, or choose another map")

@@ -21,16 +21,19 @@
 //!
 //! JSON has the same keys. Invariant: every row of a parsed map is complete ([`Row::complete`]).
 
+use std::collections::BTreeSet;
 use std::fmt;
 
-use super::cell::{Axis, TensorPattern};
+use super::cell::{Axis, CellError, TensorPattern};
+use super::cut::{Cut, FileName};
 use super::row::{Row, RowFault};
 use crate::document::{
     DocumentError, Fields, FileEntry, FileNode, FilePosition, FileValue, did_you_mean, list, parse, table, text,
 };
+use crate::layout::PlacementSpec;
 
 const KEYS: [&str; 4] = ["family", "sides", "sizes", "map"];
-const SIDE_KEYS: [&str; 4] = ["decoded", "like", "model_type", "tied"];
+const SIDE_KEYS: [&str; 6] = ["decoded", "like", "model_type", "tied", "files", "cut"];
 /// The values of the key `decoded`.
 const ENCODINGS: [&str; 2] = ["fp8", "mxfp4"];
 
@@ -57,6 +60,10 @@ pub struct Side {
     /// The encoding from which the tensors of this side were decoded, if the side is what the encoding decodes to. Such a side
     /// cannot be converted to.
     pub decoded: Option<String>,
+    /// The names of the files in which models of this convention are published.
+    pub files: Vec<FileName>,
+    /// The placements of tensors in files of ranks. A tensor without a placement is whole on every rank.
+    pub cut: Vec<Cut>,
     /// The index of the side whose cells this side has where a row gives none.
     like: Option<usize>,
 }
@@ -93,6 +100,14 @@ pub enum SizeKey {
     Size(Axis),
     /// A key of `config.json` or `params.json`; dots separate the keys of nested objects.
     Config(String),
+}
+
+impl Side {
+    /// Returns whether models of this convention are published in files of these names.
+    #[must_use]
+    pub fn is_published_in(&self, files: &[String]) -> bool {
+        !files.is_empty() && files.iter().all(|name| self.files.iter().any(|file| file.matches(name)))
+    }
 }
 
 impl fmt::Display for SizeRule {
@@ -164,11 +179,17 @@ impl WeightMap {
         self.sides.iter().map(|side| side.name.as_str()).collect()
     }
 
+    /// Returns the axes of the rows.
+    #[must_use]
+    pub fn row_axes(&self) -> BTreeSet<&Axis> {
+        let patterns = self.rows.iter().flat_map(|row| row.cells.iter().flatten());
+        patterns.flat_map(|pattern| pattern.name.axes().chain(pattern.all_dim_axes())).collect()
+    }
+
     /// Returns all axes of the rows and sizes, sorted.
     #[must_use]
     pub fn axes(&self) -> Vec<&Axis> {
-        let patterns = self.rows.iter().flat_map(|row| row.cells.iter().flatten());
-        let of_rows = patterns.flat_map(|pattern| pattern.name.axes().chain(pattern.all_dim_axes()));
+        let of_rows = self.row_axes().into_iter();
         let mut axes: Vec<&Axis> = of_rows.chain(self.sizes.iter().map(|rule| &rule.axis)).collect();
         axes.sort();
         axes.dedup();
@@ -228,7 +249,19 @@ fn sides(at: FilePosition<'_>, entry: Option<&FileEntry>) -> Result<Vec<Side>, D
                 .map(|tie| Ok((tie.key.clone(), text(at.at_line(tie.line), &tie.value, &tie.key)?.to_owned())))
                 .collect::<Result<_, _>>()?,
         };
-        sides.push(Side { name: key.clone(), model_types, tied, decoded, like });
+        let files = match fields.get("files") {
+            None => Vec::new(),
+            Some(entry) => texts(at.at_line(entry.line), &entry.value, "files")?,
+        };
+        let files = files.iter().map(|file| FileName::new(file)).collect();
+        let cut = match fields.get("cut") {
+            None => Vec::new(),
+            Some(entry) => table(at, &entry.value)?
+                .iter()
+                .map(|entry| cut(at.at_line(entry.line), &entry.key, &entry.value))
+                .collect::<Result<_, _>>()?,
+        };
+        sides.push(Side { name: key.clone(), model_types, tied, decoded, files, cut, like });
     }
     if sides.len() < 2 {
         return Err(at.error(
@@ -237,6 +270,21 @@ fn sides(at: FilePosition<'_>, entry: Option<&FileEntry>) -> Result<Vec<Side>, D
         ));
     }
     Ok(sides)
+}
+
+/// Parses the placements of the tensors of one key of `cut`.
+fn cut(at: FilePosition<'_>, key: &str, value: &FileNode) -> Result<Cut, DocumentError> {
+    let placement = |text: &String| {
+        let placement = text.parse().ok().filter(|placement| !matches!(placement, PlacementSpec::Partial(_)));
+        placement.ok_or_else(|| at.error(format!("cut: expected a placement such as S(0) or R, found `{text}`"), None))
+    };
+    let placements: Vec<PlacementSpec> =
+        texts(at, value, key)?.iter().map(placement).collect::<Result<_, DocumentError>>()?;
+    if placements.is_empty() {
+        return Err(at.error("cut: expected a placement such as S(0) or R, found an empty list", None));
+    }
+    let fault = |error: CellError| at.error(format!("cut: expected {}, found {}", error.expected, error.found), None);
+    Cut::new(key, placements).map_err(fault)
 }
 
 /// Returns the text of a value that is a text or a list of texts.

@@ -4,6 +4,8 @@
 //! coordinates on the row's axes are equal. This module knows names and shapes; it knows no files and no bytes.
 
 mod cell;
+mod cut;
+mod cut_rules;
 mod error;
 mod families;
 mod file;
@@ -14,6 +16,7 @@ mod row;
 mod sizes;
 mod views;
 
+pub use cut_rules::{CutRule, CutTensor};
 pub use error::MapError;
 pub use families::{Family, families};
 pub use file::{Side, SizeRule, WeightMap};

@@ -757,3 +757,154 @@ fn parameters_that_a_map_joins_get_one_step() {
     let [step, expected] = ["fused.weight", "model.norm.weight"].map(|name| format!("optimizer.state.{name}.step"));
     assert_eq!(tensors[&step], truth[&expected]);
 }
+
+/// Meta's files. The script of transformers joined and converted each of these folders, and its results were equal.
+#[test]
+fn files_that_meta_publishes_are_joined_as_the_side_declares() {
+    let env = TestEnv::new();
+    let truth = read_safetensors(&fixture("maps/llama-meta/hf.safetensors"));
+    let folders = ["1-llama2", "2-llama2", "2-llama3", "4-llama2", "4-llama3"];
+    in_parallel(&folders, |folder| {
+        let source = fixture("maps/llama-meta").join(folder);
+        for map in ["llama:meta:hf", "llama:hf", "auto:hf"] {
+            let name = format!("{folder}-{}.safetensors", map.replace(':', "-"));
+            let made = env.make("consolidate", &source, &name, &format!("--map {map} --assets none"));
+            assert_same(&read_safetensors(&made.path), &truth, &name);
+        }
+        succeed("verify", &[&source, &fixture("maps/llama-meta/hf.safetensors")], "--map llama:meta:hf");
+        let titan = env.make("reshard", &source, &format!("{folder}-titan"), "--map llama:titan --mesh dp=3 --to dcp");
+        let options = format!("--map llama:titan:hf --config {} --assets none", source.join("params.json").display());
+        let made = env.make("consolidate", &titan.path, &format!("{folder}-back.safetensors"), &options);
+        assert_same(&read_safetensors(&made.path), &truth, folder);
+    });
+}
+
+/// Copies a fixture of Meta's files, without those that `is_left_out` names.
+fn meta_without(env: &TestEnv, fixture_name: &str, left_out: &[&str]) -> PathBuf {
+    let (from, to) =
+        (fixture("maps/llama-meta").join(fixture_name), env.path(&format!("{fixture_name}-{}", left_out.len())));
+    fs::create_dir(&to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let name = entry.unwrap().file_name();
+        if left_out.iter().all(|file| *file != name) {
+            let from = fixture("maps/llama-meta").join(fixture_name).join(&name);
+            fs::copy(from, to.join(&name)).unwrap();
+        }
+    }
+    to
+}
+
+#[test]
+fn cut_of_the_embedding_is_found_without_a_configuration() {
+    let env = TestEnv::new();
+    let truth = read_safetensors(&fixture("maps/llama-meta/hf.safetensors"));
+    for folder in ["2-llama2", "4-llama3"] {
+        let own = TestEnv::new();
+        let source = meta_without(&own, folder, &["params.json"]);
+        let options = "--map llama:meta:hf --set h=8 --set k=4 --assets none";
+        let made = env.make("consolidate", &source, &format!("{folder}.safetensors"), options);
+        assert_same(&read_safetensors(&made.path), &truth, folder);
+    }
+}
+
+#[test]
+fn declared_placements_take_the_place_of_those_of_the_side() {
+    let env = TestEnv::new();
+    let options = "--map llama:meta:hf --src-mesh tp=2 --src-placements **.{wq,wk,wv,w1,w3}=S(0) \
+                   --src-placements **.{wo,w2}=S(1) --src-placements tok_embeddings=S(1) --src-placements output=S(0)";
+    let source = fixture("maps/llama-meta/2-llama2");
+    let made = env.make("consolidate", &source, "out.safetensors", &format!("{options} --assets none"));
+    assert_same(
+        &read_safetensors(&made.path),
+        &read_safetensors(&fixture("maps/llama-meta/hf.safetensors")),
+        "declared",
+    );
+}
+
+/// The shards of another number of ranks, written from the model of Hugging Face, are those of Meta.
+#[test]
+fn shards_of_meta_are_written_and_read_again() {
+    let env = TestEnv::new();
+    let placements = "--placements **.{wq,wk,wv,w1,w3}=S(0) --placements **.{wo,w2}=S(1) \
+                      --placements {output,tok_embeddings}=S(0) --placements R";
+    let options = "--map llama:hf:meta --set h=8 --set k=4 --mesh tp=4 --to torch-ranks --tensor-class local";
+    let hf = fixture("maps/llama-meta/hf.safetensors");
+    let made = env.make("reshard", &hf, "made", &format!("{options} {placements}")).path;
+    for rank in 0..4 {
+        let [from, to] = [format!("model_world_size_4_rank_{rank}.pt"), format!("consolidated.0{rank}.pth")];
+        fs::rename(made.join(from), made.join(to)).unwrap();
+    }
+    let back = env.make("consolidate", &made, "back.safetensors", "--map llama:hf --set h=8 --set k=4 --assets none");
+    assert_same(&read_safetensors(&back.path), &read_safetensors(&hf), "back");
+    let whole = "--map llama:meta:titan-0.2 --set h=8 --set k=4 --assets none";
+    let [ours, theirs] = [("ours", made), ("theirs", fixture("maps/llama-meta/4-llama3"))]
+        .map(|(name, source)| env.make("consolidate", &source, &format!("{name}.safetensors"), whole).path);
+    assert_same(&read_safetensors(&ours), &read_safetensors(&theirs), "shards");
+}
+
+#[test]
+fn shards_of_an_unknown_layout_are_refused_with_the_cause() {
+    let env = TestEnv::new();
+    let source = fixture("maps/llama-meta/4-llama3");
+    let no_last = meta_without(&env, "4-llama3", &["consolidated.03.pth"]);
+    let no_last_of_llama2 = meta_without(&env, "4-llama2", &["consolidated.02.pth", "consolidated.03.pth"]);
+    let no_second = meta_without(&env, "4-llama3", &["consolidated.01.pth", "none"]);
+    let unknown = meta_without(&env, "2-llama3", &["params.json"]);
+    let copied_heads = meta_without(&env, "4-llama3", &[]);
+    let params = fs::read_to_string(copied_heads.join("params.json")).unwrap();
+    fs::write(copied_heads.join("params.json"), params.replace("\"n_kv_heads\": 4", "\"n_kv_heads\": 2")).unwrap();
+    let cases: [(&Path, &str, &[&str]); 7] = [
+        (&source, "", &["may be a shard", "hint: name the side of a weight map"]),
+        (
+            &source,
+            "--map llama:titan-0.2:hf --exclude rope.freqs",
+            &["shards of 4 ranks", "the side llama:titan-0.2 does not declare how they are cut"],
+        ),
+        (
+            &no_last,
+            "--map llama:meta:hf",
+            &["tok_embeddings.weight: the shards do not form", "S(0) gives [18, 32]", "v is 24 by `vocab_size`"],
+        ),
+        (
+            &no_last_of_llama2,
+            "--map llama:meta:hf",
+            &["tok_embeddings.weight: the shards do not form", "S(1) gives [24, 16]", "d is 32 by `dim`"],
+        ),
+        (&no_second, "--map llama:meta:hf", &["missing", "rank 1"]),
+        (
+            &unknown,
+            "--map llama:meta:hf --set h=8 --set k=4 --exclude norm.weight --exclude **.wo.weight --exclude **.w2.weight",
+            &["tok_embeddings.weight: the shapes do not tell how the ranks cut the tensor", "--set v=N"],
+        ),
+        (
+            &copied_heads,
+            "--map llama:meta:hf",
+            &["layers.0.attention.wk.weight", "`(k j r)` is 16", "k is 2 by `n_kv_heads`"],
+        ),
+    ];
+    for (source, options, words) in cases {
+        let refused = env.refuse("consolidate", source, "out.safetensors", &format!("{options} --assets none"));
+        for word in words {
+            assert!(refused.stderr.contains(word), "{options}: {word}: {}", refused.stderr);
+        }
+    }
+    let shown = succeed("inspect", &[&source], "");
+    assert!(shown.stderr.contains("--map llama:meta:hf"), "{}", shown.stderr);
+    assert!(shown.stdout.contains("unknown"), "{}", shown.stdout);
+    let shown = succeed("inspect", &[&source], "--map llama:hf");
+    assert!(shown.stdout.contains("model.embed_tokens.weight"), "{}", shown.stdout);
+}
+
+#[test]
+fn names_of_files_tell_the_convention() {
+    let env = TestEnv::new();
+    let folder = env.path("mistral");
+    fs::create_dir(&folder).unwrap();
+    fs::copy(file("mistral", "meta"), folder.join("consolidated.safetensors")).unwrap();
+    fs::copy(fixture("maps/mistral/params.json"), folder.join("params.json")).unwrap();
+    let made = env.make("consolidate", &folder, "out.safetensors", "--map auto:hf --assets none");
+    assert!(made.run.stderr.contains("SRC is read as llama:meta"), "{}", made.run.stderr);
+    assert_same(&read_safetensors(&made.path), &read_safetensors(&file("mistral", "hf")), "Mistral");
+    let fits = dtshard(&[&"maps", &folder]);
+    assert!(fits.out.lines().nth(1).is_some_and(|line| line.contains("meta")), "{}", fits.out);
+}

@@ -24,13 +24,14 @@ pub use misfit::unknown_number;
 pub use reduce::ReduceRule;
 
 use super::parallelize::PlanSide;
-use super::reading::{ReadFindings, without_ranks};
+use super::reading::{RanksWithFiles, without_ranks};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;
 use crate::layout::parallelize::{ParameterOrder, UnboundPlan};
 use crate::layout::rules::{Fallback, MeshLayout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
+use crate::storage::Files;
 use reduce::ReduceRules;
 use resolver::{LayoutResolver, ResolvedLayouts};
 
@@ -67,13 +68,14 @@ pub(super) fn apply(
     declared: &DeclaredLayout,
     catalog: &mut Catalog,
     root: &Path,
-    (reading, order): (&ReadFindings<'_>, ParameterOrder),
+    (files, ranks): (&Files, &RanksWithFiles),
+    order: ParameterOrder,
 ) -> Result<()> {
-    if reading.ranks.is_empty() {
+    if ranks.all.is_empty() {
         return Err(without_ranks(root));
     }
     let mesh = declared.resolve_mesh(catalog, root)?;
-    check_ranks(&mesh, &reading.ranks, reading.options.allow_missing)?;
+    check_ranks(&mesh, &ranks.all, ranks.allow_missing)?;
     let reductions = ReduceRules::new(&declared.reduce, &mesh, &catalog.state)?;
     let whole = || vec![PlacementSpec::Replicate; mesh.ndim()];
     let fallback = declared.fallback.as_ref().map_or_else(whole, |(list, _)| list.clone());
@@ -86,7 +88,7 @@ pub(super) fn apply(
     let plan = declared.plan.as_ref().map(|plan| PlanSide::Source.plan(plan, &mesh)).transpose()?;
     let layout = MeshLayout { plan, ..MeshLayout::new(mesh, rules, Fallback::Placements(fallback), split)? };
     let mesh = catalog.intern_mesh(layout.mesh.clone());
-    let resolver = LayoutResolver::new(declared, &layout, mesh, catalog, root, reading, reductions);
+    let resolver = LayoutResolver::new(declared, &layout, mesh, catalog, root, (files, ranks), reductions);
     let ResolvedLayouts { entries, notes } = resolver.resolve(order)?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;

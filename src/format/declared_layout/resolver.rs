@@ -22,7 +22,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::parallelize::{PlanSide, PlannedModel};
-use crate::format::reading::ReadFindings;
+use crate::format::reading::RanksWithFiles;
 use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::parallelize::{Parameter, ParameterKind, ParameterOrder, PlacementSource, ShapeOrigin};
 use crate::layout::rules::{MeshLayout, Rule, unused_rule_warning};
@@ -30,6 +30,7 @@ use crate::layout::whole::{PartError, assemble};
 use crate::layout::{LayoutError, Placement, Rank};
 use crate::nearest;
 use crate::quantity::count;
+use crate::storage::Files;
 
 /// The text in messages for the origin of a layout, if the user declared no layout for the tensor.
 const UNDECLARED: &str = "the default layout (whole on every rank)";
@@ -44,7 +45,8 @@ pub struct LayoutResolver<'a> {
     mesh: MeshId,
     catalog: &'a Catalog,
     root: &'a FilePath,
-    reading: &'a ReadFindings<'a>,
+    files: &'a Files,
+    ranks: &'a RanksWithFiles,
     owners: Owners<'a>,
     /// The wrapper prefixes in the names of the model's tensors.
     wrappers: ModelWrappers,
@@ -103,7 +105,7 @@ impl<'a> LayoutResolver<'a> {
         mesh: MeshId,
         catalog: &'a Catalog,
         root: &'a FilePath,
-        reading: &'a ReadFindings<'a>,
+        (files, ranks): (&'a Files, &'a RanksWithFiles),
         reductions: ReduceRules,
     ) -> Self {
         let mut paths = vec![Vec::new(); catalog.tensors.len()];
@@ -118,7 +120,8 @@ impl<'a> LayoutResolver<'a> {
             mesh,
             catalog,
             root,
-            reading,
+            files,
+            ranks,
             owners,
             wrappers,
             parameters,
@@ -266,12 +269,12 @@ impl<'a> LayoutResolver<'a> {
     /// Returns the ranks that have a file of the series to which the tensor belongs. If SRC has several series, the
     /// first key of the tensor's path is the name of the series.
     fn ranks_with_file(&self, id: TensorId) -> &'a BTreeSet<Rank> {
-        let reading = self.reading;
+        let ranks = self.ranks;
         let series = match self.paths[id.0 as usize].first().and_then(|path| path.0.first()) {
-            Some(Key::Name(name)) if reading.ranks_of_series.len() > 1 => reading.ranks_of_series.get(name.as_ref()),
+            Some(Key::Name(name)) if ranks.of_series.len() > 1 => ranks.of_series.get(name.as_ref()),
             _ => None,
         };
-        series.unwrap_or(&reading.ranks)
+        series.unwrap_or(&ranks.all)
     }
 
     /// Returns the entry of a tensor with its layout. If the layout is unknown or does not match the local shapes,
@@ -392,7 +395,7 @@ impl<'a> LayoutResolver<'a> {
     fn file_of_rank(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
         let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
         let file = own.find_map(|chunk| chunk.location.file());
-        file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
+        file.map_or_else(|| self.root.to_path_buf(), |file| self.files.path(file).to_path_buf())
     }
 }
 
