@@ -102,7 +102,10 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
     let mut joined = None;
     if has_shards {
         // Files of these names would be read as shards of the side of SRC again.
-        checkpoint.parts.iter_mut().for_each(|part| part.name_pattern = Some(RankNamePattern::new_series("model")));
+        let patterns = checkpoint.parts.iter_mut().filter_map(|part| part.name_pattern.as_mut());
+        patterns
+            .filter(|pattern| pattern.has_shards())
+            .for_each(|pattern| *pattern = RankNamePattern::new_series("model"));
         joined = Some(chosen.join_shards(checkpoint, &filtered.catalog)?);
         filtered = select::select(&checkpoint.catalog, &NameOptions { allow_unknown_layouts: false, ..filters })?;
     }

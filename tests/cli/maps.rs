@@ -895,6 +895,15 @@ fn shards_of_an_unknown_layout_are_refused_with_the_cause() {
     assert!(shown.stdout.contains("model.embed_tokens.weight"), "{}", shown.stdout);
 }
 
+/// The two sides of the map have the same names.
+#[test]
+fn experts_that_are_transposed_already_are_refused() {
+    let env = TestEnv::new();
+    let options = "--map qwen3-vl-moe:hf5:hf4 --assets none";
+    let refused = env.refuse("consolidate", file("qwen3-vl-moe", "hf4"), "out.safetensors", options);
+    assert!(refused.stderr.contains(".experts.") && refused.stderr.contains("d is "), "{}", refused.stderr);
+}
+
 #[test]
 fn names_of_files_tell_the_convention() {
     let env = TestEnv::new();
