@@ -422,7 +422,7 @@ impl SeriesSet {
 fn mark_shards(catalog: &mut Catalog, folder: &Path) {
     for entry in catalog.tensors.iter_mut().filter(|entry| !entry.is_shared() && entry.unreadable.is_none()) {
         let kind = UnreadableKind::UnknownLayout {
-            what: format!("{}: {} may be a shard, and the files do not record the layout", folder.display(), entry.fqn),
+            what: format!("{}: the tensor may be a shard, and the files do not record its layout", entry.fqn),
             hint: String::from(
                 "name the side of a weight map that has the layout, such as options::map llama:meta:hf, or declare the layout with \
                  options::src_mesh and options::src_placements",
