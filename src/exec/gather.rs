@@ -371,7 +371,11 @@ impl PreparedTile {
     #[must_use]
     pub fn transposed_row(&self) -> Option<u64> {
         let itemsize = self.dtype.itemsize();
-        self.file_sources().find_map(|part| {
+        // Rows that are contiguous in the source are the usual case, and are found without a piece.
+        let has_far_neighbours = |part: &&LocatedPlan| {
+            part.located.first().and_then(|located| located.strides.last()).is_some_and(|stride| *stride != 1)
+        };
+        self.file_sources().filter(has_far_neighbours).find_map(|part| {
             let first = part.pieces(itemsize).visit(0..self.numel, |piece| Err(transposed_row_bytes(&piece)));
             first.err().flatten().map(|bytes| bytes / itemsize)
         })
