@@ -201,6 +201,8 @@ struct Candidate<'m> {
     from: usize,
     to: Option<usize>,
     fit: Fit,
+    /// Whether the map names the `model_type` of the configuration.
+    names_type: bool,
     /// Whether the side is for other values of `model_type` than the configuration has.
     is_for_other_type: bool,
     /// Whether models of the side are published in files with the names of SRC's files.
@@ -239,10 +241,14 @@ impl Candidate<'_> {
     }
 }
 
-/// Returns the candidates that fit best: those for the `model_type` of the configuration, if there are any, and of these the ones
-/// whose rows match most names by more than `**`. If SRC has the file names of some of these, the others do not count. Of candidates that give the same result, the first one stays.
+/// Returns the candidates that fit best. Each of these rules leaves out the candidates that do not follow it, if any does: the map
+/// names the `model_type` of the configuration; the side is for this type; the rows match most names by more than `**`; SRC has the
+/// file names of the side. Of candidates that give the same result, the first one stays.
 fn best<'c, 'm>(candidates: &'c [Candidate<'m>]) -> Vec<&'c Candidate<'m>> {
     let mut fitting: Vec<&Candidate<'_>> = candidates.iter().filter(|candidate| candidate.fits()).collect();
+    if fitting.iter().any(|candidate| candidate.names_type) {
+        fitting.retain(|candidate| candidate.names_type);
+    }
     if fitting.iter().any(|candidate| !candidate.is_for_other_type) {
         fitting.retain(|candidate| !candidate.is_for_other_type);
     }
@@ -505,6 +511,7 @@ impl<'t> MapText<'t> {
                 from,
                 to: to.or((map.sides.len() == 2).then(|| 1 - from)),
                 fit: map.fit(from, names.iter().map(String::as_str), &sizes),
+                names_type: config.model_type().is_some_and(|of_model| map.model_types().contains(&of_model)),
                 is_published: map.sides[from].is_published_in(files),
                 is_for_other_type: config.model_type().is_some_and(|of_model| map.sides[from].is_for_other(of_model)),
             }));
