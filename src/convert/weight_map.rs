@@ -172,7 +172,7 @@ fn check_used(map: &WeightMap, given: &[(String, u64)]) -> Result<()> {
     }
 }
 
-/// What is known of SRC when its map and side are chosen.
+/// The facts about SRC by which its map and side are chosen.
 struct KnownSource<'a> {
     /// The names of the tensors of the model.
     names: &'a [String],
