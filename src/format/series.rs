@@ -465,7 +465,7 @@ impl Series {
 
     /// Returns whether the file names show that the plain tensors of the files are shards.
     fn has_shards(&self) -> bool {
-        self.files[0].0.numbering == Numbering::TensorParallel
+        self.files.first().is_some_and(|(name, _)| name.numbering == Numbering::TensorParallel)
     }
 
     /// Returns the pattern of the file names of the series.
