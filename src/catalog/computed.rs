@@ -7,7 +7,7 @@
 
 use smallvec::SmallVec;
 
-use super::{Catalog, Dtype, Fqn, TensorEntry, TensorId};
+use super::{Catalog, ChunkTable, Dtype, TensorEntry, TensorId};
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
@@ -57,37 +57,43 @@ impl Calculation {
     }
 }
 
-impl Catalog {
-    /// Adds a computed tensor and its file, and returns its entry, which is not in [`Catalog::tensors`]. Messages name the
-    /// file `like`, which must be one of the files of the sources.
-    pub fn add_computed(
-        &mut self,
+impl ComputedTensor {
+    /// Makes a computed tensor and adds its file to `files`. Messages name the file `like`, which must be a file of the tensors from
+    /// which the elements are computed.
+    #[must_use]
+    pub fn new(
         files: &mut Files,
         like: FileId,
-        fqn: Fqn,
         (dtype, shape): (Dtype, Dims),
         calculation: Calculation,
         sources: &[TensorId],
-    ) -> TensorEntry {
-        let len = shape.iter().product::<u64>() * dtype.itemsize();
-        let file = files.add_computed(like, len);
-        self.computed.push(ComputedTensor { file, dtype, shape: shape.clone(), calculation, sources: sources.into() });
-        TensorEntry::whole(fqn, dtype, shape, file, 0)
+    ) -> Self {
+        let file = files.add_computed(like, shape.iter().product::<u64>() * dtype.itemsize());
+        Self { file, dtype, shape, calculation, sources: sources.into() }
     }
 
+    /// Returns the chunks of the tensor: one chunk, which is the whole file.
+    #[must_use]
+    pub fn chunks(&self) -> ChunkTable {
+        TensorEntry::whole("".into(), self.dtype, self.shape.clone(), self.file, 0).chunks
+    }
+}
+
+impl TensorEntry {
+    /// Returns the first file that has elements of the tensor, or `None` if the tensor is empty.
+    #[must_use]
+    pub fn first_file(&self) -> Option<FileId> {
+        (0..self.chunks.len()).find_map(|chunk| self.chunks.location(chunk).file())
+    }
+}
+
+impl Catalog {
     /// Returns the computed tensor of a file, or `None` if the file is stored.
     #[must_use]
     pub fn computed(&self, file: FileId) -> Option<&ComputedTensor> {
         // Files get ascending ids in the order in which they are added.
         let index = self.computed.binary_search_by_key(&file, |computed| computed.file).ok()?;
         Some(&self.computed[index])
-    }
-
-    /// Returns whether quantised weights are decoded.
-    #[must_use]
-    pub fn is_dequantized(&self) -> bool {
-        let decodes = |calculation| matches!(calculation, Calculation::ScaledBlocks { .. } | Calculation::Mxfp4);
-        self.computed.iter().any(|computed| decodes(computed.calculation))
     }
 
     /// Returns tensors and, for those that are computed, the tensors from which they are computed, ascending.

@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 /// the other processes.
 pub fn complete(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.drop_selection();
-    if prepared.source.checkpoint.catalog.is_dequantized() {
-        let note = dequantize::rewrite_config(&mut prepared.carried, &mut prepared.reservation)?;
+    if let Some(dtype) = args.select.map.dequantize {
+        let note = dequantize::rewrite_config(&mut prepared.carried, &mut prepared.reservation, dtype)?;
         prepared.notes.extend(note);
     }
     let checked = check_len(&prepared.reservation)

@@ -219,9 +219,20 @@ impl ConversionSource {
             None => self.random_state(),
         };
         self.compared = args.on_conflict.is_some();
+        let selected: HashSet<TensorId> = undecided.iter().copied().collect();
         for (id, difference) in self.differing(&undecided, args, run)? {
             let entry = self.checkpoint.catalog.tensor(id);
-            match args.on_conflict.unwrap_or(OnConflict::PerRank) {
+            let choice = args.on_conflict.unwrap_or(OnConflict::PerRank);
+            if choice != OnConflict::Rank0 && !selected.contains(&id) {
+                return Err(Error::usage(
+                    format!(
+                        "{}: ranks store different values, and another tensor is computed from this tensor",
+                        entry.fqn
+                    ),
+                    "use options::on_conflict rank0, or resolve the conflict in a conversion before this one",
+                ));
+            }
+            match choice {
                 OnConflict::Rank0 => self.conflicts.rank0.push(entry.fqn.to_string()),
                 OnConflict::Drop => path::edit_leaves(&mut self.selection.catalog.state, &mut |path, leaf| {
                     if !differing_values::holds(leaf, id) {

@@ -20,10 +20,11 @@ use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, DeclaredLayout, RankNamePattern};
 use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{DeviceMesh, LayoutError};
-use crate::maps::{CutRule, CutTensor, Fit, Row, SizeRule, Sizes, WeightMap, families};
+use crate::maps::{CutRule, CutTensor, Fit, Row, Side, SizeRule, Sizes, WeightMap, families};
 use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
+use crate::select::dequantized::Encoding;
 use crate::select::mapped::{self, MapOutcome, MapRequest};
 use crate::select::{self, LeftOut, MatchedNames, NameOptions, Root, Wrappers};
 use crate::storage::{lookup, regular_file};
@@ -64,8 +65,11 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
     let (encodings, note) = dequantized.map(|(found, note)| (found.encodings(), note)).unzip();
     let Some(text) = &args.map else {
         let (details, equal, left_out) = (Vec::new(), Vec::new(), LeftOut::default());
+        let is_mxfp4 = encodings.is_some_and(|encodings| encodings.contains(&Encoding::Mxfp4.name()));
+        let order = "the decoded experts have the dims (outputs, inputs), and transformers has (inputs, outputs): options::map \
+                     gpt-oss:hf gives this order";
         return Ok(Some(AppliedMap {
-            notes: Vec::from_iter(note),
+            notes: note.into_iter().chain(is_mxfp4.then(|| order.to_owned())).collect(),
             details,
             document: None,
             equal,
@@ -108,6 +112,9 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
             .for_each(|pattern| *pattern = RankNamePattern::new_series("model"));
         joined = Some(chosen.join_shards(checkpoint, &filtered.catalog)?);
         filtered = select::select(&checkpoint.catalog, &NameOptions { allow_unknown_layouts: false, ..filters })?;
+    } else if chosen.side().is_published_in(&files) {
+        // A single file may be that of the first rank.
+        chosen.cut_rules(checkpoint, &filtered.catalog)?;
     }
     checkpoint.catalog.state = filtered.catalog.state;
     let sides = chosen.sides;
@@ -281,6 +288,30 @@ impl Chosen {
         }
     }
 
+    /// Returns the placements of the tensors of the checkpoint as the side of SRC declares them. `model` is the catalog of the
+    /// selected tensors.
+    ///
+    /// # Errors
+    /// `Usage` if the shapes do not fit the sizes of the model, as when files of the last ranks are missing.
+    fn cut_rules(&self, checkpoint: &Checkpoint, model: &Catalog) -> Result<Vec<CutRule>> {
+        let tensors: Vec<CutTensor> = mapped::model_tensors(model)
+            .into_iter()
+            .map(|(name, id)| {
+                let entry = checkpoint.catalog.tensor(id);
+                let mut parts: Vec<Vec<u64>> = entry.local_shapes().iter().map(|part| part.sizes.to_vec()).collect();
+                if parts.is_empty() {
+                    // The file of a single rank does not say its rank.
+                    parts.push(entry.shape.to_vec());
+                }
+                CutTensor { name, parts }
+            })
+            .collect();
+        self.map.cut_rules(self.sides[0], &tensors, &self.sizes).map_err(|error| {
+            let hint = error.hint();
+            Error::usage(format!("{}: {error}", checkpoint.root.display()), hint)
+        })
+    }
+
     /// Joins the shards of the checkpoint as the side of SRC declares. `model` is the catalog of the selected tensors. Returns a
     /// note.
     fn join_shards(&self, checkpoint: &mut Checkpoint, model: &Catalog) -> Result<String> {
@@ -292,7 +323,7 @@ impl Chosen {
                 "give a folder with the files of all ranks",
             ));
         }
-        if self.map.sides[self.sides[0]].cut.is_empty() {
+        if self.side().cut.is_empty() {
             return Err(Error::usage(
                 format!(
                     "{}: the tensors may be shards of {ranks} ranks, and the side {side} does not declare how they are cut",
@@ -302,17 +333,7 @@ impl Chosen {
                  options::src_placements",
             ));
         }
-        let tensors: Vec<CutTensor> = mapped::model_tensors(model)
-            .into_iter()
-            .map(|(name, id)| {
-                let parts = checkpoint.catalog.tensor(id).local_shapes();
-                CutTensor { name, parts: parts.iter().map(|part| part.sizes.to_vec()).collect() }
-            })
-            .collect();
-        let rules = self.map.cut_rules(self.sides[0], &tensors, &self.sizes).map_err(|error| {
-            let hint = error.hint();
-            Error::usage(format!("{}: {error}", checkpoint.root.display()), hint)
-        })?;
+        let rules = self.cut_rules(checkpoint, model)?;
         let chosen = rules.iter().filter(|rule| rule.is_chosen);
         let chosen: Vec<String> = chosen.map(|rule| format!("{} is {}", rule.pattern, rule.placement)).collect();
         let rule = |rule: CutRule| Rule {
@@ -334,7 +355,7 @@ impl Chosen {
     fn note_of_other_families(&self, known: &KnownSource<'_>) -> Result<Option<String>> {
         let KnownSource { names, files, config, .. } = *known;
         if config.model_type().is_some()
-            || self.map.sides[self.sides[0]].is_published_in(files)
+            || self.side().is_published_in(files)
             || families().iter().all(|family| family.name != self.map.family)
         {
             return Ok(None);
@@ -355,8 +376,13 @@ impl Chosen {
         }))
     }
 
+    /// Returns the side of SRC.
+    fn side(&self) -> &Side {
+        &self.map.sides[self.sides[0]]
+    }
+
     fn from(&self) -> &str {
-        &self.map.sides[self.sides[0]].name
+        &self.side().name
     }
 
     fn notes(&self, outcome: &MapOutcome) -> Vec<String> {
@@ -467,6 +493,12 @@ impl<'t> MapText<'t> {
             }
         }
         let first = text.split(':').next().unwrap_or(text);
+        if [".toml", ".json"].iter().any(|suffix| first.ends_with(suffix)) {
+            return Err(Error::usage(
+                format!("options::map {text}: {first} is not a file"),
+                "give the path of a map file, or a family; `dtshard maps` lists the families",
+            ));
+        }
         let known: Vec<String> = families().iter().map(|family| family.name.to_owned()).collect();
         Err(Error::usage(
             format!("options::map {text}: expected a map family, a map file or `auto`, found {first}"),
@@ -533,6 +565,9 @@ impl<'t> MapText<'t> {
         let Candidate { map, sizes, .. } = nearest;
         let fits = |side: &usize| map.matches_all(*side, names, sizes).is_some();
         match (0..map.sides.len()).find(fits) {
+            Some(side) if nearest.to == Some(side) => {
+                Err(already_converted(self.text, &format!("{}:{}", map.family, map.sides[side].name)))
+            }
             Some(side) if self.from.is_some() => Err(other_side(self.text, nearest, &map.sides[side].name)),
             _ if nearest.fit.named == 0 => Err(nothing_fits(self.text, names)),
             _ => nearest.chosen(self.text, config),

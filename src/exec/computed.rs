@@ -12,7 +12,7 @@ use std::iter::zip;
 use smallvec::SmallVec;
 
 use super::floats::{
-    BF16, F16, exact, load_f64, single_of_bf16, single_of_exponent, single_of_f8_e4m3fn, single_of_f8_e5m2,
+    BF16, F16, load_f64, single_of_bf16, single_of_exponent, single_of_f8_e4m3fn, single_of_f8_e5m2,
     single_of_f8_e8m0fnu, single_of_f16, store_f32,
 };
 use super::{Input, Locations, PreparedTile, Scratch};
@@ -301,13 +301,19 @@ fn scale_all(dtype: Dtype, floats: &[u8], values: &[f32; 256], scale: f32, targe
     }
 }
 
-/// Adds a number to each element, as PyTorch adds a Python number: f16 and bf16 are added in f32.
+/// Adds a number to each element, as PyTorch adds a Python number on CPU: the number is rounded to the dtype first, and f16 and
+/// bf16 are added in f32.
 fn add(dtype: Dtype, number: f64, elements: &mut [u8]) {
     fn each<const N: usize>(elements: &mut [u8], sum: impl Fn([u8; N]) -> [u8; N]) {
         elements.as_chunks_mut().0.iter_mut().for_each(|element| *element = sum(*element));
     }
     let single = load_f64(number.to_le_bytes()).single;
-    let sum = |bits: u32| (f32::from_bits(exact(bits).single) + f32::from_bits(single)).to_bits();
+    let rounded = match dtype {
+        Dtype::Bf16 => single_of_bf16(BF16.store_16(single).bytes),
+        Dtype::F16 => single_of_f16(F16.store_16(single).bytes),
+        _ => single,
+    };
+    let sum = |bits: u32| (f32::from_bits(bits) + f32::from_bits(rounded)).to_bits();
     match dtype {
         Dtype::Bf16 => each(elements, |element| BF16.store_16(sum(single_of_bf16(element))).bytes),
         Dtype::F16 => each(elements, |element| F16.store_16(sum(single_of_f16(element))).bytes),

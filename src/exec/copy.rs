@@ -381,7 +381,7 @@ impl BlockWriter<'_> {
                     tile.add_short_runs(bytes.start / tile.itemsize(), segment.len() / tile.itemsize(), &mut wanted);
                 }
             }
-            scratch.block.load(self.input.files, wanted)?;
+            scratch.block.load(self.input, wanted)?;
         }
         copies.into_iter().try_for_each(|copies| self.write_copies(copies, buffer, scratch))
     }

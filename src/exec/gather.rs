@@ -358,8 +358,8 @@ impl PreparedTile {
         for part in self.file_sources() {
             let pieces = part.pieces(self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
-                if piece.run_bytes < LONG_RUN_BYTES && !part.computed.contains_key(&piece.overlap) {
-                    wanted.add(source_range(&part.located[piece.overlap], &piece));
+                if piece.run_bytes < LONG_RUN_BYTES {
+                    wanted.add(source_range(&part.located[piece.overlap], &piece), part.computed.get(&piece.overlap));
                 }
                 Ok(())
             });

@@ -6,9 +6,13 @@
 //! of the source block. Invariant: `bytes` contains the bytes of `ranges` in the order of this list and without gaps,
 //! and is at most [`BLOCK_BYTES`] long.
 
-use super::{BLOCK_BYTES, sized_buffer};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::computed::ComputedSource;
+use super::{BLOCK_BYTES, Input, sized_buffer};
 use crate::error::Result;
-use crate::storage::{FileRange, Files};
+use crate::storage::{FileId, FileRange};
 
 /// The largest gap, in bytes, between two ranges that are read by one call. Reading such a gap takes no extra time,
 /// because a disk block is at least this long.
@@ -26,7 +30,7 @@ impl SourceBlock {
     ///
     /// # Errors
     /// Errors of reading.
-    pub fn load(&mut self, files: &Files, wanted: WantedRanges) -> Result<()> {
+    pub fn load(&mut self, input: Input<'_>, wanted: WantedRanges) -> Result<()> {
         self.ranges.clear();
         let mut bytes_left = BLOCK_BYTES;
         let mut fits = |range: &FileRange| {
@@ -34,11 +38,15 @@ impl SourceBlock {
             bytes_left = left.unwrap_or(bytes_left);
             left.is_some()
         };
-        let ranges: Vec<FileRange> = wanted.merged().into_iter().filter(|range| fits(range)).collect();
+        let (ranges, computed) = wanted.merged();
+        let ranges: Vec<FileRange> = ranges.into_iter().filter(|range| fits(range)).collect();
         let mut rest = sized_buffer(&mut self.bytes, as_size(ranges.iter().map(|range| range.len).sum()));
         for range in &ranges {
             let (target, after) = rest.split_at_mut(as_size(range.len));
-            files.open(range.file)?.read_exact_at(target, range.offset)?;
+            match computed.get(&range.file) {
+                Some(computed) => computed.read(input, range.offset, target)?,
+                None => input.files.open(range.file)?.read_exact_at(target, range.offset)?,
+            }
             rest = after;
         }
         self.ranges = ranges;
@@ -76,22 +84,27 @@ impl SourceBlock {
 
 /// The byte ranges of the source that the write blocks of a row group need.
 #[derive(Debug, Default)]
-pub struct WantedRanges(Vec<FileRange>);
+pub struct WantedRanges {
+    ranges: Vec<FileRange>,
+    /// How the bytes of computed files are computed.
+    computed: HashMap<FileId, Arc<ComputedSource>>,
+}
 
 impl WantedRanges {
     /// Adds a range. Nearly all ranges that a write block needs are added in the order of their source bytes and are
     /// merged, so the list stays short.
-    pub fn add(&mut self, next: FileRange) {
-        if !self.0.last_mut().is_some_and(|last| merge(last, &next)) {
-            self.0.push(next);
+    pub fn add(&mut self, next: FileRange, computed: Option<&Arc<ComputedSource>>) {
+        if !self.ranges.last_mut().is_some_and(|last| merge(last, &next)) {
+            self.ranges.push(next);
+            self.computed.extend(computed.map(|computed| (next.file, Arc::clone(computed))));
         }
     }
 
-    /// Returns the ranges in file order. Ranges with a small gap between them are merged.
-    fn merged(mut self) -> Vec<FileRange> {
-        self.0.sort_unstable_by_key(|range| (range.file, range.offset));
-        self.0.dedup_by(|next, last| merge(last, next));
-        self.0
+    /// Returns the ranges in file order, and the computed files. Ranges with a small gap between them are merged.
+    fn merged(mut self) -> (Vec<FileRange>, HashMap<FileId, Arc<ComputedSource>>) {
+        self.ranges.sort_unstable_by_key(|range| (range.file, range.offset));
+        self.ranges.dedup_by(|next, last| merge(last, next));
+        (self.ranges, self.computed)
     }
 }
 
@@ -113,7 +126,8 @@ fn as_size(bytes: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::storage::IoMode;
+    use crate::catalog::{Catalog, StridedLocation, TensorEntry};
+    use crate::storage::{Files, IoMode};
 
     #[test]
     fn wanted_ranges_are_read_once_as_far_as_they_fit() {
@@ -127,8 +141,10 @@ mod tests {
         let mut block = SourceBlock::default();
         let mut wanted = WantedRanges::default();
         let ranges = [range(20_000, 10), range(5, 100), range(50, 200), range(100_000, 2 << 20)];
-        ranges.into_iter().for_each(|range| wanted.add(range));
-        block.load(&files, wanted).unwrap();
+        ranges.into_iter().for_each(|range| wanted.add(range, None));
+        let catalog = Catalog::empty();
+        let resolve = |_: &Files, _: &TensorEntry, _: u32| -> Result<StridedLocation> { unreachable!("no tensor") };
+        block.load(Input { files: &files, catalog: &catalog, resolve: &resolve }, wanted).unwrap();
         assert_eq!(block.ranges, [range(5, 245), range(20_000, 10)]);
         assert_eq!(block.get(range(60, 190)).unwrap(), &content[60..250]);
         assert_eq!(block.get(range(20_001, 9)).unwrap(), &content[20_001..20_010]);

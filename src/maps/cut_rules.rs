@@ -79,8 +79,10 @@ impl WeightMap {
                 };
                 let first = own[index].iter().find(|tensor| !fits(tensor)).unwrap_or(&own[index][0]);
                 let (name, tried) = (first.name.clone(), cut.tried(first));
+                let is_whole = own[index].iter().all(|tensor| tensor.parts.len() == 1);
                 match fitting.len() {
-                    1 => {
+                    // A tensor in one part is the same by all placements.
+                    number if number == 1 || number > 1 && is_whole => {
                         let (placement, known) = fitting.remove(0);
                         placements[index] = Some(placement);
                         sizes = known;

@@ -8,17 +8,19 @@
 //!
 //! Any other quantised weight is refused by name: its values would be wrong without its scales.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::Wrappers;
 use super::rebuild::Rebuild;
 use super::scales::{Quantised, is_small_float};
 use super::split_name::rekey;
 use super::survey::{Leaf, Survey};
-use crate::catalog::{Calculation, Catalog, Dtype, MXFP4_GROUP, TensorEntry, TensorId, Value, checked_len_bytes};
+use crate::catalog::{
+    Calculation, Catalog, ComputedTensor, Dtype, MXFP4_GROUP, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+};
 use crate::error::{Error, Result};
-use crate::layout::Dims;
-use crate::storage::Files;
+use crate::layout::{Dims, Placement};
+use crate::storage::{FileId, Files};
 
 /// The suffix of the name of block scales, after the name of their weight.
 const SCALE_SUFFIX: &str = "_scale_inv";
@@ -85,17 +87,22 @@ pub fn dequantize(
             "leave options::dequantize out",
         ));
     }
-    let mut entries = Vec::with_capacity(weights.len());
-    for weight in &weights {
-        entries.push(weight.decoded(catalog, dtype, block)?);
-    }
     let mut places: HashMap<u32, Option<usize>> = HashMap::new();
+    // Names of one tensor stay names of one tensor.
+    let mut ids: HashMap<TensorId, TensorId> = HashMap::new();
+    let (mut added, mut computed) = (Vec::new(), Vec::new());
     for (index, weight) in weights.iter().enumerate() {
-        let [first, second] = weight.leaves;
-        places.insert(first.node, Some(index));
-        places.insert(second.node, None);
+        places.insert(weight.leaf.node, Some(index));
+        places.extend(weight.scale_leaf.map(|leaf| (leaf.node, None)));
+        if ids.contains_key(&weight.ids[0]) {
+            continue;
+        }
+        let (entry, of_entry) = weight.decoded(catalog, files, dtype, block)?;
+        let id = TensorId(u32::try_from(catalog.tensors.len() + added.len()).expect("fewer than 2^32 tensors"));
+        ids.insert(weight.ids[0], id);
+        added.push(entry);
+        computed.extend(of_entry);
     }
-    let first_id = catalog.tensors.len();
     let mut rebuild = Rebuild::new(&survey);
     for leaf in &survey.leaves {
         let steps = survey.named(*leaf).steps;
@@ -103,23 +110,15 @@ pub fn dequantize(
             None => rebuild.insert(*leaf, survey.value(*leaf).clone(), &steps)?,
             Some(None) => {}
             Some(Some(index)) => {
-                let name = &weights[*index].name;
-                let steps = rekey(&steps, name, &|node| survey.nodes[node as usize].flat);
-                let id = TensorId(u32::try_from(first_id + index).expect("fewer than 2^32 tensors"));
-                rebuild.insert(*leaf, Value::Tensor(id), &steps)?;
+                let weight = &weights[*index];
+                let steps = rekey(&steps, &weight.name, &|node| survey.nodes[node as usize].flat);
+                rebuild.insert(*leaf, Value::Tensor(ids[&weight.ids[0]]), &steps)?;
             }
         }
     }
     let state = rebuild.finish(&|module| Some(module.to_owned()))?;
-    for (weight, (shape, calculation)) in weights.iter().zip(entries) {
-        let like = catalog.tensor(weight.ids[0]).chunks.location(0).file();
-        let name = weight.name.as_str().into();
-        let entry = match like.filter(|_| !shape.contains(&0)) {
-            Some(like) => catalog.add_computed(files, like, name, (dtype, shape), calculation, &weight.ids),
-            None => TensorEntry { fqn: name, dtype, shape, ..catalog.tensor(weight.ids[0]).clone() },
-        };
-        catalog.tensors.push(entry);
-    }
+    catalog.tensors.extend(added);
+    catalog.computed.extend(computed);
     catalog.state = state;
     Ok(found)
 }
@@ -129,8 +128,11 @@ struct QuantisedWeight {
     /// The name after decoding.
     name: String,
     encoding: Encoding,
-    /// The leaves of the elements and of the scales.
-    leaves: [Leaf; 2],
+    /// The leaf of the elements.
+    leaf: Leaf,
+    /// The leaf of the scales, or `None` for another name of a weight.
+    scale_leaf: Option<Leaf>,
+    /// The ids of the elements and of the scales.
     ids: [TensorId; 2],
 }
 
@@ -149,8 +151,9 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
         named.insert(name.clone(), (*leaf, *id));
         names.push(name);
     }
-    let mut found = Vec::new();
-    let mut scales = Vec::new();
+    let mut found: Vec<QuantisedWeight> = Vec::new();
+    let mut scales = HashSet::new();
+    let mut aliases = Vec::new();
     for name in &names {
         let (leaf, id) = named[name];
         let packed = name.strip_suffix(MXFP4_SUFFIXES[0]).filter(|_| catalog.tensor(id).dtype == Dtype::U8);
@@ -158,26 +161,37 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
             Some(decoded) => (Encoding::Mxfp4, decoded, format!("{decoded}{}", MXFP4_SUFFIXES[1])),
             None => (Encoding::ScaledBlocks, name.as_str(), format!("{name}{SCALE_SUFFIX}")),
         };
-        let is_packed = packed.is_some() && named.contains_key(&scale);
-        if !is_packed && !is_small_float(catalog.tensor(id).dtype) {
+        let is_packed = packed.is_some() && is_packed(catalog.tensor(id));
+        if name.strip_suffix(SCALE_SUFFIX).is_some_and(|weight| !named.contains_key(weight)) {
+            return Err(Error::unsupported(
+                format!("{name}: the model has these scales, and not the weight that they belong to"),
+                "save the checkpoint again, or leave the scales out with options::exclude in a conversion before this one",
+            ));
+        }
+        if !is_packed && (!is_small_float(catalog.tensor(id).dtype) || is_scale_name(name, &named)) {
             continue;
         }
-        let Some(&(scale_leaf, scale_id)) = named.get(&scale) else {
+        match named.get(&scale) {
+            Some(&(scale_leaf, scale_id)) => {
+                scales.insert(scale);
+                let (name, ids) = (decoded.to_owned(), [id, scale_id]);
+                found.push(QuantisedWeight { name, encoding, leaf, scale_leaf: Some(scale_leaf), ids });
+            }
+            None => aliases.push((name, scale, leaf, id)),
+        }
+    }
+    for (name, scale, leaf, id) in aliases {
+        let Some(weight) = found.iter().find(|weight| weight.ids[0] == id) else {
             return Err(Error::unsupported(
-                format!("{name}: expected the scales {scale} of this 8-bit tensor, found none"),
+                format!("{name}: expected the scales {scale} of this tensor, found none"),
                 "options::dequantize decodes FP8 with the scales of blocks, and MXFP4; to leave the tensor out, convert SRC with \
                  options::exclude first",
             ));
         };
-        scales.push(scale.clone());
-        found.push(QuantisedWeight {
-            name: decoded.to_owned(),
-            encoding,
-            leaves: [leaf, scale_leaf],
-            ids: [id, scale_id],
-        });
+        let (encoding, ids) = (weight.encoding, weight.ids);
+        found.push(QuantisedWeight { name: name.clone(), encoding, leaf, scale_leaf: None, ids });
     }
-    let is_other = |name: &&String| !scales.contains(name) && quantised.is_scale(name);
+    let is_other = |name: &&String| !scales.contains(name.as_str()) && quantised.is_scale(name);
     match names.iter().find(is_other) {
         None => Ok(found),
         Some(name) => Err(Error::unsupported(
@@ -187,9 +201,54 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
     }
 }
 
+/// Returns whether a tensor has the shape of packed MXFP4 elements.
+fn is_packed(entry: &TensorEntry) -> bool {
+    entry.shape.len() > 1 && entry.shape.last() == Some(&(MXFP4_GROUP / 2))
+}
+
+/// Returns whether a name is that of the scales of a weight that the model has.
+fn is_scale_name(name: &str, named: &HashMap<String, (Leaf, TensorId)>) -> bool {
+    let of_blocks = || Some(format!("{}{}", name.strip_suffix(MXFP4_SUFFIXES[1])?, MXFP4_SUFFIXES[0]));
+    name.strip_suffix(SCALE_SUFFIX).is_some_and(|weight| named.contains_key(weight))
+        || of_blocks().is_some_and(|blocks| named.contains_key(&blocks))
+}
+
 impl QuantisedWeight {
+    /// Returns the entry of the decoded weight, and how it is computed, unless it is empty. The entry has the placements of the
+    /// elements, if they are placements of the decoded weight, too.
+    fn decoded(
+        &self,
+        catalog: &Catalog,
+        files: &mut Files,
+        dtype: Dtype,
+        block: Option<[u64; 2]>,
+    ) -> Result<(TensorEntry, Option<ComputedTensor>)> {
+        let (shape, calculation) = self.calculation(catalog, dtype, block)?;
+        let elements = catalog.tensor(self.ids[0]);
+        let mut entry = TensorEntry::new(self.name.as_str().into(), dtype, shape.clone());
+        // A dim of groups has another size than the dim of their elements.
+        let is_kept = |sharding: &Sharding| {
+            let shared = &sharding.shared;
+            let follows = |placement: &Placement| {
+                placement.sharded_dim().is_none_or(|dim| dim.0 + 1 < shape.len() || self.encoding != Encoding::Mxfp4)
+            };
+            shared.splits.is_empty() && shared.placements.iter().all(follows)
+        };
+        if elements.sharding.as_deref().is_none_or(is_kept) {
+            (entry.class, entry.sharding) = (elements.class, elements.sharding.clone());
+        }
+        let computed = elements
+            .first_file()
+            .map(|like| ComputedTensor::new(files, like, (dtype, shape.clone()), calculation, &self.ids));
+        entry.chunks = match &computed {
+            Some(computed) => computed.chunks(),
+            None => TensorEntry::whole(entry.fqn.clone(), dtype, shape, FileId(0), 0).chunks,
+        };
+        Ok((entry, computed))
+    }
+
     /// Returns the shape of the decoded weight, and the calculation.
-    fn decoded(&self, catalog: &Catalog, dtype: Dtype, block: Option<[u64; 2]>) -> Result<(Dims, Calculation)> {
+    fn calculation(&self, catalog: &Catalog, dtype: Dtype, block: Option<[u64; 2]>) -> Result<(Dims, Calculation)> {
         let [elements, scales] = self.ids.map(|id| catalog.tensor(id));
         if let Some(partial) = [elements, scales].into_iter().find(|entry| entry.partial_values.is_some()) {
             return Err(Error::unsupported(

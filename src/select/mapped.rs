@@ -25,7 +25,7 @@ use crate::maps::{
     Application, AppliedTensor, MapError, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap,
     following_dims, padding, pieces, views,
 };
-use crate::storage::{FileId, Files};
+use crate::storage::Files;
 
 /// The maximum number of chunks of a mapped tensor.
 const MAX_CHUNKS: usize = 1 << 20;
@@ -273,15 +273,13 @@ impl<'a> Mapper<'a> {
             .iter()
             .map(|source| (source.tensor, self.model.parameters[self.source(source.tensor)].2))
             .collect();
+        let row = &self.map.rows[application.row];
+        let number = row.add[self.sides[1]] - row.add[self.sides[0]];
+        let ids = if number == 0.0 { ids } else { self.sums(&ids, number)? };
         let mut counts = RowCounts { sources: application.sources.len(), ..RowCounts::default() };
         for target in &application.targets {
             let name = format!("{prefix}{}", target.tensor.name);
-            let row = &self.map.rows[application.row];
-            let added = row.add[self.sides[1]] - row.add[self.sides[0]];
-            let (mut id, number) = self.tensor(application, target, &name, &ids)?;
-            if added != 0.0 {
-                id = self.with_sum(id, added)?;
-            }
+            let (id, number) = self.tensor(application, target, &name, &ids)?;
             counts.targets += 1;
             counts.pieces += number;
             let steps = rekey(&self.survey.named(first).steps, &name, &|node| self.survey.nodes[node as usize].flat);
@@ -403,9 +401,18 @@ impl<'a> Mapper<'a> {
         ))
     }
 
-    /// Returns the tensor whose elements are those of an added tensor plus a number.
-    fn with_sum(&mut self, id: TensorId, number: f64) -> Result<TensorId> {
-        let entry = &self.added[id.0 as usize - self.catalog.tensors.len()];
+    /// Returns, for each source tensor, the tensor whose elements are those of the source plus a number.
+    fn sums(&mut self, ids: &HashMap<usize, TensorId>, number: f64) -> Result<HashMap<usize, TensorId>> {
+        // In a fixed order: the ids of tensors and files are part of the fingerprint of a run.
+        let ordered: BTreeMap<&usize, &TensorId> = ids.iter().collect();
+        ordered.into_iter().map(|(source, id)| Ok((*source, self.sum(*id, number)?))).collect()
+    }
+
+    fn sum(&mut self, id: TensorId, number: f64) -> Result<TensorId> {
+        let entry = self.catalog.tensor(id);
+        if let Some(why) = &entry.unreadable {
+            return Err(why.error(entry.fqn.as_str()));
+        }
         if !matches!(entry.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16) {
             return Err(Error::unsupported(
                 format!("{}: the map adds {number} to the values, which is not possible in {}", entry.fqn, entry.dtype),
@@ -418,27 +425,20 @@ impl<'a> Mapper<'a> {
                 "reduce the partial values first, in a conversion without options::map",
             ));
         }
-        let like = (0..entry.chunks.len()).find_map(|chunk| entry.chunks.location(chunk).file());
-        let Some(like) = like.filter(|_| !entry.shape.contains(&0)) else { return Ok(id) };
-        let (dtype, shape) = (entry.dtype, entry.shape.clone());
-        let file = self.computed_file(like, (dtype, &shape), Calculation::Add(number), &[id]);
-        let entry = &self.added[id.0 as usize - self.catalog.tensors.len()];
-        let chunks = TensorEntry::whole(entry.fqn.clone(), dtype, shape, file, 0).chunks;
-        let sum = TensorEntry { chunks, stride: None, ..entry.clone() };
-        Ok(self.add(sum))
+        let Some(like) = entry.first_file() else { return Ok(id) };
+        let content = (entry.dtype, entry.shape.clone());
+        let computed = ComputedTensor::new(self.files, like, content, Calculation::Add(number), &[id]);
+        let chunks = computed.chunks();
+        self.computed.push(computed);
+        Ok(self.add(TensorEntry { chunks, stride: None, ..entry.clone() }))
     }
 
-    /// Adds a computed file and returns its id. Messages name the file `like`.
-    fn computed_file(
-        &mut self,
-        like: FileId,
-        (dtype, shape): (Dtype, &Dims),
-        calculation: Calculation,
-        sources: &[TensorId],
-    ) -> FileId {
-        let file = self.files.add_computed(like, shape.iter().product::<u64>() * dtype.itemsize());
-        self.computed.push(ComputedTensor { file, dtype, shape: shape.clone(), calculation, sources: sources.into() });
-        file
+    /// Returns the entry of a tensor of the source, or of a tensor that was added.
+    fn entry(&self, id: TensorId) -> &TensorEntry {
+        let index = id.0 as usize;
+        index
+            .checked_sub(self.catalog.tensors.len())
+            .map_or_else(|| self.catalog.tensor(id), |added| &self.added[added])
     }
 
     fn add(&mut self, entry: TensorEntry) -> TensorId {
@@ -464,7 +464,7 @@ impl<'a> Mapper<'a> {
         let by_name: HashMap<(usize, &NameMatch), usize> =
             application.sources.iter().map(|source| ((source.pattern, &source.at), source.tensor)).collect();
         let shape: Dims = target.tensor.shape.iter().copied().collect();
-        let mut first = self.catalog.tensor(ids[&application.sources[0].tensor]);
+        let mut first = self.entry(ids[&application.sources[0].tensor]);
         let is_empty = shape.contains(&0);
         let mut entry: Option<TensorEntry> =
             is_empty.then(|| TensorEntry::new(name.into(), first.dtype, shape.clone()));
@@ -478,7 +478,7 @@ impl<'a> Mapper<'a> {
                     "correct the row of the map: both sides must have the same axes in each term",
                 ));
             };
-            let source = self.catalog.tensor(ids[source]);
+            let source = self.entry(ids[source]);
             if let Some(why) = &source.unreadable {
                 return Err(why.error(source.fqn.as_str()));
             }
@@ -537,7 +537,7 @@ impl<'a> Mapper<'a> {
         let cell = &self.map.rows[application.row].cells[self.sides[1]];
         let boxes = padding(cell, (target.pattern, &target.at), &application.sizes, &application.rest);
         let boxes = boxes.map_err(|_| self.too_many_pieces(application, entry.fqn.as_str()))?;
-        let Some(like) = (0..entry.chunks.len()).find_map(|chunk| entry.chunks.location(chunk).file()) else {
+        let Some(like) = entry.first_file() else {
             return Err(Error::unsupported(
                 format!("{}: the tensor would consist of padding only ({:?})", entry.fqn, entry.shape.as_slice()),
                 "choose another side of the map",
@@ -546,8 +546,10 @@ impl<'a> Mapper<'a> {
         for padding in boxes {
             let dim = |own: &Progression| Intervals::progression(own.start, own.step, own.count, 1);
             let tile = Tile::new(padding.iter().map(dim));
-            let file = self.computed_file(like, (entry.dtype, &tile.sizes()), Calculation::Zeros, &[]);
-            let location = FileLocation::Bytes { file, offset: 0 };
+            let content = (entry.dtype, tile.sizes());
+            let computed = ComputedTensor::new(self.files, like, content, Calculation::Zeros, &[]);
+            let location = FileLocation::Bytes { file: computed.file, offset: 0 };
+            self.computed.push(computed);
             entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         }
         Ok(())
@@ -563,8 +565,7 @@ impl<'a> Mapper<'a> {
         pattern: usize,
         ids: &HashMap<usize, TensorId>,
     ) {
-        let sources =
-            || application.sources.iter().map(|source| (source.pattern, self.catalog.tensor(ids[&source.tensor])));
+        let sources = || application.sources.iter().map(|source| (source.pattern, self.entry(ids[&source.tensor])));
         let Some((from_pattern, first)) = sources().next() else { return };
         if sources().any(|(_, other)| other.class != first.class || other.sharding != first.sharding) {
             return;

@@ -151,6 +151,72 @@ fn scales_that_do_not_fit_are_refused_by_name() {
     }
 }
 
+/// The first chunk of a tensor may be empty: dim 0 has fewer elements than the mesh has ranks.
+#[test]
+fn quantised_weight_with_an_empty_first_shard_is_decoded() {
+    let env = TestEnv::new();
+    let truth = read_safetensors(&quantized("fp8.bf16.safetensors"));
+    for (name, options) in [
+        ("ranks", "--mesh dp=5 --mesh-ranks 4,3,2,1,0 --placements S(0) --to torch-ranks"),
+        ("hf", "--mesh dp=2,tp=3 --placements R,S(0) --to dcp-hf"),
+    ] {
+        let sharded = env.make("reshard", quantized("fp8").join("model.safetensors"), name, options).path;
+        let options = format!("--dequantize bf16 {} --assets none", config("fp8"));
+        let made = env.make("consolidate", &sharded, &format!("{name}.safetensors"), &options);
+        assert_same(&read_safetensors(&made.path), &truth, name);
+    }
+}
+
+#[test]
+fn decoded_weights_keep_the_placements_of_the_source() {
+    let env = TestEnv::new();
+    let options = "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks";
+    let ranks = env.make("reshard", quantized("fp8").join("model.safetensors"), "ranks", options).path;
+    let made = env.make("reshard", &ranks, "made", &format!("--dequantize bf16 {}", config("fp8"))).path;
+    let shown = succeed("inspect", &[&made], "").stdout;
+    let line = shown.lines().find(|line| line.starts_with("model.layers.0.self_attn.q_proj.weight")).unwrap();
+    assert!(line.contains(" S(0),S(1) "), "{line}");
+    succeed("verify", &[&made, &quantized("fp8.bf16.safetensors")], "");
+}
+
+#[test]
+fn incomplete_pairs_and_other_methods_are_refused() {
+    let env = TestEnv::new();
+    let scale = "model.layers.0.mlp.experts.down_proj_scales";
+    let weight = "model.layers.0.mlp.up_proj.weight";
+    let make = |source: &str, options: &str, name: &str| {
+        env.make("consolidate", quantized(source).join("model.safetensors"), name, options).path
+    };
+    let without_scales = make("mxfp4", &format!("--exclude {scale} --assets none"), "blocks.safetensors");
+    let orphan = make("fp8", &format!("--exclude {weight} --assets none"), "orphan.safetensors");
+    let gptq =
+        env.write("gptq.json", r#"{"quantization_config": {"quant_method": "gptq", "weight_block_size": [4, 6]}}"#);
+    let whole = quantized("fp8").join("model.safetensors");
+    for (source, config, cause) in [
+        (&without_scales, config("mxfp4"), format!("expected the scales {scale} of this tensor")),
+        (&orphan, config("fp8"), format!("{weight}_scale_inv: the model has these scales, and not the weight")),
+        (&whole, format!("--config {}", gptq.display()), String::from("the weights are quantised with gptq")),
+    ] {
+        let refused =
+            env.refuse("consolidate", source, "out.safetensors", &format!("--dequantize bf16 --assets none {config}"));
+        assert!(refused.stderr.contains(&cause), "{}", refused.stderr);
+    }
+}
+
+#[test]
+fn configuration_that_cannot_be_rewritten_is_refused() {
+    let env = TestEnv::new();
+    let source = env.copy("quantized/mxfp4");
+    fs::write(source.join("config.json"), r#"{"limit": Infinity, "quantization_config": {"quant_method": "mxfp4"}}"#)
+        .unwrap();
+    let refused = env.refuse("consolidate", &source, "out", "--dequantize bf16");
+    assert!(refused.stderr.contains("config.json: expected a JSON object"), "{}", refused.stderr);
+    fs::write(source.join("config.json"), r#"{"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}"#)
+        .unwrap();
+    let made = env.make("consolidate", &source, "f32", "--dequantize f32").path;
+    assert_eq!(fs::read_to_string(made.join("config.json")).unwrap(), "{\n  \"dtype\": \"float32\"\n}\n");
+}
+
 #[test]
 fn replicas_of_quantised_weights_are_compared() {
     let env = TestEnv::new();

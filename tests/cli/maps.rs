@@ -622,6 +622,54 @@ fn numbers_are_added_to_norms_as_torch_adds_them() {
     });
 }
 
+/// PyTorch rounds the number to the dtype of the tensor, and then the sum. Padding is zero, whatever is added.
+#[test]
+fn number_is_rounded_before_it_is_added_and_padding_is_not_changed() {
+    let env = TestEnv::new();
+    let map = "family = \"own\"\n[sides]\na = {}\nb = {}\n[sizes]\np = 3\n[[map]]\nrows = [\n\
+               { a = \"model.embed_tokens.weight [v d]\", b = \"w [(v + _p) d]\", add = { b = 3.7 } },\n{ a = \"**\", b = \"**\" }]\n";
+    let path = env.write("own.toml", map);
+    let options = format!("--map {}:a:b --assets none", path.display());
+    let made = env.make("consolidate", file("olmo-core-gemma3", "gemma3"), "made.safetensors", &options).path;
+    let read = |path: &Path, name: &str| -> Vec<u16> {
+        let bytes = fs::read(path).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let data = tensors.tensor(name).unwrap();
+        data.data().as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect()
+    };
+    let single = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+    let round = |value: f32| {
+        let bits = value.to_bits();
+        u16::try_from((bits + 0x7fff + ((bits >> 16) & 1)) >> 16).unwrap()
+    };
+    let before = read(&file("olmo-core-gemma3", "gemma3"), "model.embed_tokens.weight");
+    let after = read(&made, "w");
+    let number = single(round(3.7));
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!(*after, round(single(*before) + number));
+    }
+    assert_eq!(after.len(), before.len() + 3 * 16);
+    assert!(after[before.len()..].iter().all(|bits| *bits == 0));
+}
+
+#[test]
+fn first_of_two_files_of_meta_is_not_taken_for_the_model() {
+    let env = TestEnv::new();
+    let source = env.copy("maps/llama-meta/2-llama2");
+    fs::remove_file(source.join("consolidated.01.pth")).unwrap();
+    let refused = env.refuse("consolidate", &source, "out", "--map llama:hf");
+    assert!(refused.stderr.contains("the shards do not form the tensor"), "{}", refused.stderr);
+}
+
+#[test]
+fn experts_in_the_order_of_another_side_are_refused() {
+    let env = TestEnv::new();
+    let decoded = env.make("consolidate", fixture("maps/gpt-oss/packed"), "decoded", "--dequantize bf16");
+    assert!(decoded.run.stderr.contains("--map gpt-oss:hf gives this order"), "{}", decoded.run.stderr);
+    let refused = env.refuse("consolidate", &decoded.path, "titan", "--map gpt-oss:titan");
+    assert!(refused.stderr.contains("d is 32"), "{}", refused.stderr);
+}
+
 #[test]
 fn padding_of_the_target_is_zeros() {
     let env = TestEnv::new();
