@@ -177,19 +177,19 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
                 let (name, ids) = (decoded.to_owned(), [id, scale_id]);
                 found.push(QuantisedWeight { name, encoding, leaf, scale_leaf: Some(scale_leaf), ids });
             }
-            None => aliases.push((name, scale, leaf, id)),
+            None => aliases.push((decoded, scale, leaf, id)),
         }
     }
-    for (name, scale, leaf, id) in aliases {
+    for (decoded, scale, leaf, id) in aliases {
         let Some(weight) = found.iter().find(|weight| weight.ids[0] == id) else {
             return Err(Error::unsupported(
-                format!("{name}: expected the scales {scale} of this tensor, found none"),
+                format!("{decoded}: expected the scales {scale} of this tensor, found none"),
                 "options::dequantize decodes FP8 with the scales of blocks, and MXFP4; to leave the tensor out, convert SRC with \
                  options::exclude first",
             ));
         };
         let (encoding, ids) = (weight.encoding, weight.ids);
-        found.push(QuantisedWeight { name: name.clone(), encoding, leaf, scale_leaf: None, ids });
+        found.push(QuantisedWeight { name: decoded.to_owned(), encoding, leaf, scale_leaf: None, ids });
     }
     let is_other = |name: &&String| !scales.contains(name.as_str()) && quantised.is_scale(name);
     match names.iter().find(is_other) {
