@@ -177,13 +177,13 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
                 let (name, ids) = (decoded.to_owned(), [id, scale_id]);
                 found.push(QuantisedWeight { name, encoding, leaf, scale_leaf: Some(scale_leaf), ids });
             }
-            None => aliases.push((decoded, scale, leaf, id)),
+            None => aliases.push((name, decoded, scale, leaf, id)),
         }
     }
-    for (decoded, scale, leaf, id) in aliases {
+    for (name, decoded, scale, leaf, id) in aliases {
         let Some(weight) = found.iter().find(|weight| weight.ids[0] == id) else {
             return Err(Error::unsupported(
-                format!("{decoded}: expected the scales {scale} of this tensor, found none"),
+                format!("{name}: expected the scales {scale} of this tensor, found none"),
                 "options::dequantize decodes FP8 with the scales of blocks, and MXFP4; to leave the tensor out, convert SRC with \
                  options::exclude first",
             ));
