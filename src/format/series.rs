@@ -534,6 +534,9 @@ impl Series {
     /// that only missing ranks have. Such a tensor is unlikely if all existing files have the same tensor names, so the
     /// function returns false if these names differ.
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, mut files: Files, options: &ReadOptions) -> bool {
+        if self.has_shards() {
+            return false;
+        }
         let Ok(files) = load(&mut files, ranks, options.unknown()) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, has_missing_ranks: true }];
         if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
