@@ -16,6 +16,7 @@ use std::path::Path;
 use super::fixture;
 use crate::format::{Checkpoint, ReadOptions, layout_file};
 use crate::layout::{DeviceMesh, Pattern, parse_placements};
+use crate::maps::{Sizes, SourceTensor, WeightMap, families, padding, pieces};
 use crate::select::{DtypeRule, Rename};
 
 /// A copy of a checkpoint in which one file, `name`, is replaced.
@@ -127,6 +128,42 @@ fn layout_file_json() {
     let text = r#"{"mesh": {"dp": 2}, "rules": [{"match": "**", "placements": "S(0)"}]}"#;
     fuzz!(vec![text.into()], 5_000, |bytes: &[u8]| {
         let _ = layout_file::parse(Path::new("x.json"), bytes);
+    });
+}
+
+/// Map files are parsed and applied to the tensors of their model, and each target is divided into pieces.
+#[test]
+fn map_file() {
+    let models =
+        [("llama", "hf"), ("phi3", "fused"), ("deepseek-v3", "titan"), ("gpt2", "conv1d"), ("qwen3-moe", "hf")];
+    let corpus = families().iter().filter(|family| models.iter().any(|(name, _)| *name == family.name));
+    let corpus: Vec<Vec<u8>> = corpus.map(|family| family.text.into()).collect();
+    let models = models.map(|(family, side)| {
+        let folder = fixture("maps").join(family);
+        let model =
+            Checkpoint::open(&folder.join(side).with_extension("safetensors"), &ReadOptions::default()).unwrap();
+        let tensors = model.catalog.tensors.iter();
+        let tensors: Vec<SourceTensor> =
+            tensors.map(|entry| SourceTensor { name: entry.fqn.to_string(), shape: entry.shape.to_vec() }).collect();
+        let config: serde_json::Value = serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+        (family, tensors, config)
+    });
+    fuzz!(corpus, 5_000, |bytes: &[u8]| {
+        let Ok(text) = std::str::from_utf8(bytes) else { return };
+        let Ok(map) = WeightMap::parse("x.toml", text) else { return };
+        let own = models.iter().find(|(family, _, _)| *family == map.family).unwrap_or(&models[0]);
+        let Ok(sizes) = Sizes::new(&map.sizes, &[], Some(&own.2)) else { return };
+        for [from, to] in [[0, 1], [1, 0]] {
+            let Ok(mapping) = map.apply([from, to], &own.1, sizes.clone()) else { continue };
+            for application in &mapping.applications {
+                let cells = [from, to].map(|side| &map.rows[application.row].cells[side]);
+                for target in &application.targets {
+                    let target = (target.pattern, &target.at);
+                    let _ = pieces(cells, target, &application.sizes, &application.rest);
+                    let _ = padding(cells[1], target, &application.sizes, &application.rest);
+                }
+            }
+        }
     });
 }
 

@@ -11,7 +11,7 @@ use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
 
 /// The folders of the fixtures, with the family of each.
-const MODELS: [(&str, &str); 18] = [
+const MODELS: [(&str, &str); 20] = [
     ("bloom", "bloom"),
     ("deepseek-v3", "deepseek-v3"),
     ("falcon", "falcon"),
@@ -25,7 +25,9 @@ const MODELS: [(&str, &str); 18] = [
     ("mistral3", "pixtral"),
     ("mixtral", "mixtral"),
     ("olmo-core", "olmo-core"),
+    ("olmo-core-llama", "olmo-core"),
     ("olmo-core-moe", "olmo-core"),
+    ("olmo-core-qwen3", "olmo-core"),
     ("phi3", "phi3"),
     ("pixtral", "pixtral"),
     ("qwen3-moe", "qwen3-moe"),
@@ -67,7 +69,7 @@ fn config(folder: &str) -> String {
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 60);
+    assert_eq!(pairs.len(), 64);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
@@ -384,20 +386,23 @@ fn auto_finds_the_side_of_the_source_or_names_all_that_fit() {
                 let case = format!("{own} {map}, with the type {is_typed}: {}", run.err);
                 let shares_names = match (*folder, side.as_str()) {
                     ("gpt2", "conv1d" | "linear") | ("qwen3-vl-moe", _) => true,
-                    ("llama", "hf") => to.is_empty() || !is_typed,
+                    ("llama", "hf") | ("olmo-core-llama", "llama") | ("olmo-core-qwen3", "qwen3") => {
+                        to.is_empty() || !is_typed
+                    }
                     _ => !is_typed,
                 };
                 match found.as_slice() {
-                    // A side has exactly the names of a side of another family, and no type tells them apart.
-                    [one] if to == *side && !is_typed => assert!(one.ends_with(&format!(":{side}")), "{case}"),
+                    // A side has exactly the names of a side of another family.
+                    [one] if to == *side => assert!(one.ends_with(&format!(":{side}")), "{case}"),
                     // The two sides have the same tensors.
                     [one] if own == "llama:meta" && one == "llama:titan-0.2" => {}
                     [one] => assert_eq!(*one, own, "{case}"),
                     several => {
                         assert!(shares_names && several.len() > 1, "{case}");
-                        // olmo2 has the cells of flex_olmo, and titan-0.2 those of meta; the rows of other families match more names than
+                        // olmo2 has the cells of flex_olmo, llama those of qwen3, and titan-0.2 those of meta; the rows of other families match more names than
                         // those of phi3:split.
-                        let is_hidden = ["llama:meta", "olmo-core:flex_olmo", "phi3:split"].contains(&own.as_str());
+                        let is_hidden = ["llama:meta", "olmo-core:flex_olmo", "olmo-core:qwen3", "phi3:split"]
+                            .contains(&own.as_str());
                         assert!(is_hidden || several.contains(&own), "{case}");
                     }
                 }
