@@ -126,7 +126,7 @@ impl ConversionSource {
             check_reduced(args, &checkpoint, &selection, options.without_gradients)?;
             if let Some(map) = map {
                 map.details.iter().for_each(|line| run.progress.detail(line));
-                weight_map::check_joined(&checkpoint, &map.equal, run)?;
+                weight_map::check_joined(&checkpoint, &map, run)?;
                 selection.notes.splice(0..0, map.notes);
                 applied = map.document;
                 selection.left_out.extend(map.left_out);

@@ -44,6 +44,8 @@ pub struct AppliedMap {
     pub document: Option<Json>,
     /// Groups of tensors of the source whose values must be equal.
     pub equal: Vec<Vec<TensorId>>,
+    /// Pairs of a tensor of the result and another copy of it in the source, which must have equal values.
+    pub copies: Vec<[TensorId; 2]>,
     /// The names that the filters left out before the map.
     pub left_out: LeftOut,
     /// The options that remain for the names after the map.
@@ -73,6 +75,7 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
             details,
             document: None,
             equal,
+            copies: Vec::new(),
             left_out,
             options: options.clone(),
         }));
@@ -132,8 +135,8 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
         root: if options.root == Root::Model { Root::Whole } else { options.root.clone() },
         ..options.clone()
     };
-    let equal = outcome.equal;
-    Ok(Some(AppliedMap { notes, details, document, equal, left_out: filtered.left_out, options: remaining }))
+    let MapOutcome { equal, copies, .. } = outcome;
+    Ok(Some(AppliedMap { notes, details, document, equal, copies, left_out: filtered.left_out, options: remaining }))
 }
 
 /// Refuses options that need a map.
@@ -720,12 +723,22 @@ pub fn not_between_processes(args: &MapOptions) -> Error {
     )
 }
 
-/// Checks that the tensors of which a map makes one tensor, such as the steps of joined parameters, are equal.
+/// Checks that the tensors of which a map makes one tensor, such as the steps of joined parameters, are equal, and that copies are.
 ///
 /// # Errors
 /// `Usage` with the names of two tensors that differ; errors of reading.
-pub fn check_joined(checkpoint: &Checkpoint, equal: &[Vec<TensorId>], run: &Run<'_>) -> Result<()> {
-    for group in equal {
+pub fn check_joined(checkpoint: &Checkpoint, map: &AppliedMap, run: &Run<'_>) -> Result<()> {
+    for pair in &map.copies {
+        let [one, two] = pair.map(|id| checkpoint.catalog.tensor(id));
+        let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
+        if let Some(found) = compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop)? {
+            return Err(Error::usage(
+                format!("{}: {} differs from the first copy: {}", one.fqn, two.fqn, found.detail(&one.shape)),
+                "the copies of SRC must be equal; convert from a checkpoint of another side",
+            ));
+        }
+    }
+    for group in &map.equal {
         let one = checkpoint.catalog.tensor(group[0]);
         for two in group[1..].iter().map(|other| checkpoint.catalog.tensor(*other)) {
             let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));

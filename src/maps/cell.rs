@@ -124,17 +124,6 @@ impl TensorPattern {
         Ok(Self { name, dims })
     }
 
-    /// Returns whether a dim has copies.
-    pub fn has_copies(&self) -> bool {
-        let mut has_copies = false;
-        for dim in &self.dims {
-            if let Dim::Sum(sum) = dim {
-                sum.visit(&mut |factor| has_copies |= matches!(factor, Factor::Copies(_)));
-            }
-        }
-        has_copies
-    }
-
     /// Returns every axis of the dims, with those of padding and copies.
     pub fn all_dim_axes(&self) -> Vec<&Axis> {
         let sums = self.dims.iter().filter_map(|dim| match dim {

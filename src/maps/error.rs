@@ -52,10 +52,6 @@ pub enum MapError {
     #[error("{name}: two rows of {file} make this tensor, in line {} and line {}", lines[0], lines[1])]
     SameName { name: String, file: String, lines: [usize; 2] },
 
-    /// The source has copies, which nothing compares.
-    #[error("{name}: the side {side} stores copies, and dtshard does not check that they are equal")]
-    Copies { name: String, side: String },
-
     /// An earlier row matches the name of a target tensor.
     #[error("{name}: the row in line {} of {file} makes this tensor, but the row in line {} takes its name on the way back", lines[0], lines[1])]
     Shadowed { name: String, file: String, lines: [usize; 2] },
@@ -87,7 +83,6 @@ impl MapError {
             Self::NoRow { name, .. } if is_scale(name) => String::from(
                 "SRC is quantised, and a map moves elements without their scales: decode them with options::dequantize",
             ),
-            Self::Copies { .. } => String::from("convert from another side of the map"),
             Self::Shadowed { .. } => {
                 String::from("put the row with the more specific name first, and rows with `**` last")
             }

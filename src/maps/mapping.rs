@@ -134,9 +134,6 @@ impl WeightMap {
                 }
                 continue;
             }
-            if self.rows[row].cells[from].iter().any(TensorPattern::has_copies) {
-                return Err(MapError::Copies { name: tensor.name.clone(), side: self.sides[from].name.clone() });
-            }
             let carried = self.rows[row].carried([from, to]);
             let mut key = at.clone();
             key.coordinates.retain(|axis, _| carried.contains(axis));

@@ -22,7 +22,7 @@ pub use families::{Family, families};
 pub use file::{Side, SizeRule, WeightMap};
 pub use mapping::{Application, AppliedTensor, Fit, Mapping, SourceTensor};
 pub use names::NameMatch;
-pub use pieces::{Piece, Progression, TooManyPieces, following_dims, padding, pieces};
+pub use pieces::{Piece, Progression, TooManyPieces, copies, following_dims, padding, pieces};
 pub use row::Row;
 pub use sizes::{KnownSize, SizeConflict, SizeOrigin, Sizes};
 pub use views::{ChunkView, views};

@@ -64,7 +64,18 @@ struct Term {
     is_padding: bool,
 }
 
-/// Returns the pieces of one target tensor. `rest` are the sizes of the dims that `...` stands for.
+/// Returns the number of equal copies that the tensors of a cell have of each element, or of the elements that have most.
+#[must_use]
+pub fn copies(cell: &Cell, sizes: &Sizes, rest: &[u64]) -> u64 {
+    let count = |term: &Term| {
+        let sizes = term.copies.keys().map(|axis| sizes.get(axis).unwrap_or(1));
+        sizes.fold(1_u64, u64::saturating_mul)
+    };
+    terms(cell, sizes, rest).iter().map(count).max().unwrap_or(1).max(1)
+}
+
+/// Returns the pieces of one target tensor. `rest` are the sizes of the dims that `...` stands for. If the source has copies of the
+/// elements, `copy` is the number of the copy that the pieces have.
 ///
 /// # Errors
 /// [`TooManyPieces`].
@@ -73,11 +84,12 @@ pub fn pieces(
     (pattern, at): (usize, &NameMatch),
     sizes: &Sizes,
     rest: &[u64],
+    copy: u64,
 ) -> Result<Vec<Piece>, TooManyPieces> {
     let [sources, targets] = [from, to].map(|cell| terms(cell, sizes, rest));
     let mut found = Vec::new();
     for (source, target) in sources.iter().zip(&targets).filter(|(_, target)| target.pattern == pattern) {
-        let pair = TermPair { source, target, from: &from[source.pattern], sizes, rest, at };
+        let pair = TermPair { source, target, from: &from[source.pattern], sizes, rest, at, copy };
         pair.divide(&mut found)?;
     }
     Ok(found)
@@ -96,7 +108,7 @@ pub fn padding(
     let mut found = Vec::new();
     let terms = all_terms(to, sizes, rest);
     for term in terms.iter().filter(|term| term.is_padding && term.pattern == pattern) {
-        TermPair { source: term, target: term, from: &to[pattern], sizes, rest, at }.divide(&mut found)?;
+        TermPair { source: term, target: term, from: &to[pattern], sizes, rest, at, copy: 0 }.divide(&mut found)?;
     }
     Ok(found.into_iter().map(|piece| piece.target).collect())
 }
@@ -225,6 +237,8 @@ struct TermPair<'a> {
     rest: &'a [u64],
     /// The coordinates of the target tensor on the axes of its name.
     at: &'a NameMatch,
+    /// The number of the copy, counted over the axes of copies of the source, the first one fastest.
+    copy: u64,
 }
 
 /// Neighbouring axes of a target dim that are neighbours in the source, too, or are in the names of the source.
@@ -298,6 +312,12 @@ impl TermPair<'_> {
             if let Some((dim, step)) = self.source.axes.get(axis) {
                 start[*dim] += at * step;
             }
+        }
+        let mut copy = self.copy;
+        for (axis, (dim, step)) in &self.source.copies {
+            let count = self.size(axis).max(1);
+            start[*dim] += copy % count * step;
+            copy /= count;
         }
         let mut source = NameMatch { rest: self.at.rest.clone(), ..NameMatch::default() };
         for axis in self.from.name.axes() {

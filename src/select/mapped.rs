@@ -23,9 +23,12 @@ use crate::layout::distinct_tiles::SharedTensor;
 use crate::layout::{Dims, Intervals, Placement, TensorDim, Tile};
 use crate::maps::{
     Application, AppliedTensor, MapError, Mapping, NameMatch, Piece, Progression, Sizes, SourceTensor, WeightMap,
-    following_dims, padding, pieces, views,
+    copies, following_dims, padding, pieces, views,
 };
 use crate::storage::Files;
+
+/// The maximum number of copies of an element in the source.
+const MAX_COPIES: u64 = 1 << 10;
 
 /// The maximum number of chunks of a mapped tensor.
 const MAX_CHUNKS: usize = 1 << 20;
@@ -51,6 +54,8 @@ pub struct MapOutcome {
     pub rows: BTreeMap<usize, RowCounts>,
     /// Groups of tensors of the source that must have equal values, because the result has one tensor for each group.
     pub equal: Vec<Vec<TensorId>>,
+    /// Pairs of a tensor of the result and another copy of it in the source, which must have equal values.
+    pub copies: Vec<[TensorId; 2]>,
     /// The names of the tensors that the target does not have.
     pub dropped: Vec<String>,
     /// The names of optimizer state that was left out because it cannot be mapped.
@@ -81,7 +86,14 @@ pub fn map(catalog: &mut Catalog, files: &mut Files, request: MapRequest<'_>) ->
         Error::usage(error.to_string(), hint)
     })?;
     let dropped = mapping.dropped.iter().map(|(index, _)| tensors[*index].name.clone()).collect();
-    let outcome = MapOutcome { rows: BTreeMap::new(), equal: Vec::new(), dropped, dropped_state: Vec::new(), mapping };
+    let outcome = MapOutcome {
+        rows: BTreeMap::new(),
+        equal: Vec::new(),
+        copies: Vec::new(),
+        dropped,
+        dropped_state: Vec::new(),
+        mapping,
+    };
     let (added, computed) = (Vec::new(), Vec::new());
     let mut mapper =
         Mapper { map, sides, catalog, files, survey: &survey, model, added, computed, outcome, drops_state };
@@ -448,7 +460,8 @@ impl<'a> Mapper<'a> {
     }
 
     /// Returns a target tensor of an application, and the number of its pieces. For each source tensor, `ids` has the tensor of
-    /// the catalog that is mapped: the parameter, or its state.
+    /// the catalog that is mapped: the parameter, or its state. If the source has copies of the elements, the target has the first,
+    /// and the others are added to the tensors that must be equal.
     fn tensor(
         &mut self,
         application: &Application,
@@ -456,8 +469,35 @@ impl<'a> Mapper<'a> {
         name: &str,
         ids: &HashMap<usize, TensorId>,
     ) -> Result<(TensorId, usize)> {
+        let from = &self.map.rows[application.row].cells[self.sides[0]];
+        let copies = copies(from, &application.sizes, &application.rest);
+        if copies > MAX_COPIES {
+            return Err(Error::unsupported(
+                format!("{name}: SRC has {copies} copies of the elements, and dtshard compares at most {MAX_COPIES}"),
+                "correct the sizes of the axes of copies",
+            ));
+        }
+        let (entry, pieces) = self.target_entry(application, target, name, ids, 0)?;
+        let id = self.add(entry);
+        for copy in 1..copies {
+            let (entry, _) = self.target_entry(application, target, name, ids, copy)?;
+            let other = self.add(TensorEntry { fqn: format!("{name} (copy {copy} in SRC)").into(), ..entry });
+            self.outcome.copies.push([id, other]);
+        }
+        Ok((id, pieces))
+    }
+
+    /// Returns the entry of a target tensor, from one of the copies in the source, and the number of its pieces.
+    fn target_entry(
+        &mut self,
+        application: &Application,
+        target: &AppliedTensor<SourceTensor>,
+        name: &str,
+        ids: &HashMap<usize, TensorId>,
+        copy: u64,
+    ) -> Result<(TensorEntry, usize)> {
         let [from, to] = self.sides.map(|side| &self.map.rows[application.row].cells[side]);
-        let found = pieces([from, to], (target.pattern, &target.at), &application.sizes, &application.rest);
+        let found = pieces([from, to], (target.pattern, &target.at), &application.sizes, &application.rest, copy);
         let found = found.map_err(|_| self.too_many_pieces(application, name))?;
         let numel = |piece: &Piece| piece.target.iter().map(|own| own.count).product::<u64>();
         let (given, all) = (found.iter().map(numel).sum::<u64>(), target.tensor.shape.iter().product::<u64>());
@@ -524,7 +564,7 @@ impl<'a> Mapper<'a> {
         if entry.sharding.is_none() {
             self.follow_sharding(&mut entry, application, target.pattern, ids);
         }
-        Ok((self.add(entry), found.len()))
+        Ok((entry, found.len()))
     }
 
     /// Adds chunks of zeros for the padding of a target tensor.

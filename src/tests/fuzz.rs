@@ -159,7 +159,7 @@ fn map_file() {
                 let cells = [from, to].map(|side| &map.rows[application.row].cells[side]);
                 for target in &application.targets {
                     let target = (target.pattern, &target.at);
-                    let _ = pieces(cells, target, &application.sizes, &application.rest);
+                    let _ = pieces(cells, target, &application.sizes, &application.rest, 0);
                     let _ = padding(cells[1], target, &application.sizes, &application.rest);
                 }
             }

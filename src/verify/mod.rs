@@ -107,8 +107,8 @@ impl ComparedNames {
             Some(map) => {
                 map.notes.iter().for_each(|note| run.progress.note(note));
                 map.details.iter().for_each(|line| run.progress.detail(line));
+                weight_map::check_joined(source, &map, run)?;
                 found.map = map.document;
-                weight_map::check_joined(source, &map.equal, run)?;
                 map.options
             }
             None => options,

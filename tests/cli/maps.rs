@@ -675,6 +675,38 @@ fn experts_in_the_order_of_another_side_are_refused() {
     assert!(refused.stderr.contains("d is 32"), "{}", refused.stderr);
 }
 
+/// Megatron stores the key heads of a model once for each of several ranks, if there are more ranks than heads.
+#[test]
+fn copies_are_written_and_compared() {
+    let env = TestEnv::new();
+    let map = "family = \"own\"\n[sides]\nhf = {}\nmany = {}\n[sizes]\nk = 2\nc = 3\n[[map]]\nrows = [\n\
+               { hf = \"model.layers.{l}.self_attn.k_proj.weight [(k r) d]\", many = \"k.{l} [(k =c r) d]\" },\n\
+               { hf = \"**\", many = \"**\" }]\n";
+    let path = env.write("own.toml", map);
+    let [there, back] = ["hf:many", "many:hf"].map(|sides| format!("--map {}:{sides} --assets none", path.display()));
+    let hf = file("llama", "hf");
+    let many = env.make("consolidate", &hf, "many.safetensors", &there).path;
+    let bytes = fs::read(&many).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let copied = tensors.tensor("k.1").unwrap();
+    assert_eq!(copied.shape(), [24, 16]);
+    // Two heads of four rows, each three times.
+    let rows: Vec<&[u8]> = copied.data().chunks(16 * 4).collect();
+    assert_eq!((rows[0], rows[3], rows[12]), (rows[8], rows[7], rows[20]));
+    assert_ne!(rows[0], rows[12]);
+    let sharded = env.make("reshard", &many, "sharded", "--mesh dp=5 --to dcp").path;
+    let made = env.make("consolidate", &sharded, "back.safetensors", &back).path;
+    assert_same(&read_safetensors(&made), &read_safetensors(&hf), "back");
+    let at = rows[20].as_ptr().addr() - bytes.as_ptr().addr();
+    let mut damaged = bytes.clone();
+    damaged[at] ^= 1;
+    let damaged = env.write("damaged.safetensors", damaged);
+    let refused = env.refuse("consolidate", &damaged, "out.safetensors", &back);
+    for word in ["model.layers.1.self_attn.k_proj.weight: ", "(copy 2 in SRC) differs from the first copy", "[4, 0]"] {
+        assert!(refused.stderr.contains(word), "{word}: {}", refused.stderr);
+    }
+}
+
 #[test]
 fn padding_of_the_target_is_zeros() {
     let env = TestEnv::new();
