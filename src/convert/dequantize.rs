@@ -1,5 +1,6 @@
-//! Decodes the quantised weights of an opened source, as [`MapOptions::dequantize`] says: reads the size of blocks from the
-//! model's configuration, and leaves the quantisation out of the configuration of the result.
+//! Decodes the quantised weights of an opened source, as
+//! [`MapOptions::dequantize`](super::options::MapOptions::dequantize) says: reads the size of blocks from the model's configuration,
+//! and leaves the quantisation out of the configuration of the result.
 
 use std::path::Path;
 

@@ -11,7 +11,7 @@ use crate::convert::model_config::Configuration;
 use crate::convert::weight_map::{built_in_maps, file_names, map_named, sizes};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
-use crate::maps::{Fit, Row, WeightMap, families};
+use crate::maps::{Fit, Row, WeightMap, families, is_scale};
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 use crate::select::mapped;
@@ -67,11 +67,12 @@ impl MapListing {
         }
         fits.sort_by_key(|(is_published, (_, _, fit))| (fit.unmatched.len(), Reverse(fit.named), !is_published));
         let fits: Vec<(String, String, Fit)> = fits.into_iter().map(|(_, fit)| fit).collect();
-        let text = if fits.is_empty() {
+        let mut text = if fits.is_empty() {
             format!("no map has names of this checkpoint ({} tensors of the model)\n", names.len())
         } else {
             align(FIT_HEADER, fits.iter().map(fit_row).collect())
         };
+        text += quantised_line(&names);
         let document = json!({ "tensors": names.len(), "fits": fits.iter().map(fit_document).collect::<Vec<_>>() });
         Ok(Self { text, document })
     }
@@ -88,6 +89,7 @@ impl MapListing {
         };
         let fits: Vec<(String, String, Fit)> = map.side_names().into_iter().enumerate().map(fit_of).collect();
         let mut text = align(FIT_HEADER, fits.iter().map(fit_row).collect());
+        text += quantised_line(&names);
         let mut conversions = Vec::new();
         let is_source = |from: &usize| fits[*from].2.unmatched.is_empty() && fits[*from].2.named > 0;
         for from in (0..map.sides.len()).filter(is_source) {
@@ -132,6 +134,15 @@ impl MapListing {
     #[must_use]
     pub fn document(&self) -> &Json {
         &self.document
+    }
+}
+
+/// Returns a line for models with quantised weights, whose names fit a map only after they are decoded.
+fn quantised_line(names: &[String]) -> &'static str {
+    if names.iter().any(|name| is_scale(name)) {
+        "the weights are quantised: after they are decoded, a map without `**` rows may fit\n"
+    } else {
+        ""
     }
 }
 

@@ -122,7 +122,8 @@ impl MapError {
 }
 
 /// Returns whether a name is that of the scales of a quantised weight.
-fn is_scale(name: &str) -> bool {
+#[must_use]
+pub fn is_scale(name: &str) -> bool {
     ["_scale", "_scale_inv", "_scales", "_blocks"].iter().any(|suffix| name.ends_with(suffix))
 }
 

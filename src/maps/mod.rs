@@ -17,7 +17,7 @@ mod sizes;
 mod views;
 
 pub use cut_rules::{CutRule, CutTensor};
-pub use error::MapError;
+pub use error::{MapError, is_scale};
 pub use families::{Family, families};
 pub use file::{Side, SizeRule, WeightMap};
 pub use mapping::{Application, AppliedTensor, Fit, Mapping, SourceTensor};

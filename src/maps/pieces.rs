@@ -462,7 +462,7 @@ mod tests {
                 pattern.name.axes().map(|axis| (axis.clone(), sizes.get(axis).unwrap())).collect();
             for coordinates in assignments(&axes) {
                 let at = NameMatch { coordinates, rest: "".into() };
-                let pieces = pieces([&row.cells[0], &row.cells[1]], (index, &at), sizes, rest).unwrap();
+                let pieces = pieces([&row.cells[0], &row.cells[1]], (index, &at), sizes, rest, 0).unwrap();
                 number += pieces.len();
                 for piece in pieces {
                     let counts: Vec<(Axis, u64)> =

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::common::corrupt::edit_entries;
+use crate::common::corrupt::{dtshard, edit_entries};
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, fixture, in_parallel, read_safetensors, succeed};
 
@@ -100,6 +100,19 @@ fn experts_of_the_hub_become_those_of_torchtitan() {
     let options = "--dequantize bf16 --map auto:titan --mesh dp=3 --to dcp --verify";
     let made = env.make("reshard", &sharded.path, "dcp", options).path;
     succeed("verify", &[&made, &gpt_oss.join("titan.safetensors")], "");
+}
+
+#[test]
+fn list_of_maps_says_that_weights_are_quantised() {
+    for (name, is_quantised) in [("packed", true), ("hf.safetensors", false)] {
+        let listed = dtshard(&[&"maps", &fixture("maps/gpt-oss").join(name)]);
+        assert_eq!(
+            listed.out.contains("the weights are quantised: after they are decoded"),
+            is_quantised,
+            "{}",
+            listed.out
+        );
+    }
 }
 
 #[test]
