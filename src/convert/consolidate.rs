@@ -176,9 +176,10 @@ fn differing_dtype(config: &serde_json::Value, source: &ConversionSource) -> Opt
 /// Returns the files to copy beside the weights (configuration, tokenizer). With `--assets`, they come from that
 /// folder.
 ///
-/// Without `--assets`, the `config.json` of `--config` comes first. Then the source's folder and its parents up to the path that the user named are searched, each after
-/// its `huggingface` subfolder. If several folders have a file, the nearest one provides it. A `config.json` of a
-/// training run is not copied, because loaders would take it for the configuration of the model.
+/// Without `--assets`, the `config.json` of `--config` comes first. Then the source's folder and its parents up to the
+/// path that the user named are searched, each after its `huggingface` subfolder. If several folders have a file, the
+/// nearest one provides it. A `config.json` of a training run is not copied, because loaders would take it for the
+/// configuration of the model.
 fn assets(args: &ConsolidateOptions, map: &MapOptions, checkpoint: &Checkpoint) -> Result<Vec<SidecarFile>> {
     let folders = match &args.assets {
         Assets::None => return Ok(Vec::new()),

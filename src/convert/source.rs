@@ -9,15 +9,14 @@ use super::differing_values::{self, ResolvedConflicts, TargetFiles};
 use super::peers::Peers;
 use super::run::Run;
 use super::source_checks::{self, Replicas};
-use super::source_options::{check_root, check_series, input, read_options};
+use super::source_options::{check_root, check_series, read_options};
 use super::{tied, weight_map};
 use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, state_dict};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
 use crate::exchange::ReductionMethod;
-use crate::exec::Silent;
-use crate::exec::compare::{self, ReplicaDifference};
+use crate::exec::compare::ReplicaDifference;
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::progress::Progress;
@@ -301,9 +300,7 @@ impl ConversionSource {
         if let Some(peers) = &self.peers {
             return peers.difference(checkpoint, pair, run).map_err(|error| peers.name(error));
         }
-        let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
-        let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;
-        Ok(found.map(|difference| difference.detail(&left.1.shape)))
+        source_checks::difference(checkpoint, pair, dtype, run)
     }
 
     fn differing(

@@ -8,10 +8,10 @@ use rayon::prelude::*;
 use super::peers::Peers;
 use super::run::Run;
 use super::source_options::input;
-use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
+use crate::catalog::{Class, Dtype, Fqn, TensorEntry, TensorId};
 use crate::error::{CatalogError, Error, Result};
-use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
+use crate::exec::{Reporter, Silent};
 use crate::format::{Checkpoint, checksum};
 use crate::launch::Part;
 use crate::progress::Task;
@@ -96,6 +96,16 @@ pub fn differing(
         found.extend(difference.map(|difference| (id, difference)));
     }
     Ok(found)
+}
+
+/// Describes the first difference between two tensors after a cast to `dtype`, or returns `None` if they are equal.
+///
+/// # Errors
+/// Errors from reading.
+pub fn difference(checkpoint: &Checkpoint, pair: [TensorId; 2], dtype: Dtype, run: &Run<'_>) -> Result<Option<String>> {
+    let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
+    let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;
+    Ok(found.map(|difference| difference.detail(&left.1.shape)))
 }
 
 /// Hint for a conflict between ranks that the user can resolve by choosing the value of one rank.

@@ -13,10 +13,9 @@ use super::dequantize;
 use super::model_config::Configuration;
 use super::options::MapOptions;
 use super::run::Run;
-use super::source_options::input;
+use super::source_checks;
 use crate::catalog::{Catalog, TensorId};
 use crate::error::{Error, Result};
-use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, DeclaredLayout, RankNamePattern};
 use crate::layout::rules::{PlacementChoice, Rule};
 use crate::layout::{DeviceMesh, LayoutError};
@@ -728,23 +727,24 @@ pub fn not_between_processes(args: &MapOptions) -> Error {
 /// # Errors
 /// `Usage` with the names of two tensors that differ; errors of reading.
 pub fn check_joined(checkpoint: &Checkpoint, map: &AppliedMap, run: &Run<'_>) -> Result<()> {
-    for pair in &map.copies {
+    let difference = |pair: [TensorId; 2]| -> Result<_> {
         let [one, two] = pair.map(|id| checkpoint.catalog.tensor(id));
-        let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
-        if let Some(found) = compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop)? {
+        let found = source_checks::difference(checkpoint, pair, one.dtype, run)?;
+        Ok(found.map(|detail| (&one.fqn, &two.fqn, detail)))
+    };
+    for pair in &map.copies {
+        if let Some((one, two, detail)) = difference(*pair)? {
             return Err(Error::usage(
-                format!("{}: {} differs from the first copy: {}", one.fqn, two.fqn, found.detail(&one.shape)),
+                format!("{one}: {two} differs from the first copy: {detail}"),
                 "the copies of SRC must be equal; convert from a checkpoint of another side",
             ));
         }
     }
     for group in &map.equal {
-        let one = checkpoint.catalog.tensor(group[0]);
-        for two in group[1..].iter().map(|other| checkpoint.catalog.tensor(*other)) {
-            let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
-            if compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop)?.is_some() {
+        for other in &group[1..] {
+            if let Some((one, two, _)) = difference([group[0], *other])? {
                 return Err(Error::usage(
-                    format!("{} and {} differ, and the map joins them", one.fqn, two.fqn),
+                    format!("{one} and {two} differ, and the map joins them"),
                     "leave the optimizer out with options::exclude",
                 ));
             }
