@@ -131,7 +131,7 @@
 // The way of a conversion through the modules. An arrow leads to the next module.
 //
 // program   main -> cli::parse (cli declares the arguments) -> commands::launch_of -> launch (the number of this process in
-//           its run) -> commands::convert (commands::arguments makes options of the arguments; then it opens, plans and
+//           its run) -> commands::convert (cli::arguments makes options of the arguments; then it opens, plans and
 //           executes, and prints through commands::printer)
 //           Most options stay text, such as meshes, placements and name patterns: the step that uses an option parses it.
 //
@@ -193,6 +193,9 @@
 // `--on-conflict per-rank`: each rank keeps its own value (convert::differing_values).
 
 mod checkpoint; // facade: opens and reads checkpoints
+#[cfg(feature = "cli")]
+#[doc(hidden)]
+pub mod cli; // the arguments of the program, and the options they stand for
 mod conversion; // facade: plans and executes conversions
 mod convert; // the steps of a conversion, and its options
 mod describe; // contents and layout of one checkpoint, for `inspect`

@@ -2,14 +2,13 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
-mod cli;
 mod commands;
 
 use std::process::ExitCode;
 
-use cli::normalise_long_options;
 use commands::Printer;
 use dtshard::Error;
+use dtshard::cli::{self, normalise_long_options};
 
 fn main() -> ExitCode {
     #[cfg(feature = "mpi")]

@@ -1,8 +1,10 @@
-//! The command line, as it is declared for clap. The module has only declarations, so that help, man pages and
-//! completions have one source.
+//! The command line as it is declared for clap, and the options of the library that its arguments stand for. Help, man
+//! pages, completions and the keyword arguments of the Python module have this one source.
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts have brackets that are no links")]
 
+mod arguments;
+pub mod labels;
 mod output;
 mod parse;
 mod source;
@@ -19,8 +21,8 @@ pub use source::{DequantizedDtype, MapArgs, OnConflict, SelectArgs, ShapeArgs, S
 pub use values::SplitArg;
 use values::{number, rank};
 
-use dtshard::Format;
-use dtshard::options::Quantity;
+use crate::Format;
+use crate::options::Quantity;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]

@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
 use super::values::{any_format, number};
-use dtshard::Format;
-use dtshard::options::Quantity;
+use crate::Format;
+use crate::options::Quantity;
 
 /// Options of messages. They may stand before or after the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::values::{IoArg, SplitArg, any_format, number, rank};
-use dtshard::Format;
-use dtshard::options::Quantity;
+use crate::Format;
+use crate::options::Quantity;
 
 /// The options of the source.
 #[derive(Args, Debug)]

@@ -3,9 +3,9 @@
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
-use dtshard::Format;
-use dtshard::options::IoMode;
-use dtshard::options::Split;
+use crate::Format;
+use crate::options::IoMode;
+use crate::options::Split;
 
 /// Returns a parser that accepts the name of any format. The help of the option lists only the formats in `shown`. If
 /// the user gives another format, the verb itself reports the error, and explains why it does not write this format.

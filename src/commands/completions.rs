@@ -4,8 +4,8 @@ use serde_json::json;
 
 use super::Status;
 use super::printer::Printer;
-use crate::cli::{self, Completions};
 use dtshard::Result;
+use dtshard::cli::{self, Completions};
 
 /// Prints the completions.
 ///

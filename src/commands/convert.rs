@@ -4,8 +4,8 @@
 use std::mem;
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, labels, signals_and_limits};
-use crate::cli::ConvertArgs;
+use super::{Printer, Status, signals_and_limits};
+use dtshard::cli::{ConvertArgs, labels};
 use dtshard::options::{Launch, Target};
 use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setup};
 

@@ -2,9 +2,8 @@
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, signals_and_limits};
-use crate::cli::Inspect;
-use dtshard::options::{Contents, InspectOptions};
-use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
+use dtshard::cli::Inspect;
+use dtshard::{Checkpoint, Error, Result, Setup};
 
 /// Maximum width of a drawing, in columns.
 const COLUMNS: usize = 100;
@@ -20,16 +19,8 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
             "leave one of them out; the JSON document lists the chunks that --draw draws",
         ));
     }
-    let options = OpenOptions {
-        source: args.source.options(),
-        contents: Contents::State,
-        like: args.shapes.like.clone(),
-        incomplete: true,
-        raw_flat: !args.layout,
-        setup: Setup { stop: signals_and_limits::prepare()?, ..Setup::default() },
-        ..OpenOptions::default()
-    };
-    let mut checkpoint = Checkpoint::open_with(&args.src, &options, TerminalProgress::new(printer))?;
+    let setup = Setup { stop: signals_and_limits::prepare()?, ..Setup::default() };
+    let mut checkpoint = Checkpoint::open_with(&args.src, &args.open_options(setup), TerminalProgress::new(printer))?;
     checkpoint.map(&args.map.options())?;
     checkpoint.conflicts().iter().for_each(|conflict| printer.warning(&conflict.to_string()));
     if args.layout {
@@ -38,8 +29,8 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         printer.document(&document)?;
         return Ok(Status::Done);
     }
-    let shown = InspectOptions { brief: args.brief, tensor: args.tensor.clone(), digest: args.digest };
-    let inspection = checkpoint.inspect(&shown)?;
+    let options = args.options();
+    let inspection = checkpoint.inspect(&options)?;
     if printer.json() {
         printer.document(&inspection.to_json())?;
     } else if args.tensor.is_empty() {

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::Status;
 use super::printer::Printer;
-use crate::cli::{self, DESCRIPTION, Man};
+use dtshard::cli::{self, DESCRIPTION, Man};
 use dtshard::{Error, Result};
 
 /// Writes the man pages to a folder.

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, signals_and_limits};
-use crate::cli::Maps;
+use dtshard::cli::Maps;
 use dtshard::options::Contents;
 use dtshard::{Checkpoint, MapListing, OpenOptions, Result, Setup, is_map_file, map_file};
 

@@ -1,12 +1,10 @@
 //! Verbs. Each verb has a file, which turns the arguments of the verb into options of the library, makes one call, and
 //! prints the report. This file chooses the verb.
 
-mod arguments;
 mod bar;
 mod completions;
 mod convert;
 mod inspect;
-mod labels;
 mod man;
 mod maps;
 mod printer;
@@ -19,7 +17,7 @@ use std::ffi::OsString;
 
 pub use printer::Printer;
 
-use crate::cli::{Cli, Command};
+use dtshard::cli::{Cli, Command};
 use dtshard::options::{Launch, launch, process_environment};
 use dtshard::{Error, Result};
 

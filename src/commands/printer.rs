@@ -15,8 +15,8 @@ use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
 use super::bar::without_bar;
-use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::Span;
+use dtshard::cli::{ProgressChoice, TalkArgs};
 use dtshard::error::UsageError;
 use dtshard::options::{Launch, Part};
 use dtshard::text::{escape_invisible, escape_invisible_json, spell_options};

@@ -15,7 +15,7 @@ use signal_hook::consts::SIGINT;
 use super::bar::{BAR, lock};
 use super::printer::Printer;
 use super::terminal::Terminal;
-use crate::cli::ProgressChoice;
+use dtshard::cli::ProgressChoice;
 
 use dtshard::text::{human_bytes, human_rate};
 use dtshard::{Level, Phase, Progress};
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn line_has_percentage_rate_and_remaining_time() {
-        let printer = Printer::new(crate::cli::TalkArgs::default());
+        let printer = Printer::new(dtshard::cli::TalkArgs::default());
         let (flow, is_over, ended) = (Flow::default(), Mutex::default(), Condvar::default());
         let display = Display::Lines { always: true };
         let shown = Shown { verb: "writing", total: 2000 * MB, display, printer, flow, is_over, ended };

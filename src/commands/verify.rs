@@ -2,7 +2,7 @@
 
 use super::progress::TerminalProgress;
 use super::{Printer, Status, signals_and_limits};
-use crate::cli::Verify;
+use dtshard::cli::Verify;
 use dtshard::{Result, Setup, verify};
 
 /// Verifies SRC, or compares it with OTHER.

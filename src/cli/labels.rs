@@ -6,7 +6,7 @@ use std::ffi::{OsStr, OsString};
 
 use clap::parser::ValueSource;
 
-use crate::cli::{self, normalise_long_options};
+use super::{self as cli, normalise_long_options};
 
 /// The names of options that do not change the result. A resumed run may use other values for them.
 const WITHOUT_EFFECT_ON_RESULT: [&str; 23] = [

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use crate::cli::{self, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs, SourceArgs};
-use dtshard::options::{
-    Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, MapOptions,
-    OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
-    Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
+use super::{self as cli, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs, SourceArgs};
+use crate::options::{
+    Assets, Backend, CheckOptions, ConsolidateOptions, Contents, ExchangeOptions, FlatOptions, FlattenOptions,
+    InspectOptions, MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions,
+    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
 };
-use dtshard::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
+use crate::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
 impl SourceArgs {
     pub fn options(&self) -> SourceOptions {
@@ -222,6 +222,25 @@ impl cli::Consolidate {
         };
         let shards = self.shards.options();
         Target::Model(ConsolidateOptions { everything: self.everything, assets, shards })
+    }
+}
+
+impl cli::Inspect {
+    /// Returns the options for opening the checkpoint. A checkpoint with missing files can be inspected, too.
+    pub fn open_options(&self, setup: Setup) -> OpenOptions {
+        OpenOptions {
+            source: self.source.options(),
+            contents: Contents::State,
+            like: self.shapes.like.clone(),
+            incomplete: true,
+            raw_flat: !self.layout,
+            setup,
+            ..OpenOptions::default()
+        }
+    }
+
+    pub fn options(&self) -> InspectOptions {
+        InspectOptions { brief: self.brief, tensor: self.tensor.clone(), digest: self.digest }
     }
 }
 
