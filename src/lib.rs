@@ -229,7 +229,7 @@ interior! { launch comm metadata_mirror exchange gpu }
 interior! { document fault json_text name_list nearest quantity threads }
 
 pub use catalog::Dtype;
-pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};
+pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo, TensorPart, TensorRead};
 #[cfg(feature = "mpi")]
 pub use comm::mpi::Finalize as MpiFinalize;
 pub use conversion::{Conversion, Plan};

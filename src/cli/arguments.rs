@@ -2,13 +2,27 @@
 
 use std::path::PathBuf;
 
-use super::{self as cli, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs, SourceArgs};
+use super::{self as cli, Command, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs, SourceArgs};
 use crate::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, Contents, ExchangeOptions, FlatOptions, FlattenOptions,
     InspectOptions, MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions,
     SourceOptions, SourceVisibility, Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
 };
 use crate::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
+
+impl Command {
+    /// Returns the target and the arguments of a verb that converts, or `None` for another verb.
+    #[must_use]
+    pub fn conversion(&self) -> Option<(Target, &ConvertArgs)> {
+        match self {
+            Self::Reshard(args) => Some((args.target(), &args.convert)),
+            Self::Unshard(args) => Some((args.target(), &args.convert)),
+            Self::Flatten(args) => Some((args.target(), &args.convert)),
+            Self::Consolidate(args) => Some((args.target(), &args.convert)),
+            Self::Inspect(_) | Self::Verify(_) | Self::Maps(_) | Self::Completions(_) | Self::Man(_) => None,
+        }
+    }
+}
 
 impl SourceArgs {
     pub fn options(&self) -> SourceOptions {

@@ -50,14 +50,14 @@ mod write;
 
 pub use complete_plan::complete;
 pub use execute::{execute, preview};
-pub use optimizer_names::name_for_comparison;
+pub use optimizer_names::{name_for_comparison, name_optimizers};
 pub use options::InspectOptions;
 pub use peers::Peers;
 pub use prepared::Prepared;
 pub use report::{Outcome, Preview, Report};
 pub use reshard::{PlacementResolver, row_specs, shared_mesh};
 pub use run::{Engine, Run, Setup};
-pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, open};
+pub use source::{ConversionSource, Defaults, ReadRequest, maybe_on_other_nodes, open, select_options};
 pub use source_options::check_flat;
 pub use source_options::input;
 

@@ -136,13 +136,23 @@ pub fn name_for_comparison(source: &mut Catalog, other: &mut Catalog) {
     }
 }
 
+/// Replaces the parameter ids (numbers) that are keys in optimizers by parameter names, where the catalog has the names.
+pub fn name_optimizers(catalog: &mut Catalog) {
+    name_by(catalog, |_, _| None);
+}
+
 fn name_like(catalog: &mut Catalog, named: &Catalog) {
+    name_by(catalog, |catalog, optimizer| parameter_names_like(catalog, optimizer, named));
+}
+
+/// Replaces parameter ids by names. `others` returns the names of the parameters of an optimizer that the catalog does not have.
+fn name_by(catalog: &mut Catalog, others: impl Fn(&Catalog, &Path) -> Option<Vec<Fqn>>) {
     let numbered = numbered_optimizers(&catalog.state);
     if numbered.is_empty() {
         return;
     }
     for optimizer in numbered {
-        let names = parameter_names(catalog, &optimizer).or_else(|| parameter_names_like(catalog, &optimizer, named));
+        let names = parameter_names(catalog, &optimizer).or_else(|| others(catalog, &optimizer));
         if let Some(names) = names {
             set_parameter_names(&mut catalog.state, &optimizer, &names);
         }

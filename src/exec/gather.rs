@@ -381,6 +381,23 @@ impl PreparedTile {
         })
     }
 
+    /// Returns the file and the offset in bytes at which one run holds all elements of the tile, in row-major order. Returns
+    /// `None` if the elements are in several runs, or are computed, reduced or cast.
+    #[must_use]
+    pub fn single_run(&self) -> Option<(FileId, u64)> {
+        let [PartialSource::Files(part)] = &self.sources[..] else { return None };
+        if self.cast.is_some() || !part.computed.is_empty() {
+            return None;
+        }
+        let bytes = self.numel * self.dtype.itemsize();
+        let run = part.pieces(self.dtype.itemsize()).visit(0..self.numel, |piece| {
+            let located = &part.located[piece.overlap];
+            let is_whole = piece.levels.is_empty() && piece.run_bytes == bytes;
+            Err(is_whole.then_some((located.file, located.offset + piece.source)))
+        });
+        run.err().flatten()
+    }
+
     /// Returns the heap memory of the tile, in bytes.
     #[must_use]
     pub fn heap_bytes(&self) -> u64 {

@@ -1,11 +1,14 @@
 //! An open checkpoint: the names, shapes and chunk positions of the tensors, and the files that store the tensors.
 //! Offsets and sizes of boxes count elements; lengths of buffers are in bytes.
 
+mod read;
+mod select;
+
+pub use read::{TensorPart, TensorRead};
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-
-use rayon::prelude::*;
 
 use crate::catalog::{Dtype, TensorEntry, TensorId, path, state_dict};
 use crate::convert::options::{
@@ -176,22 +179,6 @@ impl Checkpoint {
         })
     }
 
-    /// Converts the names, shapes and chunks of the checkpoint to another convention, by the weight map of the options. The
-    /// tensors can then be inspected and read under their new names. Does nothing if the options name no map.
-    ///
-    /// # Errors
-    /// `Usage` for a map that does not exist or does not fit the checkpoint.
-    pub fn map(&mut self, options: &MapOptions) -> Result<()> {
-        let names = NameOptions { wrappers: Wrappers::Cut, ..NameOptions::default() };
-        if let Some(map) = convert::weight_map::apply(&mut self.inner, options, &names)? {
-            map.notes.iter().for_each(|note| self.progress.note(note));
-            map.details.iter().for_each(|line| self.progress.detail(line));
-            self.by_name = OnceLock::new();
-            self.applied_map = map.document;
-        }
-        Ok(())
-    }
-
     /// Lists the weight maps that have names of the checkpoint, the best fit first.
     ///
     /// # Errors
@@ -261,67 +248,6 @@ impl Checkpoint {
         self.by_name.get_or_init(names).get(name).copied()
     }
 
-    /// Reads a complete tensor into `buffer`: its elements in row-major order, in little-endian byte order.
-    ///
-    /// # Errors
-    /// `Usage` if no tensor has this name, or if the length of `buffer` is not the number of bytes of the tensor;
-    /// `Unsupported` if the layout or the type of the tensor is unknown; `Io` and `Malformed` from reading files.
-    pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
-        let info = self.tensor(name).ok_or_else(|| self.unknown(name))?;
-        let shape = info.shape().to_vec();
-        self.read_box(name, &vec![0; shape.len()], &shape, buffer)
-    }
-
-    /// Reads one box of a tensor into `buffer`. Does not read tensor data outside the box. The box begins at `offsets`
-    /// and has the given `sizes`. The elements are in row-major order, in little-endian byte order. Partial values are
-    /// reduced.
-    ///
-    /// # Errors
-    /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if the length of `buffer` is not
-    /// the number of bytes of the box; `Unsupported` if the layout or the type of the tensor is unknown; `Io` and `Malformed` from
-    /// reading files.
-    pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
-        /// The maximum number of bytes that one thread reads at a time.
-        const BLOCK_BYTES: usize = 4 << 20;
-        let id = self.find(name).ok_or_else(|| self.unknown(name))?;
-        let entry = self.inner.catalog.tensor(id);
-        if let Some(why) = &entry.unreadable {
-            return Err(why.error(name));
-        }
-        let has_dims = [offsets.len(), sizes.len()] == [entry.shape.len(); 2];
-        let region = has_dims.then(|| Region::new(offsets, sizes)).filter(|region| region.fits(&entry.shape));
-        let Some(region) = region else {
-            return Err(Error::usage(
-                format!(
-                    "{name}: a box at {offsets:?} of sizes {sizes:?} does not fit shape {:?}",
-                    entry.shape.as_slice()
-                ),
-                "give an offset and a size for each dimension, within the shape",
-            ));
-        };
-        let itemsize = entry.dtype.itemsize();
-        let expected = region.numel() * itemsize;
-        if buffer.len() as u64 != expected {
-            return Err(Error::usage(
-                format!("{name}: the box has {expected} bytes, the buffer {}", buffer.len()),
-                "give a buffer of the length of the box",
-            ));
-        }
-        if buffer.is_empty() {
-            return Ok(());
-        }
-        let (input, source) = (convert::input(&self.inner), SourceTensor::new(entry)?);
-        let prepared = PreparedTile::new(input, &source, &Tile::from_region(&region), &mut Locations::default())?;
-        let elements = BLOCK_BYTES / usize::try_from(itemsize).expect("a few bytes");
-        let block_bytes = elements * usize::try_from(itemsize).expect("a few bytes");
-        self.engine.workers.install(|| {
-            let blocks = buffer.par_chunks_mut(block_bytes).enumerate();
-            blocks.try_for_each_init(Scratch::default, |scratch, (index, block)| {
-                prepared.read(input, (index * elements) as u64, block, scratch)
-            })
-        })
-    }
-
     /// Returns a copy of this checkpoint, with the same files, that does not exchange bytes with other processes.
     pub(crate) fn clone_alone(&self) -> Self {
         Self {
@@ -333,12 +259,6 @@ impl Checkpoint {
             by_name: OnceLock::new(),
             applied_map: self.applied_map.clone(),
         }
-    }
-
-    fn unknown(&self, name: &str) -> Error {
-        let names: Vec<String> =
-            state_dict::all_tensors(&self.inner.catalog.state).into_iter().map(|(name, _)| name.to_string()).collect();
-        Error::usage(format!("{name}: no tensor has this name"), crate::nearest::name_hint(name, &names))
     }
 
     /// Describes the checkpoint: a summary, tables, drawings and a JSON document.
@@ -435,22 +355,18 @@ impl TensorInfo<'_> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())
     }
 
+    /// Returns the boxes of the stored chunks, including replicas: for each box the offsets and the sizes, in elements. A chunk
+    /// with gaps (of `_StridedShard`) is several boxes.
+    #[must_use]
+    pub fn boxes(&self) -> Vec<(Vec<u64>, Vec<u64>)> {
+        let chunks = self.entry.chunks.iter();
+        let boxes = chunks.flat_map(|chunk| chunk.tile.regions().map(|(region, _)| region).collect::<Vec<_>>());
+        boxes.map(|region| (region.offsets.to_vec(), region.sizes.to_vec())).collect()
+    }
+
     /// Returns the number of stored chunks, including replicas.
     #[must_use]
     pub fn chunks(&self) -> usize {
         self.entry.chunks.len()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reading_a_tensor_of_an_unsupported_type_is_an_error_that_names_the_type() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/trainers/not_dense/quantized.pt");
-        let checkpoint = Checkpoint::open(path).unwrap();
-        let error = checkpoint.read("quantized", &mut []).unwrap_err().to_string();
-        assert!(error.contains("cannot read `") && error.contains("quantized"), "{error}");
     }
 }

@@ -1,0 +1,68 @@
+"""Read, load, convert and verify sharded PyTorch checkpoints.
+
+>>> import dtshard
+>>> checkpoint = dtshard.open("tests/fixtures/fsdp4/dcp")
+>>> checkpoint["model.embed.weight"]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from . import _dtshard
+from ._checkpoint import Checkpoint, Progress, Tensor
+from ._dtshard import __version__
+from ._error import Error
+
+if TYPE_CHECKING:
+    from ._load import Loaded
+
+__all__ = ["Checkpoint", "Error", "Progress", "Tensor", "__version__", "convert", "inspect", "load_into", "open", "verify"]
+
+_Path = str | os.PathLike[str]
+
+
+def open(path: _Path, **options: Any) -> Checkpoint:
+    """Open a checkpoint of any format. Only its metadata is read.
+
+    ``options`` are those of ``dtshard verify``, with underscores: ``from_="dcp"``, ``include=["**.weight"]``,
+    ``map="llama:hf"``, ``src_placements={"**": "S(0)"}``, ``threads=4`` and others.
+    """
+    return Checkpoint(_dtshard.open(path, options, False))
+
+
+def load_into(
+    state_dict: MutableMapping[str, Any],
+    path: _Path,
+    *,
+    strict: bool = True,
+    rank: int | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Loaded:
+    from ._load import load_into
+
+    return load_into(state_dict, path, strict=strict, rank=rank, progress=progress, **options)
+
+
+def convert(verb: str, *paths: _Path, progress: Progress | None = None, **options: Any) -> dict[str, Any]:
+    """Convert a checkpoint: ``convert("reshard", src, dst, mesh="fsdp=8", placements={"**.wq.weight": "S(0)"})``.
+
+    ``verb`` is ``reshard``, ``unshard``, ``flatten`` or ``consolidate``; ``options`` are those of the command, with
+    underscores. The destination appears complete or not at all. One process converts the whole checkpoint, also under
+    torchrun: call it on one rank, or give each rank its ``part`` of ``parts``. Returns what the command prints with
+    ``--json``.
+    """
+    return _dtshard.convert(verb, paths, options, progress)
+
+
+def verify(src: _Path, other: _Path | None = None, *, progress: Progress | None = None, **options: Any) -> dict[str, Any]:
+    """Check that a checkpoint is sound, or that two hold the same values. Returns what ``verify --json`` prints."""
+    return _dtshard.verify((src,) if other is None else (src, other), options, progress)
+
+
+def inspect(path: _Path, **options: Any) -> dict[str, Any]:
+    """Describe a checkpoint: layout, chunks, series. Returns what ``inspect --json`` prints."""
+    return _dtshard.inspect(path, options)

@@ -1,0 +1,163 @@
+//! An open checkpoint for Python: its list of tensors, and reads into buffers of Python objects.
+
+use std::path::PathBuf;
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::call::Call;
+use crate::error;
+use dtshard::cli::Verify;
+use dtshard::options::{Contents, InspectOptions, IoMode};
+use dtshard::{OpenOptions, Setup, Stop, TensorPart, TensorRead};
+
+/// Which part of a tensor is read: `None`, `(offsets, sizes)` or `(mesh, coordinate, placements)`.
+#[derive(Clone, FromPyObject)]
+enum Part {
+    Shard(Vec<u64>, Vec<u64>, String),
+    Box(Vec<u64>, Vec<u64>),
+}
+
+/// The name, dtype, torch's name of the dtype, shape, placements, mesh and number of chunks of a tensor.
+type TensorRow = (String, &'static str, &'static str, Vec<u64>, Option<String>, Option<String>, usize);
+
+/// A run of bytes of a file: the path, and the offset in bytes.
+type Run = (PathBuf, u64);
+
+/// An open checkpoint.
+#[pyclass(frozen, module = "dtshard._dtshard")]
+pub struct Checkpoint {
+    inner: dtshard::Checkpoint,
+    stop: Stop,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint with the options of `verify`. With `names_optimizers`, the state of optimizers has parameter names as
+    /// keys, where they are known.
+    ///
+    /// # Errors
+    /// `dtshard.Error`.
+    pub fn open(py: Python<'_>, args: &Verify, names_optimizers: bool) -> PyResult<Self> {
+        let call = Call::new(None);
+        let inner = call.run(py, || {
+            let options = args.options();
+            let mut source = options.source;
+            // If another process truncates a file that is mapped, the operating system ends this process.
+            source.io = source.io.or(Some(IoMode::Read));
+            let opening = OpenOptions {
+                source,
+                contents: Contents::State,
+                like: options.like,
+                raw_flat: true,
+                keep_names: options.select.keep_names,
+                setup: Setup { stop: call.stop(), ..Setup::default() },
+                ..OpenOptions::default()
+            };
+            let mut checkpoint = dtshard::Checkpoint::open_with(&options.src, &opening, call.progress())?;
+            if names_optimizers {
+                checkpoint.name_optimizer_state();
+            }
+            checkpoint.select(&options.select)?;
+            Ok(checkpoint)
+        })?;
+        Ok(Self { inner, stop: call.stop() })
+    }
+}
+
+#[pymethods]
+impl Checkpoint {
+    #[getter]
+    fn format(&self) -> String {
+        self.inner.format().to_string()
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.inner.path().to_path_buf()
+    }
+
+    #[getter]
+    fn series(&self) -> Vec<String> {
+        self.inner.series().to_vec()
+    }
+
+    fn tensors(&self, py: Python<'_>) -> Vec<TensorRow> {
+        py.detach(|| {
+            let row = |tensor: dtshard::TensorInfo<'_>| {
+                let (name, dtype) = (tensor.name().to_owned(), tensor.dtype());
+                (name, dtype.name(), dtype.torch_name(), tensor.shape().to_vec(), tensor.placements(), tensor.mesh(), tensor.chunks())
+            };
+            self.inner.tensors().map(row).collect()
+        })
+    }
+
+    fn boxes(&self, name: &str) -> Vec<(Vec<u64>, Vec<u64>)> {
+        self.inner.tensor(name).map(|tensor| tensor.boxes()).unwrap_or_default()
+    }
+
+    fn objects<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
+        let objects = self.inner.pickled_objects(rank).map_err(|failed| error::exception(py, &failed))?;
+        Ok(objects.into_iter().map(|(path, pickle)| (path, PyBytes::new(py, &pickle))).collect())
+    }
+
+    fn stored_run(&self, py: Python<'_>, name: &str, part: Option<Part>) -> PyResult<Option<Run>> {
+        self.inner.stored_run(name, &tensor_part(part.as_ref())).map_err(|failed| error::exception(py, &failed))
+    }
+
+    /// Reads parts of tensors, each into a contiguous, writable buffer of bytes.
+    fn read(
+        &self,
+        py: Python<'_>,
+        parts: Vec<(String, Option<Part>, u64, PyBuffer<u8>)>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let mut waves: Vec<Vec<TensorRead<'_>>> = Vec::new();
+        let mut ends: Vec<usize> = Vec::new();
+        let mut parts = parts;
+        parts.sort_by_key(|(.., buffer)| buffer.buf_ptr() as usize);
+        for (name, part, first, buffer) in &parts {
+            if buffer.readonly() || !buffer.is_c_contiguous() {
+                return Err(PyValueError::new_err(format!("{name}: the buffer must be writable and contiguous")));
+            }
+            let (start, len) = (buffer.buf_ptr() as usize, buffer.len_bytes());
+            // Two names of one tied parameter have the same memory, which must not be written by two threads at once.
+            let wave = ends.iter().position(|end| *end <= start).unwrap_or(ends.len());
+            if wave == ends.len() {
+                ends.push(0);
+                waves.push(Vec::new());
+            }
+            ends[wave] = start + len;
+            waves[wave].push(TensorRead { name, part: tensor_part(part.as_ref()), first: *first, buffer: memory(buffer) });
+        }
+        let call = Call::with_stop(progress, self.stop.clone());
+        call.run(py, || waves.iter_mut().try_for_each(|reads| self.inner.read_all(reads, &*call.progress())))
+    }
+
+    /// Prints the summary that `dtshard inspect --brief` prints.
+    fn summary(&self, py: Python<'_>) -> PyResult<String> {
+        Call::with_stop(None, self.stop.clone())
+            .run(py, || self.inner.inspect(&InspectOptions { brief: true, ..InspectOptions::default() })?.summary())
+    }
+}
+
+fn tensor_part(part: Option<&Part>) -> TensorPart {
+    match part.cloned() {
+        None => TensorPart::Whole,
+        Some(Part::Box(offsets, sizes)) => TensorPart::Box { offsets, sizes },
+        Some(Part::Shard(mesh, coordinate, placements)) => TensorPart::Shard { mesh, coordinate, placements },
+    }
+}
+
+/// Returns the memory of a buffer that is writable and contiguous.
+#[allow(unsafe_code, reason = "the buffer is exported by a Python object, which `PyBuffer` keeps alive")]
+fn memory(buffer: &PyBuffer<u8>) -> &mut [u8] {
+    if buffer.len_bytes() == 0 {
+        return &mut [];
+    }
+    // SAFETY: the exporter keeps the memory valid, and writable, while the buffer exists. `Checkpoint::read` never makes two
+    // slices of the same memory that are used at the same time. Another thread of Python that writes the memory meanwhile gets
+    // unspecified values, as with any function that releases the interpreter.
+    unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) }
+}
