@@ -46,7 +46,8 @@
 //! # Read a tensor
 //!
 //! [`Checkpoint::read`] reads one tensor into a buffer of the caller, and [`Checkpoint::read_box`] reads one box of a
-//! tensor. Only the bytes of the box are read, even if the box spans several chunks.
+//! tensor. Only the bytes of the box are read, even if the box spans several chunks. [`Checkpoint::read_all`] reads many
+//! parts at once, such as the shards of one rank.
 //!
 //! ```
 //! use dtshard::Checkpoint;

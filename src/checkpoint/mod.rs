@@ -355,6 +355,13 @@ impl TensorInfo<'_> {
         self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())
     }
 
+    /// Returns whether this is an object instead of a tensor: an object of a class that is not known to be plain data. Such an
+    /// object cannot be read; [`Checkpoint::read`] returns an error that names the class.
+    #[must_use]
+    pub fn is_unreadable_object(&self) -> bool {
+        self.entry.is_unreadable_object()
+    }
+
     /// Returns the boxes of the stored chunks, including replicas: for each box the offsets and the sizes, in elements. A chunk
     /// with gaps (of `_StridedShard`) is several boxes.
     #[must_use]

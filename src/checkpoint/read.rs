@@ -224,7 +224,8 @@ impl TensorPart {
             Self::Whole => Ok(Tile::from_region(&Region::whole(shape))),
             Self::Box { offsets, sizes } => {
                 let has_dims = [offsets.len(), sizes.len()] == [shape.len(); 2];
-                let region = has_dims.then(|| Region::new(&offsets[..], &sizes[..])).filter(|region| region.fits(shape));
+                let region =
+                    has_dims.then(|| Region::new(&offsets[..], &sizes[..])).filter(|region| region.fits(shape));
                 let region = region.ok_or_else(|| {
                     Error::usage(
                         format!("{name}: a box at {offsets:?} of sizes {sizes:?} does not fit shape {shape:?}"),
@@ -258,7 +259,109 @@ impl TensorPart {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::options::SelectOptions;
+
+    fn fixture(path: &str) -> Checkpoint {
+        Checkpoint::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)).unwrap()
+    }
+
+    /// A matrix of several chunks, and its bytes.
+    fn matrix(checkpoint: &Checkpoint) -> (String, [u64; 2], Vec<u8>) {
+        let is_cut = |tensor: &crate::TensorInfo<'_>| tensor.shape().len() == 2 && tensor.chunks() > 1;
+        let tensor = checkpoint.tensors().find(is_cut).unwrap();
+        let mut whole = vec![0; usize::try_from(tensor.len_bytes()).unwrap()];
+        checkpoint.read(tensor.name(), &mut whole).unwrap();
+        (tensor.name().to_owned(), [tensor.shape()[0], tensor.shape()[1]], whole)
+    }
+
+    #[test]
+    fn shards_of_all_ranks_are_the_tensor() {
+        let checkpoint = fixture("fsdp4/dcp");
+        let (name, [rows, columns], whole) = matrix(&checkpoint);
+        let itemsize = whole.len() / usize::try_from(rows * columns).unwrap();
+        // Rank r of 3 has rows r * ceil(rows / 3) and the following.
+        let chunk = rows.div_ceil(3);
+        for rank in 0..3 {
+            let range = (rank * chunk).min(rows)..((rank + 1) * chunk).min(rows);
+            let [start, end] = [range.start, range.end].map(|row| usize::try_from(row * columns).unwrap() * itemsize);
+            let part = TensorPart::Shard { mesh: vec![2, 3], coordinate: vec![1, rank], placements: "R,S(0)".into() };
+            let mut shard = vec![0; end - start];
+            let read = TensorRead { name: &name, part: part.clone(), first: 0, buffer: &mut shard };
+            checkpoint.read_all(&mut [read], &NoProgress).unwrap();
+            assert_eq!(shard, whole[start..end]);
+            // In two pieces.
+            let mut shard = vec![0; end - start];
+            let (one, two) = shard.split_at_mut(itemsize.min(end - start));
+            let first = (one.len() / itemsize) as u64;
+            let mut reads = [(0, one), (first, two)].map(|(first, buffer)| TensorRead {
+                name: &name,
+                part: part.clone(),
+                first,
+                buffer,
+            });
+            checkpoint.read_all(&mut reads, &NoProgress).unwrap();
+            assert_eq!(shard, whole[start..end]);
+        }
+    }
+
+    #[test]
+    fn part_that_does_not_fit_is_an_error() {
+        let checkpoint = fixture("fsdp4/dcp");
+        let (name, [rows, columns], whole) = matrix(&checkpoint);
+        let shard = |mesh: &[u64], coordinate: &[u64], placements: &str| TensorPart::Shard {
+            mesh: mesh.to_vec(),
+            coordinate: coordinate.to_vec(),
+            placements: placements.into(),
+        };
+        let cases = [
+            (TensorPart::Box { offsets: vec![0, 1], sizes: vec![rows, columns] }, 0, "does not fit shape"),
+            (TensorPart::Box { offsets: vec![u64::MAX, 0], sizes: vec![1, 1] }, 0, "does not fit shape"),
+            (shard(&[2], &[2], "S(0)"), 0, "does not fit shape"),
+            (shard(&[2], &[0], "S(2)"), 0, "cannot have the placement"),
+            (shard(&[2], &[0], "P(sum)"), 0, "cannot have the placement"),
+            (shard(&[2, 2], &[0, 0], "S(0)"), 0, "does not fit shape"),
+            (TensorPart::Whole, 1, "and the buffer"),
+            (TensorPart::Whole, u64::MAX, "and the buffer"),
+        ];
+        for (part, first, expected) in cases {
+            let mut buffer = vec![0; whole.len()];
+            let read = TensorRead { name: &name, part, first, buffer: &mut buffer };
+            let error = checkpoint.read_all(&mut [read], &NoProgress).unwrap_err().to_string();
+            assert!(error.contains(expected) && error.contains(&name), "{error}");
+        }
+    }
+
+    #[test]
+    fn stored_run_is_the_offset_of_a_tensor_in_its_file() {
+        let checkpoint = fixture("titan.truth.safetensors");
+        let tensor = checkpoint.tensors().find(|tensor| tensor.shape().len() == 2).unwrap();
+        let mut whole = vec![0; usize::try_from(tensor.len_bytes()).unwrap()];
+        checkpoint.read(tensor.name(), &mut whole).unwrap();
+        let (file, offset) = checkpoint.stored_run(tensor.name(), &TensorPart::Whole).unwrap().unwrap();
+        let bytes = std::fs::read(file).unwrap();
+        let offset = usize::try_from(offset).unwrap();
+        assert_eq!(bytes[offset..offset + whole.len()], whole);
+        let columns = TensorPart::Box { offsets: vec![0, 0], sizes: vec![tensor.shape()[0], 1] };
+        assert_eq!(checkpoint.stored_run(tensor.name(), &columns).unwrap(), None);
+    }
+
+    #[test]
+    fn selected_tensor_is_read_under_its_new_name() {
+        let mut checkpoint = fixture("fsdp4/dcp");
+        let (name, _, whole) = matrix(&checkpoint);
+        let rename = vec![format!("{name}=other.name")];
+        let options = SelectOptions { include: vec![name.clone()], rename, ..SelectOptions::default() };
+        checkpoint.select(&options).unwrap();
+        let mut renamed = vec![0; whole.len()];
+        checkpoint.read("other.name", &mut renamed).unwrap();
+        assert_eq!(renamed, whole);
+        assert!(checkpoint.tensor(&name).is_none());
+        let cast = SelectOptions { dtype: vec!["bf16".into()], ..SelectOptions::default() };
+        assert!(checkpoint.select(&cast).unwrap_err().to_string().contains("options::dtype has no effect on reading"));
+    }
 
     #[test]
     fn reading_a_tensor_of_an_unsupported_type_is_an_error_that_names_the_type() {

@@ -41,7 +41,7 @@ impl Checkpoint {
             self.engine.work(&self.progress, |run| weight_map::check_joined(&self.inner, map, run))?;
         }
         let names = map.map_or(names, |map| map.options);
-        let selected = select::select(&self.inner.catalog, &NameOptions { allow_unknown_layouts: true, ..names })?;
+        let selected = select::select(&self.inner.catalog, &NameOptions { allow_unreadable: true, ..names })?;
         self.inner.catalog.state = selected.catalog.state;
         self.by_name = OnceLock::new();
         Ok(())

@@ -501,6 +501,7 @@ pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select
         exclude: Pattern::parse_all(&args.exclude)?,
         without_gradients: defaults.without_gradients,
         allow_unknown_layouts: false,
+        allow_unreadable: false,
         root: args.root.clone().map_or(defaults.root, Root::At),
         strip_prefixes: args.strip_prefix.clone(),
         renames,

@@ -82,6 +82,8 @@ pub struct NameOptions {
     pub without_gradients: bool,
     /// If true, tensors may be selected although their layout is unknown, because no values are read.
     pub allow_unknown_layouts: bool,
+    /// If true, tensors and objects that cannot be read may be selected, because the caller refuses to read them later.
+    pub allow_unreadable: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// The renames, in the order in which the user gave them.
@@ -232,7 +234,7 @@ fn reject_tensor_keys(state: &Value) -> Result<()> {
 /// Refuses a selected dict with a tensor in a key, and selected tensors and objects that cannot be read.
 fn reject_unsupported(source: &Catalog, selected: &Value, options: &NameOptions) -> Result<()> {
     reject_tensor_keys(selected)?;
-    if source.tensors.iter().all(|entry| entry.unreadable.is_none()) {
+    if options.allow_unreadable || source.tensors.iter().all(|entry| entry.unreadable.is_none()) {
         return Ok(());
     }
     let entries = selected.tensor_ids().into_iter().map(|id| source.tensor(id));

@@ -87,10 +87,24 @@ impl Checkpoint {
         py.detach(|| {
             let row = |tensor: dtshard::TensorInfo<'_>| {
                 let (name, dtype) = (tensor.name().to_owned(), tensor.dtype());
-                (name, dtype.name(), dtype.torch_name(), tensor.shape().to_vec(), tensor.placements(), tensor.mesh(), tensor.chunks())
+                (
+                    name,
+                    dtype.name(),
+                    dtype.torch_name(),
+                    tensor.shape().to_vec(),
+                    tensor.placements(),
+                    tensor.mesh(),
+                    tensor.chunks(),
+                )
             };
-            self.inner.tensors().map(row).collect()
+            self.inner.tensors().filter(|tensor| !tensor.is_unreadable_object()).map(row).collect()
         })
+    }
+
+    /// Returns the names of objects that cannot be read, because their classes are not known to be plain data.
+    fn unreadable_objects(&self) -> Vec<String> {
+        let unreadable = self.inner.tensors().filter(dtshard::TensorInfo::is_unreadable_object);
+        unreadable.map(|object| object.name().to_owned()).collect()
     }
 
     fn boxes(&self, name: &str) -> Vec<(Vec<u64>, Vec<u64>)> {
@@ -129,7 +143,12 @@ impl Checkpoint {
                 waves.push(Vec::new());
             }
             ends[wave] = start + len;
-            waves[wave].push(TensorRead { name, part: tensor_part(part.as_ref()), first: *first, buffer: memory(buffer) });
+            waves[wave].push(TensorRead {
+                name,
+                part: tensor_part(part.as_ref()),
+                first: *first,
+                buffer: memory(buffer),
+            });
         }
         let call = Call::with_stop(progress, self.stop.clone());
         call.run(py, || waves.iter_mut().try_for_each(|reads| self.inner.read_all(reads, &*call.progress())))

@@ -44,7 +44,10 @@ fn convert(
 ) -> PyResult<Py<PyAny>> {
     let Arguments { command, labels } = Arguments::parse(verb, &paths.iter().collect::<Vec<_>>(), options)?;
     let Some((target, args)) = command.conversion() else {
-        return Err(error::usage(&format!("{verb}: not a verb that converts"), "use reshard, unshard, flatten or consolidate"));
+        return Err(error::usage(
+            &format!("{verb}: not a verb that converts"),
+            "use reshard, unshard, flatten or consolidate",
+        ));
     };
     let call = Call::new(progress);
     let report = call.run(py, || {

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,13 @@ def load_into(
     from ._load import load_into
 
     return load_into(state_dict, path, strict=strict, rank=rank, progress=progress, **options)
+
+
+def __getattr__(name: str) -> Any:
+    # `dtshard.torch` imports torch, which takes seconds, so only those who use it wait for it.
+    if name == "torch":
+        return importlib.import_module("dtshard.torch")
+    raise AttributeError(f"module 'dtshard' has no attribute {name!r}")
 
 
 def convert(verb: str, *paths: _Path, progress: Progress | None = None, **options: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def objects_of(self, rank: int) -> Mapping[str, Any]:
         """Return the values that are not tensors, as ``rank`` stored them where the ranks of the job differ."""
-        return Objects(self._native.objects(rank), lambda name: self[name].torch())
+        return Objects(self._native, rank, lambda name: self[name].torch())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]

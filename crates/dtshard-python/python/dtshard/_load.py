@@ -12,7 +12,6 @@ import torch.distributed as dist
 from . import _dtshard
 from ._checkpoint import Checkpoint, Progress, torch_dtype
 from ._error import Error, usage
-from ._objects import Objects
 
 STAGED_BYTES = 16 << 20
 """The size of the buffer through which tensors are filled that cannot be read into directly: on a GPU, of another dtype,
@@ -64,13 +63,14 @@ def load_into(
     has_ids = any("state" in keys and any(isinstance(key, int) for key in keys) for keys, _ in leaves.values())
     native = _dtshard.open(path, options, not has_ids)
     checkpoint = Checkpoint(native)
-    objects = Objects(native.objects(rank), lambda name: checkpoint[name].torch())
+    objects = checkpoint.objects_of(rank)
     selects = any(options.get(option) for option in ("include", "include_from", "exclude"))
     plan = _Plan(leaves, checkpoint, objects)
     missing = [] if selects else plan.missing
     unexpected = [name for name in [*checkpoint, *objects] if name not in plan.used]
     if strict:
-        _check(native, missing, [name for name in unexpected if name.split(".", 1)[0] in plain])
+        entries = {name.split(".", 1)[0] for name in leaves}
+        _check(native, missing, [name for name in unexpected if name.split(".", 1)[0] in entries])
     fill(native, plan.jobs, progress)
     for tensor, number in plan.numbers:
         with torch.no_grad():
@@ -117,7 +117,7 @@ class _Plan:
     """What is loaded: for each leaf of the state dict its source in the checkpoint."""
 
     def __init__(
-        self, leaves: dict[str, tuple[tuple[Any, ...], Any]], checkpoint: Checkpoint, objects: Objects
+        self, leaves: dict[str, tuple[tuple[Any, ...], Any]], checkpoint: Checkpoint, objects: Mapping[str, Any]
     ) -> None:
         self.jobs: list[Job] = []
         self.values: list[tuple[tuple[Any, ...], Any]] = []
@@ -167,7 +167,7 @@ class _Groups:
     """The options of parameter groups: by group (``param_groups.0.lr``, with a list ``params``), or flat, by parameter
     (``param_groups.layers.0.weight.lr``), as ``get_optimizer_state_dict`` gives them. Finds one form in the other."""
 
-    def __init__(self, leaves: dict[str, tuple[tuple[Any, ...], Any]], objects: Objects) -> None:
+    def __init__(self, leaves: dict[str, tuple[tuple[Any, ...], Any]], objects: Mapping[str, Any]) -> None:
         self._objects = objects
         # For each group of the state dict: its parameters. For each parameter in the checkpoint: its group.
         self._parameters: dict[tuple[str, str], list[str]] = {}
@@ -262,7 +262,8 @@ def _check(native: _dtshard.Checkpoint, missing: list[str], unexpected: list[str
     stored = [row[0] for row in native.tensors()]
     prefixes = {name[: -len(missing[0])] for name in stored if missing and name.endswith(f".{missing[0]}")}
     if len(prefixes) == 1:
-        hint = f"the checkpoint has these names with a prefix: use strip_prefix={prefixes.pop()!r}"
+        root = prefixes.pop().removesuffix(".")
+        hint = f"the checkpoint has these names below {root!r}: use root={root!r}"
     fields = {"kind": "missing", "message": f"{native.path}: {text}", "file": str(native.path), "hint": hint}
     raise Error({**fields, "names": missing + unexpected})
 
@@ -273,6 +274,8 @@ def fill(native: _dtshard.Checkpoint, jobs: list[Job], progress: Progress | None
     direct, staged = [], []
     for name, part, local in jobs:
         local = local.detach()
+        if local.device.type == "meta":
+            raise usage(f"{name}: the tensor is on the meta device and has no memory", "call model.to_empty(device=...) first")
         is_plain = local.device.type == "cpu" and local.dtype == dtypes[name] and local.is_contiguous()
         if is_plain and not local.is_conj() and not local.is_neg():
             direct.append((name, part, 0, _bytes(local)))

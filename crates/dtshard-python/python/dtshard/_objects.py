@@ -1,63 +1,35 @@
-"""Values that are not tensors: unpickles them without importing what the checkpoint names.
+"""Values that are not tensors. They are Python values when they are looked up.
 
-A pickle may name any function of any package. Only the classes and functions in ``_ALLOWED`` are loaded, and those that
-the user has allowed with ``torch.serialization.add_safe_globals``, as in ``torch.load(weights_only=True)``.
+The library decodes the pickles of a checkpoint as data, and refuses each class and function that is not on its list of
+plain data. What it returns is pickled again from that data, so loading it here runs no code that a checkpoint names.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ._error import Error
-
-_ALLOWED = {
-    "builtins": {"bytearray", "complex", "frozenset", "range", "set", "slice"},
-    "collections": {"Counter", "OrderedDict", "defaultdict", "deque"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-    "_codecs": {"encode"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "torch": {"Size", "device", "layout", "memory_format", "strided", "contiguous_format"},
-    "torch.torch_version": {"TorchVersion"},
-}
-"""The classes and functions that are harmless whatever their arguments are."""
-
-_RENAMED = {
-    "numpy.core.multiarray": "numpy._core.multiarray",
-    "numpy.core.numeric": "numpy._core.numeric",
-    "numpy.core": "numpy._core",
-    "__builtin__": "builtins",
-    "pathlib._local": "pathlib",
-}
-"""Modules that other versions of Python and numpy name differently."""
+from . import _dtshard
 
 
 class Objects(Mapping[str, Any]):
-    """The values of a checkpoint that are not tensors, by their dotted paths. A value is unpickled when it is looked up."""
+    """The values of a checkpoint that are not tensors, by their dotted paths, as one rank stored them."""
 
-    def __init__(self, pickles: list[tuple[str, bytes]], tensor: Callable[[str], Any]) -> None:
-        self._pickles = dict(pickles)
+    def __init__(self, native: _dtshard.Checkpoint, rank: int, tensor: Callable[[str], Any]) -> None:
+        self._native = native
         self._tensor = tensor
+        self._pickles: dict[str, bytes | None] = dict(native.objects(rank))
+        self._pickles.update(dict.fromkeys(native.unreadable_objects()))
 
     def __getitem__(self, path: str) -> Any:
-        try:
-            return _Unpickler(self._pickles[path], self._tensor).load()
-        except Refused as refused:
-            raise Error(
-                {
-                    "kind": "unsupported",
-                    "message": f"{path}: the value needs {refused}, which is not loaded, because a pickle can run any code",
-                    "fqn": path,
-                    "hint": f"if you trust the checkpoint, call torch.serialization.add_safe_globals([{refused}]) first",
-                }
-            ) from None
+        pickled = self._pickles[path]
+        if pickled is None:
+            # Raises the error that names the class.
+            self._native.read([(path, None, 0, bytearray())], None)
+            raise AssertionError(path)
+        return _Unpickler(pickled, self._tensor).load()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pickles)
@@ -72,28 +44,15 @@ class Objects(Mapping[str, Any]):
         return f"<{len(self)} objects: {', '.join(list(self)[:5])}{', ...' if len(self) > 5 else ''}>"
 
 
-class Refused(Exception):
-    """A pickle names a class or function that is not loaded."""
-
-
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensor: Callable[[str], Any]) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, pickled: bytes, tensor: Callable[[str], Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
         self._tensor = tensor
 
     def persistent_load(self, name: Any) -> Any:
+        """Return a tensor inside a value, such as in a tuple."""
         return self._tensor(name)
 
     def find_class(self, module: str, name: str) -> Any:
-        new = _RENAMED.get(module, module)
-        if name in _ALLOWED.get(new, ()):
-            return getattr(importlib.import_module(new), name)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-            for allowed in torch.serialization.get_safe_globals():
-                function, full_name = allowed if isinstance(allowed, tuple) else (allowed, None)
-                if f"{module}.{name}" == (full_name or f"{function.__module__}.{function.__qualname__}"):
-                    return function
-        raise Refused(f"{module}.{name}")
+        # Python 3.13 names the module of paths differently.
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)

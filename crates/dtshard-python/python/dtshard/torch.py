@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch.futures import Future
 from . import _dtshard
 from ._checkpoint import Checkpoint, torch_dtype
 from ._load import fill
-from ._objects import Objects
 
 
 class StorageReader(_StorageReader):
@@ -75,7 +75,7 @@ class StorageReader(_StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         checkpoint = self._checkpoint
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        objects: Objects | None = None
+        objects: Mapping[str, Any] | None = None
         targets = []
         jobs = []
         for item in plan.items:
