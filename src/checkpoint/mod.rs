@@ -4,27 +4,22 @@
 mod read;
 mod select;
 
-pub use read::{TensorPart, TensorRead};
-
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use crate::catalog::{Dtype, TensorEntry, TensorId, path, state_dict};
 use crate::convert::options::{
-    CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, MapOptions, SelectOptions,
-    SourceOptions,
+    CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
 };
 use crate::convert::{self, Engine, ReadRequest, Setup};
 use crate::describe::{self, Inspection, MapListing};
 use crate::error::{Error, Result};
-use crate::exec::{Locations, PreparedTile, Scratch};
 use crate::format::{self, Format, SeriesChoice, Want};
 use crate::launch::Launch;
-use crate::layout::{Region, Tile};
-use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
-use crate::select::{NameOptions, Wrappers};
+
+pub use read::{TensorPart, TensorRead};
 
 /// Options for opening a checkpoint. The default opens everything, as the command line does.
 #[derive(Clone, Debug, Default)]

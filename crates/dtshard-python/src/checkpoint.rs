@@ -131,7 +131,7 @@ impl Checkpoint {
         let mut ends: Vec<usize> = Vec::new();
         let mut parts = parts;
         parts.sort_by_key(|(.., buffer)| buffer.buf_ptr() as usize);
-        for (name, part, first, buffer) in &parts {
+        for (name, part, first, buffer) in &mut parts {
             if buffer.readonly() || !buffer.is_c_contiguous() {
                 return Err(PyValueError::new_err(format!("{name}: the buffer must be writable and contiguous")));
             }
@@ -171,7 +171,7 @@ fn tensor_part(part: Option<&Part>) -> TensorPart {
 
 /// Returns the memory of a buffer that is writable and contiguous.
 #[allow(unsafe_code, reason = "the buffer is exported by a Python object, which `PyBuffer` keeps alive")]
-fn memory(buffer: &PyBuffer<u8>) -> &mut [u8] {
+fn memory(buffer: &mut PyBuffer<u8>) -> &mut [u8] {
     if buffer.len_bytes() == 0 {
         return &mut [];
     }

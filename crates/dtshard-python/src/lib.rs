@@ -28,7 +28,7 @@ fn open(
     options: &Bound<'_, PyDict>,
     names_optimizers: bool,
 ) -> PyResult<Checkpoint> {
-    let arguments = Arguments::parse("verify", &[path.clone()], options)?;
+    let arguments = Arguments::parse("verify", std::slice::from_ref(path), options)?;
     let Command::Verify(verify) = arguments.command else { unreachable!("the verb is verify") };
     Checkpoint::open(py, &verify, names_optimizers)
 }
@@ -92,7 +92,7 @@ fn verify(
 /// Describes a checkpoint. Returns the JSON document that the command prints with `--json`.
 #[pyfunction]
 fn inspect(py: Python<'_>, path: &Bound<'_, PyAny>, options: &Bound<'_, PyDict>) -> PyResult<Py<PyAny>> {
-    let arguments = Arguments::parse("inspect", &[path.clone()], options)?;
+    let arguments = Arguments::parse("inspect", std::slice::from_ref(path), options)?;
     let Command::Inspect(args) = arguments.command else { unreachable!("the verb is inspect") };
     let call = Call::new(None);
     let described = call.run(py, || {

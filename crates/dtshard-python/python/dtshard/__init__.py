@@ -1,8 +1,9 @@
 """Read, load, convert and verify sharded PyTorch checkpoints.
 
 >>> import dtshard
->>> checkpoint = dtshard.open("tests/fixtures/fsdp4/dcp")
->>> checkpoint["model.embed.weight"]
+>>> checkpoint = dtshard.open("tests/fixtures/llama_tiny/dcp")
+>>> checkpoint["model.model.norm.weight"].numpy().shape
+(32,)
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ def load_into(
     progress: Progress | None = None,
     **options: Any,
 ) -> Loaded:
+    """Fill the tensors of ``state_dict`` in place from a checkpoint of any format, and replace its other values.
+
+    Each rank reads its own boxes of DTensors and ShardedTensors; nothing is communicated. Names are dotted paths, as in
+    ``torch.distributed.checkpoint``. Objects with ``state_dict`` and ``load_state_dict`` are loaded as ``dcp.load`` does.
+
+    With ``strict``, it is an error if the checkpoint lacks a name, or has a further name in an entry at the top of
+    ``state_dict``. ``rank`` is the rank whose own values (such as random states) are loaded; the default is the rank of
+    this process. ``options`` are those of ``open``. Returns the names that do not match.
+    """
     from ._load import load_into
 
     return load_into(state_dict, path, strict=strict, rank=rank, progress=progress, **options)

@@ -35,7 +35,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise usage(f"numpy has no dtype {name}", "install the package ml_dtypes, or read with .torch()") from None
     if not hasattr(ml_dtypes, name):
         raise usage(f"neither numpy nor ml_dtypes has a dtype {name}", "read the tensor with .torch()")
-    return np.dtype(getattr(ml_dtypes, name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,7 +45,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
     if not hasattr(torch, name):
         raise usage(f"torch {torch.__version__} has no dtype {name}", "install a newer torch")
-    return getattr(torch, name)
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 class Checkpoint(Mapping[str, "Tensor"]):

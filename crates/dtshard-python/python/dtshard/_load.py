@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +42,7 @@ def load_into(
     progress: Progress | None = None,
     **options: Any,
 ) -> Loaded:
-    """Fill the tensors of ``state_dict`` in place from the checkpoint at ``path``, and replace its other values.
-
-    The checkpoint may have any format, mesh and number of ranks. Each rank calls this function and reads its own boxes
-    of DTensors and ShardedTensors; nothing is communicated. Names are dotted paths, as in ``torch.distributed.checkpoint``.
-    Objects with ``state_dict`` and ``load_state_dict`` are loaded as ``dcp.load`` does.
-
-    With ``strict``, it is an error if the checkpoint lacks a name, or has a further name in a top-level entry that
-    ``state_dict`` has, too. ``rank`` is the rank whose own values (such as random states) are loaded; the default is
-    the rank of this process. ``options`` are those of ``dtshard verify`` that say how a checkpoint is read: ``include``,
-    ``exclude``, ``strip_prefix``, ``rename``, ``map``, ``like``, ``from_``, ``src_placements`` and others.
-
-    Raises ``dtshard.Error``; tensors may then be partly filled, but no value other than a tensor has been replaced.
-    """
+    """See ``dtshard.load_into``. Checks names and shapes first; a failed read may leave tensors partly filled."""
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
@@ -218,7 +206,7 @@ def _join(head: str, group: str, option: str) -> str:
 def _parts(name: str, value: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
     """Yield the parts of a tensor that this rank holds, each with its local tensor."""
     if dist.is_available():
-        from torch.distributed._shard.sharded_tensor import ShardedTensor
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
         from torch.distributed.tensor import DTensor
 
         if isinstance(value, DTensor):
@@ -268,7 +256,7 @@ def _check(native: _dtshard.Checkpoint, missing: list[str], unexpected: list[str
     raise Error({**fields, "names": missing + unexpected})
 
 
-def fill(native: _dtshard.Checkpoint, jobs: list[Job], progress: Progress | None = None) -> None:
+def fill(native: _dtshard.Checkpoint, jobs: Sequence[Job], progress: Progress | None = None) -> None:
     """Read parts of tensors into local tensors, directly where their memory allows it."""
     dtypes = {name: torch_dtype(long_dtype) for name, _, long_dtype, *_ in native.tensors()}
     direct, staged = [], []

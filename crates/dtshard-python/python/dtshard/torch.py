@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import StorageReader as _StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,11 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
 from . import _dtshard
 from ._checkpoint import Checkpoint, torch_dtype
-from ._load import fill
+from ._load import Job, fill
 
 
 class StorageReader(_StorageReader):
@@ -77,7 +77,7 @@ class StorageReader(_StorageReader):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         objects: Mapping[str, Any] | None = None
         targets = []
-        jobs = []
+        jobs: list[Job] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
