@@ -6,7 +6,7 @@ mod select;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::catalog::{Dtype, TensorEntry, TensorId, path, state_dict};
 use crate::convert::options::{
@@ -17,6 +17,7 @@ use crate::describe::{self, Inspection, MapListing};
 use crate::error::{Error, Result};
 use crate::format::{self, Format, SeriesChoice, Want};
 use crate::launch::Launch;
+use crate::layout::Rank;
 use crate::progress::{NoProgress, Progress};
 
 pub use read::{TensorPart, TensorRead};
@@ -42,6 +43,10 @@ pub struct OpenOptions {
     /// names that have these prefixes, and a conversion of the checkpoint keeps the prefixes. If false, patterns of a
     /// declared layout are compared with names without these prefixes.
     pub keep_names: bool,
+    /// The rank of the job that saved the checkpoint whose values are read where ranks store values of their own: states of
+    /// random number generators, and objects. If this rank stored no value, another rank's value is read, as
+    /// [`OnConflict::PerRank`](crate::options::OnConflict::PerRank) chooses it.
+    pub rank: u32,
     /// The identity of this process, its stop signal, and the spelling of option names in messages.
     pub setup: Setup,
     /// The options of the conversion that follows; `None` if no conversion follows. Processes that exchange bytes must
@@ -107,6 +112,10 @@ pub struct Checkpoint {
     pub(crate) convert: ConvertOptions,
     /// The object that receives progress and messages.
     pub(crate) progress: Arc<dyn Progress>,
+    /// The rank whose values are read where ranks store values of their own.
+    rank: Rank,
+    /// The tensors whose copies were compared. The value is true if each rank has its own values.
+    compared: Mutex<HashMap<TensorId, bool>>,
     /// The tensors by name. The map is built when a tensor is first looked up by name.
     by_name: OnceLock<HashMap<String, TensorId>>,
     /// The weight map that was applied, as a JSON document.
@@ -169,6 +178,8 @@ impl Checkpoint {
             engine: Arc::new(engine),
             convert,
             progress,
+            rank: Rank(options.rank),
+            compared: Mutex::default(),
             by_name: OnceLock::new(),
             applied_map: None,
         })
@@ -251,6 +262,8 @@ impl Checkpoint {
             engine: Arc::clone(&self.engine),
             convert: self.convert.clone(),
             progress: Arc::new(NoProgress),
+            rank: self.rank,
+            compared: Mutex::default(),
             by_name: OnceLock::new(),
             applied_map: self.applied_map.clone(),
         }

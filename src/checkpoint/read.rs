@@ -3,20 +3,23 @@
 //! A buffer has the elements in row-major order and in little-endian byte order. Only the bytes of the requested part are
 //! read, by all worker threads; partial values are reduced.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::PoisonError;
 
 use rayon::prelude::*;
 
 use torch_pickle::pickle::Writer;
 
 use super::Checkpoint;
-use crate::catalog::{Path, TensorEntry, TensorId, path, state_dict};
-use crate::convert;
-use crate::error::{Error, LayoutError, Result};
+use crate::catalog::{Chunk, ChunkTable, Path, TensorEntry, TensorId, path, state_dict};
+use crate::convert::source_checks::{self, Replicas};
+use crate::convert::{self, Run, has_ranks};
+use crate::error::{CatalogError, Error, LayoutError, Result};
 use crate::exec::{Locations, PreparedTile, Scratch};
 use crate::format::archive::Leaves;
-use crate::layout::{Rank, Region, Tile, local_shard, parse_placements};
+use crate::layout::{Region, Tile, local_shard, parse_placements};
 use crate::plan::SourceTensor;
 use crate::progress::{NoProgress, Progress};
 
@@ -95,13 +98,17 @@ impl Checkpoint {
 
     /// Reads parts of tensors, each into its buffer. `progress` receives the number of bytes that are read.
     ///
+    /// If several ranks stored a plain tensor, all copies of the tensor are compared when a part of it is first read. The states
+    /// of random number generators may differ: the copy of [`OpenOptions::rank`](crate::OpenOptions::rank) is read.
+    ///
     /// # Errors
     /// `Usage` if no tensor has the name, if the part does not fit the shape of the tensor, or if the buffer is longer than
-    /// the part, or its length is no multiple of the size of an element; `Unsupported` if the layout or the type of the tensor is unknown; `Io` and
-    /// `Malformed` from reading files; `Stopped` if the [`Stop`](crate::Stop) of the checkpoint is raised.
+    /// the part, or its length is no multiple of the size of an element; `Unsupported` if the layout or the type of the tensor is unknown; `Conflict`
+    /// if copies of a plain tensor differ; `Io` and `Malformed` from reading files; `Stopped` if the [`Stop`](crate::Stop) of the checkpoint is raised.
     pub fn read_all(&self, reads: &mut [TensorRead<'_>], progress: &dyn Progress) -> Result<()> {
         // Errors of options are reported before anything is read.
         let parts = reads.iter().map(|read| self.part(read)).collect::<Result<Vec<_>>>()?;
+        self.compare_copies(&parts)?;
         progress.begin("reading", reads.iter().map(|read| read.buffer.len() as u64).sum());
         for (reads, parts) in reads.chunks_mut(PARTS_AT_A_TIME).zip(parts.chunks(PARTS_AT_A_TIME)) {
             self.engine.workers.install(|| self.read_parts(reads, parts, progress))?;
@@ -154,6 +161,46 @@ impl Checkpoint {
         Ok((id, tile))
     }
 
+    /// Compares the copies of plain tensors that were not compared before.
+    fn compare_copies(&self, parts: &[(TensorId, Tile)]) -> Result<()> {
+        let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let ids: Vec<TensorId> = parts.iter().map(|(id, _)| *id).filter(|id| !compared.contains_key(id)).collect();
+        let compare = |run: &Run<'_>| source_checks::differing(&self.inner, &ids, Replicas::Plain, None, run);
+        for (id, difference) in self.engine.work(&self.progress, compare)? {
+            let entry = self.inner.catalog.tensor(id);
+            if !state_dict::is_random_state(entry.fqn.as_str()) || !has_ranks(entry) {
+                let mut error = source_checks::replica_conflict(&self.inner, id, &difference, None);
+                if let Error::Catalog(CatalogError::Conflict { hint, .. }) = &mut error {
+                    let text = "leave the tensor out, or convert the checkpoint with options::on_conflict first; if the ranks \
+                                hold shards of the tensor, declare them with options::src_mesh and options::src_placements";
+                    *hint = Some(text.to_owned());
+                }
+                return Err(error);
+            }
+            compared.insert(id, true);
+        }
+        for id in ids {
+            compared.entry(id).or_insert(false);
+        }
+        Ok(())
+    }
+
+    /// Returns a tensor with its chunks. If each rank has its own values, the result has only the chunk of one rank.
+    fn entry_to_read(&self, id: TensorId) -> Cow<'_, TensorEntry> {
+        let entry = self.inner.catalog.tensor(id);
+        let has_own_values = self.compared.lock().unwrap_or_else(PoisonError::into_inner).get(&id) == Some(&true);
+        if !has_own_values {
+            return Cow::Borrowed(entry);
+        }
+        let mut copies: Vec<Chunk> = entry.chunks.iter().collect();
+        copies.sort_by_key(|chunk| chunk.rank);
+        let own = copies.iter().position(|chunk| chunk.rank == Some(self.rank));
+        let index = own.unwrap_or(self.rank.0 as usize % copies.len());
+        let mut chunks = ChunkTable::new(entry.shape.len());
+        chunks.push(copies.swap_remove(index));
+        Cow::Owned(TensorEntry { chunks, ..entry.clone() })
+    }
+
     fn read_parts(
         &self,
         reads: &mut [TensorRead<'_>],
@@ -162,8 +209,8 @@ impl Checkpoint {
     ) -> Result<()> {
         let input = convert::input(&self.inner);
         let prepare = |(id, tile): &(TensorId, Tile)| {
-            let source = SourceTensor::new(self.inner.catalog.tensor(*id))?;
-            PreparedTile::new(input, &source, tile, &mut Locations::default())
+            let entry = self.entry_to_read(*id);
+            PreparedTile::new(input, &SourceTensor::new(&entry)?, tile, &mut Locations::default())
         };
         let prepared = parts.par_iter().map(prepare).collect::<Result<Vec<_>>>()?;
         let mut blocks = Vec::new();
@@ -182,13 +229,12 @@ impl Checkpoint {
     }
 
     /// Returns the values that are not tensors as pickles of protocol 2, each with its dotted path in the state dict. Of a value
-    /// that differs between ranks, the value for `rank` is returned: the value that this rank stored, otherwise that of
-    /// another rank. A tensor inside a value (in a tuple or an object) is written as a persistent id, which is the name of
+    /// that differs between ranks, the value of [`OpenOptions::rank`](crate::OpenOptions::rank) is returned. A tensor inside a value (in a tuple or an object) is written as a persistent id, which is the name of
     /// the tensor.
     ///
     /// # Errors
     /// `Unsupported` for a value that cannot be pickled.
-    pub fn pickled_objects(&self, rank: u32) -> Result<Vec<(String, Vec<u8>)>> {
+    pub fn pickled_objects(&self) -> Result<Vec<(String, Vec<u8>)>> {
         let objects = path::objects(&self.inner.catalog.state);
         let pickle = |(path, value): (Path, &_)| {
             let mut names = HashMap::new();
@@ -200,7 +246,7 @@ impl Checkpoint {
                 Ok(())
             };
             let mut writer = Writer::new();
-            let written = writer.value(value, &mut Leaves { rank: Some(Rank(rank)), tensors });
+            let written = writer.value(value, &mut Leaves { rank: Some(self.rank), tensors });
             written.map_err(|error| {
                 Error::unsupported(format!("{path}: the value cannot be pickled: {error}"), "leave the value out")
             })?;

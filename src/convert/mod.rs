@@ -49,6 +49,7 @@ mod whole;
 mod write;
 
 pub use complete_plan::complete;
+pub use differing_values::has_ranks;
 pub use execute::{execute, preview};
 pub use optimizer_names::{name_for_comparison, name_optimizers};
 pub use options::InspectOptions;

@@ -1,5 +1,6 @@
 """`open`, handles of tensors, and objects: equal to what torch and safetensors read, and no byte more than needed."""
 
+import os
 import pathlib
 import pickle
 import signal
@@ -170,10 +171,22 @@ def test_hostile_pickle_is_not_run(tmp_path):
 
 def test_value_of_each_rank_is_its_own(tmp_path):
     for rank in range(2):
-        torch.save({"w": torch.ones(1), "seed": 10 + rank}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        state = {"w": torch.ones(1), "seed": 10 + rank, "rng": torch.tensor([20 + rank])}
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    for rank, stored in [(0, 0), (1, 1), (2, 0)]:
+        checkpoint = dtshard.open(tmp_path, rank=rank)
+        assert checkpoint.objects["seed"] == 10 + stored
+        assert checkpoint["rng"].torch().tolist() == [20 + stored]
+
+
+def test_weight_that_differs_between_ranks_is_an_error(tmp_path):
+    for rank in range(2):
+        torch.save({"w": torch.ones(3), "b": torch.tensor([1.0, rank])}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     checkpoint = dtshard.open(tmp_path)
-    name = next(name for name in checkpoint.objects if name.endswith("seed"))
-    assert [checkpoint.objects_of(rank)[name] for rank in range(3)] == [10, 11, 10]
+    assert checkpoint["w"].numpy().tolist() == [1, 1, 1]
+    with pytest.raises(dtshard.Error, match=r"b: .*differs between") as raised:
+        checkpoint["b"][:1].numpy()
+    assert raised.value.tensor == "b"
 
 
 def test_errors_have_fields(fixtures, tmp_path):
@@ -201,6 +214,19 @@ def test_truncated_file_is_an_error(tmp_path):
     with pytest.raises(dtshard.Error) as raised:
         checkpoint["x"].numpy()
     assert raised.value.file == str(tmp_path / "x.safetensors")
+
+
+def test_reading_in_a_forked_process_is_an_error_and_does_not_hang(fixtures):
+    checkpoint = dtshard.open(fixtures / "titan")
+    tensor = next(iter(checkpoint.values()))
+    child = os.fork()
+    if child == 0:
+        try:
+            tensor.numpy()
+        except dtshard.Error as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 INTERRUPTED = """

@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use crate::call::Call;
 use crate::error;
 use dtshard::cli::Verify;
-use dtshard::options::{Contents, InspectOptions, IoMode};
+use dtshard::options::{Contents, InspectOptions};
 use dtshard::{OpenOptions, Setup, Stop, TensorPart, TensorRead};
 
 /// Which part of a tensor is read: `None`, `(offsets, sizes)` or `(mesh, coordinate, placements)`.
@@ -31,27 +31,27 @@ type Run = (PathBuf, u64);
 pub struct Checkpoint {
     inner: dtshard::Checkpoint,
     stop: Stop,
+    /// The process that opened the checkpoint. A process that it forks has no worker threads.
+    process: u32,
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint with the options of `verify`. With `names_optimizers`, the state of optimizers has parameter names as
+    /// Opens a checkpoint with the options of `verify`. `rank` is the rank whose own values are read. With `names_optimizers`, the state of optimizers has parameter names as
     /// keys, where they are known.
     ///
     /// # Errors
     /// `dtshard.Error`.
-    pub fn open(py: Python<'_>, args: &Verify, names_optimizers: bool) -> PyResult<Self> {
+    pub fn open(py: Python<'_>, args: &Verify, rank: u32, names_optimizers: bool) -> PyResult<Self> {
         let call = Call::new(None);
         let inner = call.run(py, || {
             let options = args.options();
-            let mut source = options.source;
-            // If another process truncates a file that is mapped, the operating system ends this process.
-            source.io = source.io.or(Some(IoMode::Read));
             let opening = OpenOptions {
-                source,
+                source: options.source,
                 contents: Contents::State,
                 like: options.like,
                 raw_flat: true,
                 keep_names: options.select.keep_names,
+                rank,
                 setup: Setup { stop: call.stop(), ..Setup::default() },
                 ..OpenOptions::default()
             };
@@ -62,7 +62,7 @@ impl Checkpoint {
             checkpoint.select(&options.select)?;
             Ok(checkpoint)
         })?;
-        Ok(Self { inner, stop: call.stop() })
+        Ok(Self { inner, stop: call.stop(), process: std::process::id() })
     }
 }
 
@@ -111,8 +111,8 @@ impl Checkpoint {
         self.inner.tensor(name).map(|tensor| tensor.boxes()).unwrap_or_default()
     }
 
-    fn objects<'py>(&self, py: Python<'py>, rank: u32) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
-        let objects = self.inner.pickled_objects(rank).map_err(|failed| error::exception(py, &failed))?;
+    fn objects<'py>(&self, py: Python<'py>) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
+        let objects = self.inner.pickled_objects().map_err(|failed| error::exception(py, &failed))?;
         Ok(objects.into_iter().map(|(path, pickle)| (path, PyBytes::new(py, &pickle))).collect())
     }
 
@@ -127,6 +127,11 @@ impl Checkpoint {
         parts: Vec<(String, Option<Part>, u64, PyBuffer<u8>)>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
+        if self.process != std::process::id() {
+            let message =
+                format!("{}: the checkpoint was opened before this process was forked", self.inner.path().display());
+            return Err(error::usage(&message, "open the checkpoint in the process that reads it"));
+        }
         let mut waves: Vec<Vec<TensorRead<'_>>> = Vec::new();
         let mut ends: Vec<usize> = Vec::new();
         let mut parts = parts;

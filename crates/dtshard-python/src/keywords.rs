@@ -39,6 +39,10 @@ impl Arguments {
             };
             add_option(&mut arguments, &long, option.get_action().takes_values(), &value)?;
         }
+        // If another process truncates a mapped file, the operating system ends this process.
+        if !options.contains("io")? && command.get_arguments().any(|option| option.get_long() == Some("io")) {
+            arguments.push("--io=read".into());
+        }
         arguments.push("--".into());
         for path in paths {
             arguments.push(path.extract::<std::path::PathBuf>()?.into());

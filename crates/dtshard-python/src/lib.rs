@@ -26,11 +26,12 @@ fn open(
     py: Python<'_>,
     path: &Bound<'_, PyAny>,
     options: &Bound<'_, PyDict>,
+    rank: u32,
     names_optimizers: bool,
 ) -> PyResult<Checkpoint> {
     let arguments = Arguments::parse("verify", std::slice::from_ref(path), options)?;
     let Command::Verify(verify) = arguments.command else { unreachable!("the verb is verify") };
-    Checkpoint::open(py, &verify, names_optimizers)
+    Checkpoint::open(py, &verify, rank, names_optimizers)
 }
 
 /// Converts a checkpoint. Returns the JSON document that the command prints with `--json`.

@@ -26,13 +26,15 @@ __all__ = ["Checkpoint", "Error", "Progress", "Tensor", "__version__", "convert"
 _Path = str | os.PathLike[str]
 
 
-def open(path: _Path, **options: Any) -> Checkpoint:
+def open(path: _Path, *, rank: int = 0, **options: Any) -> Checkpoint:
     """Open a checkpoint of any format. Only its metadata is read.
+
+    ``rank`` is the rank whose values are read where the ranks of the job stored values of their own, such as random states.
 
     ``options`` are those of ``dtshard verify``, with underscores: ``from_="dcp"``, ``include=["**.weight"]``,
     ``map="llama:hf"``, ``src_placements={"**": "S(0)"}``, ``threads=4`` and others.
     """
-    return Checkpoint(_dtshard.open(path, options, False))
+    return Checkpoint(_dtshard.open(path, options, rank, False))
 
 
 def load_into(

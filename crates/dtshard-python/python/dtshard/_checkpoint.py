@@ -81,14 +81,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
         meshes = {tensor.mesh for tensor in self.values() if tensor.mesh is not None}
         return meshes.pop() if len(meshes) == 1 else None
 
-    @property
+    @cached_property
     def objects(self) -> Mapping[str, Any]:
-        """The values that are not tensors, by their dotted paths, as rank 0 stored them."""
-        return self.objects_of(0)
-
-    def objects_of(self, rank: int) -> Mapping[str, Any]:
-        """Return the values that are not tensors, as ``rank`` stored them where the ranks of the job differ."""
-        return Objects(self._native, rank, lambda name: self[name].torch())
+        """The values that are not tensors, by their dotted paths."""
+        return Objects(self._native, lambda name: self[name].torch())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]

@@ -49,9 +49,9 @@ def load_into(
     leaves = {".".join(map(str, keys)): (keys, value) for keys, value in _leaves(plain, ())}
     # `optimizer.state_dict()` has parameter ids as keys, `get_optimizer_state_dict` has names.
     has_ids = any("state" in keys and any(isinstance(key, int) for key in keys) for keys, _ in leaves.values())
-    native = _dtshard.open(path, options, not has_ids)
+    native = _dtshard.open(path, options, rank, not has_ids)
     checkpoint = Checkpoint(native)
-    objects = checkpoint.objects_of(rank)
+    objects = checkpoint.objects
     selects = any(options.get(option) for option in ("include", "include_from", "exclude"))
     plan = _Plan(leaves, checkpoint, objects)
     missing = [] if selects else plan.missing

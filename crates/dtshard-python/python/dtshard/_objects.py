@@ -15,12 +15,12 @@ from . import _dtshard
 
 
 class Objects(Mapping[str, Any]):
-    """The values of a checkpoint that are not tensors, by their dotted paths, as one rank stored them."""
+    """The values of a checkpoint that are not tensors, by their dotted paths."""
 
-    def __init__(self, native: _dtshard.Checkpoint, rank: int, tensor: Callable[[str], Any]) -> None:
+    def __init__(self, native: _dtshard.Checkpoint, tensor: Callable[[str], Any]) -> None:
         self._native = native
         self._tensor = tensor
-        self._pickles: dict[str, bytes | None] = dict(native.objects(rank))
+        self._pickles: dict[str, bytes | None] = dict(native.objects())
         self._pickles.update(dict.fromkeys(native.unreadable_objects()))
 
     def __getitem__(self, path: str) -> Any:

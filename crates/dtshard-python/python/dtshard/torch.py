@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,7 +47,8 @@ class StorageReader(_StorageReader):
     @property
     def _checkpoint(self) -> Checkpoint:
         if self._opened is None:
-            self._opened = Checkpoint(_dtshard.open(self._path, self._options, True))
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            self._opened = Checkpoint(_dtshard.open(self._path, self._options, rank, True))
         return self._opened
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -74,16 +74,13 @@ class StorageReader(_StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         checkpoint = self._checkpoint
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        objects: Mapping[str, Any] | None = None
         targets = []
         jobs: list[Job] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                objects = checkpoint.objects_of(rank) if objects is None else objects
                 stream = io.BytesIO()
-                torch.save(objects[name], stream)
+                torch.save(checkpoint.objects[name], stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
             else:
