@@ -69,7 +69,7 @@ fn config(folder: &str) -> String {
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 64);
+    assert_eq!(pairs.len(), 68);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
