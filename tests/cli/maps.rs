@@ -499,6 +499,36 @@ fn maps_that_do_not_fit_are_refused_with_the_cause() {
 }
 
 #[test]
+fn hints_about_a_map_file_name_its_path() {
+    let env = TestEnv::new();
+    let own = env.write("own.toml", succeed("maps", &[Path::new("gpt2")], "").stdout);
+    let source = file("gpt2", "conv1d");
+    let refused = env.refuse("consolidate", &source, "out.safetensors", &format!("--map {}:split", own.display()));
+    let map = format!("--map {}:conv1d:split", own.display());
+    assert!(refused.stderr.contains(&format!("for example {map}\n")), "{}", refused.stderr);
+    let made = env.make("consolidate", &source, "out.safetensors", &format!("{map} --assets none"));
+    assert_same(&read_safetensors(&made.path), &read_safetensors(&file("gpt2", "split")), "split");
+    let refused =
+        env.refuse("consolidate", &file("gpt2", "split"), "b.safetensors", &format!("--map {}", own.display()));
+    assert!(
+        refused.stderr.contains(&format!("give --map {}:TO, where TO is one of", own.display())),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn product_of_sizes_is_refused() {
+    let env = TestEnv::new();
+    let text = "family = \"own\"\n[sides]\na = {}\nb = {}\n[sizes]\nh = 2\nk = 3\np = \"h * k\"\n[[map]]\nrows = [{ a = \"w [p]\", b = \"v [p]\" }]\n";
+    let own = env.write("own.toml", text);
+    let refused = dtshard(&[&"maps", &own]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.err.contains("expected a size or a key of the configuration, found `h * k`"), "{}", refused.err);
+    assert!(refused.err.contains("own.toml line 8"), "{}", refused.err);
+}
+
+#[test]
 fn tensor_without_a_row_is_refused_and_can_be_left_out() {
     let env = TestEnv::new();
     let more = env
@@ -983,6 +1013,14 @@ fn shards_of_an_unknown_layout_are_refused_with_the_cause() {
             assert!(refused.stderr.contains(word), "{options}: {word}: {}", refused.stderr);
         }
     }
+    let verified = dtshard(&[&"verify", &source]);
+    assert_eq!(verified.code, Some(2));
+    assert!(
+        verified.err.contains("the tensor may be a shard, and the files do not record its layout"),
+        "{}",
+        verified.err
+    );
+    succeed("verify", &[&source], "--map llama:meta:hf");
     let shown = succeed("inspect", &[&source], "");
     assert!(shown.stderr.contains("--map llama:meta:hf"), "{}", shown.stderr);
     assert!(shown.stdout.contains("unknown"), "{}", shown.stdout);
