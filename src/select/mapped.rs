@@ -593,7 +593,7 @@ impl<'a> Mapper<'a> {
         for padding in boxes {
             let dim = |own: &Progression| Intervals::progression(own.start, own.step, own.count, 1);
             let tile = Tile::new(padding.iter().map(dim));
-            entry.chunks.push(Chunk { tile, location: location.clone(), strides: None, rank: None, view: None });
+            entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         }
         Ok(())
     }

@@ -509,7 +509,7 @@ fn hints_about_a_map_file_name_its_path() {
     let made = env.make("consolidate", &source, "out.safetensors", &format!("{map} --assets none"));
     assert_same(&read_safetensors(&made.path), &read_safetensors(&file("gpt2", "split")), "split");
     let refused =
-        env.refuse("consolidate", &file("gpt2", "split"), "b.safetensors", &format!("--map {}", own.display()));
+        env.refuse("consolidate", file("gpt2", "split"), "b.safetensors", &format!("--map {}", own.display()));
     assert!(
         refused.stderr.contains(&format!("give --map {}:TO, where TO is one of", own.display())),
         "{}",
