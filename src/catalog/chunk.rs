@@ -281,6 +281,12 @@ impl ChunkTable {
         self.rare.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
     }
 
+    /// Returns whether some chunk is a view, or is not stored row by row.
+    #[must_use]
+    pub fn has_strides_or_views(&self) -> bool {
+        self.rare.as_ref().is_some_and(|rare| !rare.strides.is_empty() || !rare.views.is_empty())
+    }
+
     /// Returns a row of the table.
     #[must_use]
     pub fn get(&self, index: usize) -> Chunk {

@@ -7,7 +7,7 @@ use super::peers::Peers;
 use super::prepared::Prepared;
 use super::threads_and_blocks::{
     BASE_BYTES, MIN_WRITE_BLOCK_BYTES, ReadTiming, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
-    scratch_bytes, sums_bytes, write_block_bytes,
+    scratch_bytes, sums_bytes, transposed_block_bytes, write_block_bytes,
 };
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
@@ -52,6 +52,11 @@ pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
+/// Returns whether some chunks of the source are not stored row by row, or are views, so that tiles may be transposed.
+fn may_transpose(conversion: &Prepared) -> bool {
+    conversion.source.checkpoint.catalog.tensors.iter().any(|entry| entry.chunks.has_strides_or_views())
+}
+
 /// Returns `options` with write blocks that are short enough for the memory limit. If processes exchange data, the
 /// number of threads may also be reduced.
 ///
@@ -65,7 +70,13 @@ pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -
     let options = Options { threads, ..options };
     match write_block_bytes(max_memory, held, scratch, options.threads) {
         Ok(write_block_bytes) => {
-            Ok(Options { write_block_bytes: write_block_bytes.min(options.write_block_bytes), ..options })
+            let write_block_bytes = write_block_bytes.min(options.write_block_bytes);
+            let transposed_block_bytes = if conversion.source.is_exchanged() || !may_transpose(conversion) {
+                write_block_bytes
+            } else {
+                transposed_block_bytes(max_memory, held, scratch, options.threads, write_block_bytes)
+            };
+            Ok(Options { write_block_bytes, transposed_block_bytes, ..options })
         }
         Err(_) => {
             // A higher limit may start more threads, and each needs a reduction buffer.
@@ -93,7 +104,7 @@ pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anony
     /// Memory in bytes for the stack of one worker and for the unused part of its allocations.
     const WORKER_BYTES: u64 = 1 << 20;
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
-    let buffers = options.threads as u64 * (options.write_block_bytes + scratch);
+    let buffers = options.threads as u64 * (options.transposed_block_bytes + scratch);
     let Some(before) = before else {
         return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
     };

@@ -19,6 +19,7 @@ mod execute;
 mod fill;
 mod fill_optimizers;
 mod flatten;
+mod join_shards;
 mod matching_names;
 pub mod model_config;
 mod nesting;

@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex};
 use super::bucket::Bucket;
 use crate::convert::options::SourceOptions;
 use crate::error::{Error, Result};
-use crate::exec::{DEFAULT_WRITE_BLOCK_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
+use crate::exec::{
+    DEFAULT_WRITE_BLOCK_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES, TRANSPOSED_BLOCK_BYTES,
+};
 use crate::launch::cpus::cpus;
 use crate::launch::process_environment;
 use crate::quantity::{count, human_bytes};
@@ -74,7 +76,10 @@ pub fn work_options(
     };
     let workers = Workers::start(threads);
     let taken = taken.saturating_add(threads as u64 * reducing);
-    Ok((Options { threads, write_block_bytes: write_block_bytes(max_memory, taken, scratch, threads)?, sync }, workers))
+    let write_block_bytes = write_block_bytes(max_memory, taken, scratch, threads)?;
+    // A conversion whose plan is known gets longer blocks for transposed views.
+    let transposed_block_bytes = write_block_bytes;
+    Ok((Options { threads, write_block_bytes, transposed_block_bytes, sync }, workers))
 }
 
 /// Threads that share the work of one operation.
@@ -214,9 +219,26 @@ pub fn write_block_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usi
             format!("use at least options::max_memory {floor}{fewer}"),
         ));
     }
-    // If `taken` is so large that the sums saturate, nothing is left.
+    Ok(block_bytes(max_memory, taken, scratch, threads).clamp(MIN_WRITE_BLOCK_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
+}
+
+/// Returns the largest length of the write blocks of transposed views, in bytes, with which `threads` threads fit into `max_memory`
+/// beside `taken` bytes for other purposes. The result is at least `write_block_bytes`, the length of other blocks.
+pub fn transposed_block_bytes(
+    max_memory: u64,
+    taken: u64,
+    scratch: u64,
+    threads: usize,
+    write_block_bytes: u64,
+) -> u64 {
+    block_bytes(max_memory, taken, scratch, threads).min(TRANSPOSED_BLOCK_BYTES).max(write_block_bytes)
+}
+
+/// Returns the memory in bytes that each thread has for a write block. If `taken` is so large that the sums saturate, nothing is
+/// left.
+fn block_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> u64 {
     let left = max_memory.saturating_sub(taken).saturating_sub(BASE_BYTES) / threads as u64;
-    Ok(left.saturating_sub(scratch).clamp(MIN_WRITE_BLOCK_BYTES, DEFAULT_WRITE_BLOCK_BYTES))
+    left.saturating_sub(scratch)
 }
 
 /// Returns the memory in bytes that exchange rounds and reduction buffers need. Each of `threads` threads has a
@@ -254,6 +276,9 @@ mod tests {
     fn lower_memory_limit_gives_shorter_write_blocks() {
         assert_eq!(write_block_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_WRITE_BLOCK_BYTES);
         let small = write_block_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
+        assert_eq!(transposed_block_bytes(512_000_000, 0, SCRATCH_BYTES, 2, 4 << 20), TRANSPOSED_BLOCK_BYTES);
+        assert_eq!(transposed_block_bytes(40 << 20, 0, SCRATCH_BYTES, 2, small), small);
+        assert_eq!(transposed_block_bytes(32 << 20, 0, SCRATCH_BYTES, 2, small), small);
         assert!(small < DEFAULT_WRITE_BLOCK_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
         assert!(write_block_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
         // Direct reads need one more buffer, which the minimum includes.

@@ -10,16 +10,16 @@ use std::path::Path;
 use serde_json::{Value as Json, json};
 
 use super::dequantize;
+use super::join_shards::{ShardedSide, cut_rules, join_shards};
 use super::model_config::Configuration;
 use super::options::MapOptions;
 use super::run::Run;
 use super::source_checks;
-use crate::catalog::{Catalog, TensorId};
+use crate::catalog::TensorId;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, DeclaredLayout, RankNamePattern};
-use crate::layout::rules::{PlacementChoice, Rule};
-use crate::layout::{DeviceMesh, LayoutError};
-use crate::maps::{CutRule, CutTensor, Fit, Row, Side, SizeRule, Sizes, WeightMap, families};
+use crate::format::{Checkpoint, RankNamePattern};
+use crate::layout::LayoutError;
+use crate::maps::{Fit, Row, Side, SizeRule, Sizes, WeightMap, families};
 use crate::name_list::{FEW, short_list};
 use crate::nearest::nearest;
 use crate::quantity::count;
@@ -112,11 +112,11 @@ pub fn apply(checkpoint: &mut Checkpoint, args: &MapOptions, options: &NameOptio
         patterns
             .filter(|pattern| pattern.has_shards())
             .for_each(|pattern| *pattern = RankNamePattern::new_series("model"));
-        joined = Some(chosen.join_shards(checkpoint, &filtered.catalog)?);
+        joined = Some(join_shards(checkpoint, &filtered.catalog, &chosen.shards())?);
         filtered = select::select(&checkpoint.catalog, &NameOptions { allow_unknown_layouts: false, ..filters })?;
     } else if chosen.side().is_published_in(&files) {
         // A single file may be that of the first rank.
-        chosen.cut_rules(checkpoint, &filtered.catalog)?;
+        cut_rules(checkpoint, &filtered.catalog, &chosen.shards())?;
     }
     checkpoint.catalog.state = filtered.catalog.state;
     let sides = chosen.sides;
@@ -243,6 +243,12 @@ impl Candidate<'_> {
         format!("{}:{}", self.map.family, self.map.sides[self.from].name)
     }
 
+    /// Returns the value of [`MapOptions::map`] that reads SRC as this side and converts it.
+    fn option(&self) -> String {
+        let to = self.to.map_or("TO", |to| &self.map.sides[to].name);
+        format!("{}:{}:{to}", self.map.reference, self.map.sides[self.from].name)
+    }
+
     fn chosen(&self, text: &str, config: &Configuration) -> Result<Chosen> {
         let Some(to) = self.to else { return Err(no_target(text, self)) };
         let config = config.name().to_owned();
@@ -290,68 +296,6 @@ impl Chosen {
         }
     }
 
-    /// Returns the placements of the tensors of the checkpoint as the side of SRC declares them. `model` is the catalog of the
-    /// selected tensors.
-    ///
-    /// # Errors
-    /// `Usage` if the shapes do not fit the sizes of the model, as when files of the last ranks are missing.
-    fn cut_rules(&self, checkpoint: &Checkpoint, model: &Catalog) -> Result<Vec<CutRule>> {
-        let tensors: Vec<CutTensor> = mapped::model_tensors(model)
-            .into_iter()
-            .map(|(name, id)| {
-                let entry = checkpoint.catalog.tensor(id);
-                let mut parts: Vec<Vec<u64>> = entry.local_shapes().iter().map(|part| part.sizes.to_vec()).collect();
-                if parts.is_empty() {
-                    // The file of a single rank does not say its rank.
-                    parts.push(entry.shape.to_vec());
-                }
-                CutTensor { name, parts }
-            })
-            .collect();
-        self.map.cut_rules(self.sides[0], &tensors, &self.sizes).map_err(|error| {
-            let hint = error.hint();
-            Error::usage(format!("{}: {error}", checkpoint.root.display()), hint)
-        })
-    }
-
-    /// Joins the shards of the checkpoint as the side of SRC declares. `model` is the catalog of the selected tensors. Returns a
-    /// note.
-    fn join_shards(&self, checkpoint: &mut Checkpoint, model: &Catalog) -> Result<String> {
-        let side = format!("{}:{}", self.map.family, self.from());
-        let ranks = checkpoint.ranks.all.len();
-        if let Some((missing, _)) = (0..).zip(&checkpoint.ranks.all).find(|(number, rank)| rank.0 != *number) {
-            return Err(Error::usage(
-                format!("{}: rank {missing} has no file, and the other files have shards", checkpoint.root.display()),
-                "give a folder with the files of all ranks",
-            ));
-        }
-        if self.side().cut.is_empty() {
-            return Err(Error::usage(
-                format!(
-                    "{}: the tensors may be shards of {ranks} ranks, and the side {side} does not declare how they are cut",
-                    checkpoint.root.display()
-                ),
-                "choose a side that declares it (llama:meta), or declare the layout with options::src_mesh and \
-                 options::src_placements",
-            ));
-        }
-        let rules = self.cut_rules(checkpoint, model)?;
-        let chosen = rules.iter().filter(|rule| rule.is_chosen);
-        let chosen: Vec<String> = chosen.map(|rule| format!("{} is {}", rule.pattern, rule.placement)).collect();
-        let rule = |rule: CutRule| Rule {
-            pattern: rule.pattern,
-            choice: PlacementChoice::Shared(vec![rule.placement].into()),
-            origin: format!("the side {side}: {}", rule.placement),
-        };
-        checkpoint.declare_layout(&DeclaredLayout {
-            mesh: Some(DeviceMesh::parse(&format!("tp={ranks}"))?),
-            rules: rules.into_iter().map(rule).collect(),
-            ..DeclaredLayout::default()
-        })?;
-        let chosen = if chosen.is_empty() { String::new() } else { format!("; {}", chosen.join(", ")) };
-        Ok(format!("the shards of {ranks} ranks are joined as the side {side} declares{chosen}"))
-    }
-
     /// Returns a note if the names of SRC fit other families as well, and neither the configuration nor the names of the files say
     /// which family the model is of.
     fn note_of_other_families(&self, known: &KnownSource<'_>) -> Result<Option<String>> {
@@ -376,6 +320,11 @@ impl Chosen {
                 others.join(", ")
             )
         }))
+    }
+
+    /// Returns the side of SRC, which declares how ranks cut tensors.
+    fn shards(&self) -> ShardedSide<'_> {
+        ShardedSide { map: &self.map, side: self.sides[0], sizes: &self.sizes }
     }
 
     /// Returns the side of SRC.
@@ -663,32 +612,31 @@ fn same_side(text: &str, side: &str) -> Error {
 }
 
 fn other_side(text: &str, nearest: &Candidate<'_>, found: &str) -> Error {
-    let family = &nearest.map.family;
+    let WeightMap { family, reference, .. } = nearest.map;
     let to = nearest.to.map_or("TO", |to| &nearest.map.sides[to].name);
     Error::usage(
         format!(
             "options::map {text}: SRC does not have the names of {}, but those of {family}:{found}",
             nearest.name()
         ),
-        format!("name the side of SRC: options::map {family}:{found}:{to}"),
+        format!("name the side of SRC: options::map {reference}:{found}:{to}"),
     )
 }
 
 fn no_target(text: &str, candidate: &Candidate<'_>) -> Error {
-    let (family, side) = (&candidate.map.family, &candidate.map.sides[candidate.from].name);
+    let WeightMap { family, reference, .. } = candidate.map;
+    let side = &candidate.map.sides[candidate.from].name;
     Error::usage(
         format!("options::map {text}: SRC fits the side {side} of {family}, and the side to convert to is not given"),
-        format!("give options::map {family}:TO, where TO is one of {}", candidate.map.side_names().join(", ")),
+        format!("give options::map {reference}:TO, where TO is one of {}", candidate.map.side_names().join(", ")),
     )
 }
 
 fn ambiguous(text: &str, candidates: &[&Candidate<'_>]) -> Error {
     let names: Vec<String> = candidates.iter().map(|candidate| candidate.name()).collect();
     let (last, others) = names.split_last().map_or(("", &[][..]), |(last, others)| (last.as_str(), others));
-    let example = candidates.iter().find(|candidate| !candidate.is_converted()).map_or(String::new(), |candidate| {
-        let to = candidate.to.map_or("TO", |to| &candidate.map.sides[to].name);
-        format!("{}:{to}", candidate.name())
-    });
+    let example = candidates.iter().find(|candidate| !candidate.is_converted());
+    let example = example.map_or_else(String::new, |candidate| candidate.option());
     Error::usage(
         format!("options::map {text}: the names of SRC fit {} and {last} equally well", others.join(", ")),
         format!("name the side of SRC, for example options::map {example}"),

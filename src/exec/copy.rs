@@ -250,7 +250,8 @@ pub fn write(
     context: WriteContext<'_>,
 ) -> Result<Stats> {
     let WriteContext { reservation, log, options, reporter, stop, .. } = context;
-    let mut cutter = BlockCutter::new(&reservation.files, log.todo(), options.write_block_bytes);
+    let mut cutter =
+        BlockCutter::new(&reservation.files, log.todo(), options.write_block_bytes, options.transposed_block_bytes);
     let checksums = Checksums::new(reservation, log.covers_everything());
     let source_crcs = SourceCrcs::default();
     let worker_buffers = Mutex::default();

@@ -92,14 +92,15 @@ pub struct BlockCutter<'a> {
     /// For each file, the index of the first header bytes that are in no write block yet.
     next_header: Vec<usize>,
     block_bytes: u64,
+    transposed_bytes: u64,
 }
 
 impl<'a> BlockCutter<'a> {
-    /// Prepares to cut the ranges of `files` that are in `todo`. A write block has at most `block_bytes` bytes. If one
-    /// element is longer, the write block has one element.
+    /// Prepares to cut the ranges of `files` that are in `todo`. A write block has at most `block_bytes` bytes, or
+    /// `transposed_bytes` bytes if it is one of a transposed view. If one element is longer, the write block has one element.
     #[must_use]
-    pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64) -> Self {
-        Self { files, todo, next_header: vec![0; files.len()], block_bytes }
+    pub fn new(files: &'a [OutputFile], todo: &'a Extents, block_bytes: u64, transposed_bytes: u64) -> Self {
+        Self { files, todo, next_header: vec![0; files.len()], block_bytes, transposed_bytes }
     }
 
     /// Returns the write blocks of these output ranges and of the header bytes before each range. Bytes that this run
@@ -107,7 +108,8 @@ impl<'a> BlockCutter<'a> {
     #[must_use]
     pub fn cut(&mut self, mut output_ranges: Vec<OutputRange>) -> Vec<WriteBlock> {
         output_ranges.sort_unstable_by_key(|output_range| (output_range.file, output_range.offset));
-        let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, boundaries(&output_ranges, self.block_bytes));
+        let boundaries = boundaries(&output_ranges, self.block_bytes, self.transposed_bytes);
+        let mut blocks = WriteBlocks::new(self.todo, [self.block_bytes, self.transposed_bytes], boundaries);
         for output_range in output_ranges {
             self.push_headers_before(output_range.file, output_range.offset, &mut blocks);
             blocks.push(output_range.file, output_range.offset, output_range.len, output_range.itemsize, |bytes| {
@@ -120,7 +122,7 @@ impl<'a> BlockCutter<'a> {
     /// Returns the write blocks of all header bytes after the last tensor data.
     #[must_use]
     pub fn finish(mut self) -> Vec<WriteBlock> {
-        let mut blocks = WriteBlocks::new(self.todo, self.block_bytes, Vec::new());
+        let mut blocks = WriteBlocks::new(self.todo, [self.block_bytes, self.transposed_bytes], Vec::new());
         for file in 0..self.files.len() {
             self.push_headers_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut blocks);
         }
@@ -144,7 +146,8 @@ impl<'a> BlockCutter<'a> {
 struct WriteBlocks<'a> {
     todo: &'a Extents,
     blocks: Vec<WriteBlock>,
-    capacity: u64,
+    /// The maximum sizes of a write block, and of one of a transposed view.
+    capacities: [u64; 2],
     /// The positions at which a write block has to begin, in file order.
     boundaries: Vec<Boundary>,
     /// The number of boundaries before the current position.
@@ -152,8 +155,8 @@ struct WriteBlocks<'a> {
 }
 
 impl<'a> WriteBlocks<'a> {
-    fn new(todo: &'a Extents, capacity: u64, boundaries: Vec<Boundary>) -> Self {
-        Self { todo, blocks: Vec::new(), capacity, boundaries, passed: 0 }
+    fn new(todo: &'a Extents, capacities: [u64; 2], boundaries: Vec<Boundary>) -> Self {
+        Self { todo, blocks: Vec::new(), capacities, boundaries, passed: 0 }
     }
 
     /// Adds the subranges of a file range that are to be written. Each subrange is extended to complete elements.
@@ -191,18 +194,19 @@ impl<'a> WriteBlocks<'a> {
         while done < len {
             let at = offset + done;
             let (row_group, until) = self.row_group_at(file, at);
+            let capacity = self.capacities[usize::from(self.is_transposed(file))];
             let is_boundary = self.is_at_boundary(file, at);
             let fits = (self.blocks.last())
                 .filter(|block| block.file == file && block.range.end == at && block.row_group == row_group)
                 .filter(|_| !is_boundary)
-                .map_or(0, |block| self.remaining_capacity(block));
+                .map_or(0, |block| remaining_capacity(block, capacity));
             // The bytes up to the next boundary, or up to the end of the element that contains the boundary.
             let rest = len - done;
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
             let mut take = fitting(at, rest, fits, itemsize);
             if take == 0 {
                 self.blocks.push(WriteBlock { file, row_group, range: at..at, segments: Vec::new() });
-                take = fitting(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
+                take = fitting(at, rest, capacity, itemsize).max(itemsize.min(rest));
             }
             let block = self.blocks.last_mut().expect("just pushed or found");
             block.segments.push(Segment { offset: at, content: content(done..done + take) });
@@ -211,12 +215,10 @@ impl<'a> WriteBlocks<'a> {
         }
     }
 
-    /// Returns the number of bytes that can still be added to a write block. A block that already has the maximum
-    /// number of segments takes only the bytes up to the next file block boundary (a multiple of [`ALIGNMENT`]).
-    fn remaining_capacity(&self, block: &WriteBlock) -> u64 {
-        let end = block.range.end;
-        let left = self.capacity.saturating_sub(end - block.range.start);
-        if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
+    /// Returns whether the boundary of a file that was passed last begins write blocks of a transposed view.
+    fn is_transposed(&self, file: u32) -> bool {
+        let last = self.passed.checked_sub(1).and_then(|last| self.boundaries.get(last));
+        last.is_some_and(|boundary| boundary.file == file && boundary.is_transposed)
     }
 
     /// Returns whether the boundary that was passed last is the offset `at` of a file.
@@ -236,6 +238,14 @@ impl<'a> WriteBlocks<'a> {
         let next = self.boundaries.get(self.passed).filter(here);
         (last.and_then(|boundary| boundary.row_group), next.map_or(u64::MAX, |boundary| boundary.offset))
     }
+}
+
+/// Returns the number of bytes that can still be added to a write block, which has at most `capacity` bytes. A block that already
+/// has the maximum number of segments takes only the bytes up to the next file block boundary (a multiple of [`ALIGNMENT`]).
+fn remaining_capacity(block: &WriteBlock, capacity: u64) -> u64 {
+    let end = block.range.end;
+    let left = capacity.saturating_sub(end - block.range.start);
+    if block.segments.len() < MAX_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
 }
 
 /// Returns how many of the next `rest` bytes of a file, starting at offset `at`, are put into a write block that can
@@ -304,7 +314,7 @@ mod tests {
         for block_bytes in [1, 7, 16, 64, 1000] {
             let files = [file()];
             let todo = Extents::of_files(&files);
-            let mut cutter = BlockCutter::new(&files, &todo, block_bytes);
+            let mut cutter = BlockCutter::new(&files, &todo, block_bytes, block_bytes);
             let mut blocks = cutter.cut(output_ranges());
             blocks.extend(cutter.finish());
             let mut end = 0;
@@ -334,7 +344,7 @@ mod tests {
         let len = file.len;
         let files = [file];
         let todo = Extents::of_files(&files);
-        let mut cutter = BlockCutter::new(&files, &todo, 65_536);
+        let mut cutter = BlockCutter::new(&files, &todo, 16_384, 65_536);
         let output_range = |offset, len| OutputRange {
             file: 0,
             offset,
@@ -371,7 +381,7 @@ mod tests {
                 transposed_row: Some(row),
                 group: None,
             };
-            let mut cutter = BlockCutter::new(&files, &todo, 65_536);
+            let mut cutter = BlockCutter::new(&files, &todo, 16_384, 65_536);
             let mut blocks = cutter.cut(vec![range]);
             blocks.extend(cutter.finish());
             blocks
@@ -402,7 +412,8 @@ mod tests {
             transposed_row: None,
             group: None,
         };
-        let blocks = BlockCutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(output_range).collect());
+        let blocks =
+            BlockCutter::new(&files, &todo, 4 << 20, 16 << 20).cut(offsets.into_iter().map(output_range).collect());
         assert_eq!(blocks.len(), 5);
         assert!(blocks.iter().all(|block| block.segments.len() <= MAX_SEGMENTS + 4));
         // The blocks of both windows still meet at file block boundaries.
@@ -415,7 +426,7 @@ mod tests {
         let files = [file()];
         let mut todo = Extents::new();
         [10..11, 13..20, 21..22].into_iter().for_each(|part| todo.insert(0, part));
-        let blocks = BlockCutter::new(&files, &todo, 32).cut(output_ranges());
+        let blocks = BlockCutter::new(&files, &todo, 32, 32).cut(output_ranges());
         let ranges: Vec<_> = blocks.iter().map(|block| block.range.clone()).collect();
         assert_eq!(ranges, vec![10..22]);
     }
@@ -424,7 +435,7 @@ mod tests {
     fn windows_in_another_order_cover_the_file() {
         let files = [file()];
         let todo = Extents::of_files(&files);
-        let mut cutter = BlockCutter::new(&files, &todo, 32);
+        let mut cutter = BlockCutter::new(&files, &todo, 32, 32);
         let [second, first] = output_ranges().try_into().unwrap();
         let mut blocks = cutter.cut(vec![second]);
         blocks.extend(cutter.cut(vec![first]));

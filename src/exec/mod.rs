@@ -102,6 +102,8 @@ pub struct Options {
     pub threads: usize,
     /// The maximum size of a write block in bytes. A worker fills and writes one write block at a time.
     pub write_block_bytes: u64,
+    /// The maximum size in bytes of a write block of a transposed view. It is not below `write_block_bytes`.
+    pub transposed_block_bytes: u64,
     /// True if all files are synced to disk (fsync) before they are published.
     pub sync: bool,
 }
@@ -109,6 +111,10 @@ pub struct Options {
 /// The default for the maximum size of a write block in bytes: long enough to hide the cost of a system call, short
 /// enough to stay in cache with its source.
 pub const DEFAULT_WRITE_BLOCK_BYTES: u64 = 4 << 20;
+
+/// The maximum size in bytes of a write block of a transposed view. A block has complete rows, and needs a part of each row of the
+/// source: the longer the block, the longer these parts, and the fewer read calls.
+pub const TRANSPOSED_BLOCK_BYTES: u64 = 16 << 20;
 
 /// The maximum size in bytes of a worker's buffer for strided reads.
 const BLOCK_BYTES: u64 = 2 << 20;

@@ -40,7 +40,9 @@ impl PlanDescription {
     ) -> Self {
         let name = |path: &Path| relative_to_root(path, roots).1.to_string_lossy().into_owned();
         let state = |len: u64, (seconds, nanoseconds): (i64, i64)| (len, seconds, nanoseconds);
-        let read = files.ids().map(|id| (name(files.path(id)), state(files.len_bytes(id), files.modified(id))));
+        // The path of a computed file is that of a file from which it is computed.
+        let stored = files.ids().filter(|id| !files.is_computed(*id));
+        let read = stored.map(|id| (name(files.path(id)), state(files.len_bytes(id), files.modified(id))));
         let sidecar_files = sidecar_files.iter().map(|file| (name(&file.from), state(file.len, file.modified)));
         Self { options, sources: read.chain(sidecar_files).collect() }
     }

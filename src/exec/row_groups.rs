@@ -148,10 +148,13 @@ pub struct Boundary {
     pub offset: u64,
     /// The row group of the write blocks between this boundary and the next boundary.
     pub row_group: Option<RowGroup>,
+    /// True if the write blocks up to the next boundary are those of a transposed view.
+    pub is_transposed: bool,
 }
 
 /// Returns the boundaries of write blocks that row groups and transposed views need. The output ranges must be in file order.
-pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Boundary> {
+/// `block_bytes` is the maximum size of a write block, and `transposed_bytes` that of a block of a transposed view.
+pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64, transposed_bytes: u64) -> Vec<Boundary> {
     let mut boundaries: Vec<Boundary> = Vec::new();
     // The number of source bytes of the current row group, summed over all of its output ranges.
     let mut begun = None;
@@ -165,7 +168,7 @@ pub fn boundaries(output_ranges: &[OutputRange], block_bytes: u64) -> Vec<Bounda
         if !is_copy(&output_ranges[0]) {
             for output_range in output_ranges {
                 cut_rows(output_range, &mut begun, &mut boundaries);
-                cut_transposed(output_range, block_bytes, &mut begun, &mut boundaries);
+                cut_transposed(output_range, transposed_bytes, &mut begun, &mut boundaries);
             }
         } else if output_ranges.iter().map(|output_range| output_range.len).sum::<u64>() >= MIN_COPY_BYTES {
             cut_copies(output_ranges, block_bytes, &mut boundaries);
@@ -202,11 +205,16 @@ fn cut_rows(output_range: &OutputRange, begun: &mut Option<u64>, boundaries: &mu
         for row_group in 0..row_groups {
             let offset = (at(row_group) / grid * grid).max(earliest);
             if boundaries.last().is_none_or(|last| (last.file, last.offset) < (file, offset)) {
-                boundaries.push(Boundary { file, offset, row_group: Some((number, row_group)) });
+                boundaries.push(Boundary { file, offset, row_group: Some((number, row_group)), is_transposed: false });
             }
         }
     }
-    boundaries.push(Boundary { file, offset: (offset + len).next_multiple_of(grid), row_group: None });
+    boundaries.push(Boundary {
+        file,
+        offset: (offset + len).next_multiple_of(grid),
+        row_group: None,
+        is_transposed: false,
+    });
 }
 
 /// Cuts an output range of a transposed view into write blocks of complete rows, as long as fit into a write block. The cuts are
@@ -224,9 +232,13 @@ fn cut_transposed(
     *begun = None;
     let blocks = len.div_ceil(block_bytes / row_bytes * row_bytes);
     let step = (len / row_bytes).div_ceil(blocks) * row_bytes;
-    for offset in (0..blocks).map(|block| offset + (block * step).min(len)).chain([offset + len]) {
-        if boundaries.last().is_none_or(|last| (last.file, last.offset) < (file, offset)) {
-            boundaries.push(Boundary { file, offset, row_group: None });
+    let end = offset + len;
+    for offset in (0..blocks).map(|block| offset + (block * step).min(len)).chain([end]) {
+        let boundary = Boundary { file, offset, row_group: None, is_transposed: offset < end };
+        match boundaries.last_mut() {
+            Some(last) if (last.file, last.offset) == (file, offset) => *last = boundary,
+            Some(last) if (last.file, last.offset) > (file, offset) => {}
+            _ => boundaries.push(boundary),
         }
     }
 }
@@ -254,8 +266,13 @@ fn cut_copies(output_ranges: &[OutputRange], block_bytes: u64, boundaries: &mut 
         let step = (ragged + len).div_ceil(count).next_multiple_of(ALIGNMENT);
         let starts = (0..count).map(|index| (index, (index * step).saturating_sub(ragged)));
         for (index, within) in starts.take_while(|(index, within)| *index == 0 || *within < len) {
-            boundaries.push(Boundary { file, offset: offset + within, row_group: Some((number, index)) });
+            boundaries.push(Boundary {
+                file,
+                offset: offset + within,
+                row_group: Some((number, index)),
+                is_transposed: false,
+            });
         }
     }
-    boundaries.push(Boundary { file: output_ranges[0].file, offset: end, row_group: None });
+    boundaries.push(Boundary { file: output_ranges[0].file, offset: end, row_group: None, is_transposed: false });
 }

@@ -402,7 +402,8 @@ impl SeriesSet {
     /// Joins the catalogs of the chosen series.
     fn join(&self, catalogs: Vec<Catalog>) -> LoadedFolder {
         let loaded = |(series, catalog): (&Series, Catalog)| {
-            (series.name.clone(), CheckpointPart::whole(Some(series.names()), series.world_size()), catalog)
+            let names = (!series.files.is_empty()).then(|| series.names());
+            (series.name.clone(), CheckpointPart::whole(names, series.world_size()), catalog)
         };
         join_series(self.series.iter().zip(catalogs).map(loaded).collect())
     }
@@ -460,7 +461,8 @@ impl Series {
     /// of makani (`ckpt_mp0_v0.tar`, `ckpt_mp0_v1.tar`, `best_ckpt_mp0.tar`), or a step of Composer
     /// (`ep1-ba500-rank0.pt`).
     fn is_version(&self) -> bool {
-        self.files[0].0.numbering == Numbering::ModelParallel || is_composer_step(&self.name)
+        let is_model_parallel = |(name, _): &(RankName, PathBuf)| name.numbering == Numbering::ModelParallel;
+        self.files.first().is_some_and(is_model_parallel) || is_composer_step(&self.name)
     }
 
     /// Returns whether the file names show that the plain tensors of the files are shards.

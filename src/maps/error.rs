@@ -12,6 +12,10 @@ pub enum MapError {
     #[error("{name}: the map {family} has no row for this name on the side {side}{}", more_names(*more))]
     NoRow { family: String, side: String, name: String, more: usize, nearest: String },
 
+    /// The target has no tensor for a part of a quantised weight.
+    #[error("{name}: {from} stores this part of a quantised weight, and {to} does not")]
+    QuantisedLeftOut { name: String, from: String, to: String },
+
     /// No name of the source has a row.
     #[error("no row of the map {family} matches a name on the side {side}; the first name is {name}")]
     NothingMatches { family: String, side: String, name: String },
@@ -83,6 +87,9 @@ impl MapError {
             Self::NoRow { name, .. } if is_scale(name) => String::from(
                 "SRC is quantised, and a map moves elements without their scales: decode them with options::dequantize",
             ),
+            Self::QuantisedLeftOut { .. } => String::from(
+                "SRC is quantised: decode the weights with options::dequantize, or leave them out with options::exclude",
+            ),
             Self::Shadowed { .. } => {
                 String::from("put the row with the more specific name first, and rows with `**` last")
             }
@@ -121,10 +128,10 @@ impl MapError {
     }
 }
 
-/// Returns whether a name is that of the scales of a quantised weight.
+/// Returns whether a name is that of the scales of a quantised weight, or of its packed elements.
 #[must_use]
 pub fn is_scale(name: &str) -> bool {
-    ["_scale", "_scale_inv", "_scales", "_blocks"].iter().any(|suffix| name.ends_with(suffix))
+    ["_scale", "_scale_inv", "_scales", "_blocks", ".scales", ".blocks"].iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn more_names(more: usize) -> String {

@@ -17,7 +17,8 @@ impl Family {
     /// # Errors
     /// [`DocumentError`] for a file that is not a map. A test checks that all built-in files are maps.
     pub fn map(&self) -> Result<WeightMap, DocumentError> {
-        WeightMap::parse(&format!("{}.toml", self.name), self.text)
+        let map = WeightMap::parse(&format!("{}.toml", self.name), self.text)?;
+        Ok(WeightMap { reference: self.name.to_owned(), ..map })
     }
 }
 

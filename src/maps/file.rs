@@ -42,6 +42,8 @@ const ENCODINGS: [&str; 2] = ["fp8", "mxfp4"];
 pub struct WeightMap {
     /// The name of the file, for messages.
     pub name: String,
+    /// The text by which options name the map: the family of a built-in map, or the path of a file.
+    pub reference: String,
     pub family: String,
     pub sides: Vec<Side>,
     pub sizes: Vec<SizeRule>,
@@ -156,7 +158,7 @@ impl WeightMap {
         for block in list(at, &blocks.value, "tables")? {
             rows.extend(Block::parse(at.at_line(block.line), block, &sides)?);
         }
-        Ok(Self { name: name.to_owned(), family, sides, sizes, rows })
+        Ok(Self { name: name.to_owned(), reference: name.to_owned(), family, sides, sizes, rows })
     }
 
     /// Returns the values of `model_type` of all sides.
@@ -321,11 +323,20 @@ fn sizes(at: FilePosition<'_>, entry: Option<&FileEntry>) -> Result<Vec<SizeRule
             FileValue::Text(text) => match text.split_once('/') {
                 Some((dividend, divisor)) => SizeValue::Quotient(known(dividend.trim())?, known(divisor.trim())?),
                 None => {
-                    let keys = text.split('|').map(str::trim).map(|name| match name {
-                        name if is_size(name) => SizeKey::Size(name.into()),
-                        name => SizeKey::Config(name.to_owned()),
-                    });
-                    SizeValue::FirstOf(keys.collect())
+                    let is_key = |name: &str| name.chars().all(|char| char.is_alphanumeric() || "_-.".contains(char));
+                    let key = |name: &str| match name {
+                        name if is_size(name) => Ok(SizeKey::Size(name.into())),
+                        name if is_key(name) => Ok(SizeKey::Config(name.to_owned())),
+                        _ => Err(at.error(
+                            format!("expected a size or a key of the configuration, found `{name}`"),
+                            Some(
+                                "separate several keys by `|`, or give the quotient of two sizes, such as `h / k`"
+                                    .to_owned(),
+                            ),
+                        )),
+                    };
+                    let keys: Result<_, DocumentError> = text.split('|').map(str::trim).map(key).collect();
+                    SizeValue::FirstOf(keys?)
                 }
             },
             other => return Err(at.error(format!("expected a number or text, found {}", other.kind()), None)),

@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::cell::{Axis, Dim, NamePart, Offset, Sum, TensorPattern};
-use super::error::MapError;
+use super::error::{MapError, is_scale};
 use super::file::WeightMap;
 use super::names::NameMatch;
 use super::row::Row;
@@ -129,6 +129,12 @@ impl WeightMap {
                 continue;
             };
             if !self.rows[row].is_on(to) {
+                // A row with a cell on one side only leaves its tensors out.
+                let sides = (0..self.sides.len()).filter(|side| self.rows[row].is_on(*side));
+                if is_scale(&tensor.name) && sides.count() > 1 {
+                    let [from, to] = [from, to].map(|side| self.sides[side].name.clone());
+                    return Err(MapError::QuantisedLeftOut { name: tensor.name.clone(), from, to });
+                }
                 if index < source.len() {
                     mapping.dropped.push((index, row));
                 }

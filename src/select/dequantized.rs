@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | FP8 with blocks (`FP8Linear` of transformers, DeepSeek-V3) | `NAME` (8-bit floats), `NAME_scale_inv` (a scale for each block of the last two dims) | `NAME`, the same shape |
 //! | MXFP4 (`Mxfp4GptOssExperts` of transformers) | `NAME_blocks` (.., G, 16), `NAME_scales` (.., G) | `NAME` (.., G * 32) |
+//! | MXFP4 (`Checkpoint` of OpenAI's package gpt-oss) | `NAME.blocks`, `NAME.scales` | as before |
 //!
 //! Any other quantised weight is refused by name: its values would be wrong without its scales.
 
@@ -25,7 +26,7 @@ use crate::storage::{FileId, Files};
 /// The suffix of the name of block scales, after the name of their weight.
 const SCALE_SUFFIX: &str = "_scale_inv";
 /// The suffixes of the names of packed MXFP4 elements and of their exponents.
-const MXFP4_SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
+const MXFP4_SUFFIXES: [[&str; 2]; 2] = [["_blocks", "_scales"], [".blocks", ".scales"]];
 
 /// An encoding of quantised weights that can be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,9 +157,9 @@ fn find(survey: &Survey<'_>, catalog: &Catalog) -> Result<Vec<QuantisedWeight>> 
     let mut aliases = Vec::new();
     for name in &names {
         let (leaf, id) = named[name];
-        let packed = name.strip_suffix(MXFP4_SUFFIXES[0]).filter(|_| catalog.tensor(id).dtype == Dtype::U8);
-        let (encoding, decoded, scale) = match packed {
-            Some(decoded) => (Encoding::Mxfp4, decoded, format!("{decoded}{}", MXFP4_SUFFIXES[1])),
+        let packed = other_suffix(name, false).filter(|_| catalog.tensor(id).dtype == Dtype::U8);
+        let (encoding, decoded, scale) = match &packed {
+            Some((decoded, scale)) => (Encoding::Mxfp4, *decoded, scale.clone()),
             None => (Encoding::ScaledBlocks, name.as_str(), format!("{name}{SCALE_SUFFIX}")),
         };
         let is_packed = packed.is_some() && is_packed(catalog.tensor(id));
@@ -208,9 +209,17 @@ fn is_packed(entry: &TensorEntry) -> bool {
 
 /// Returns whether a name is that of the scales of a weight that the model has.
 fn is_scale_name(name: &str, named: &HashMap<String, (Leaf, TensorId)>) -> bool {
-    let of_blocks = || Some(format!("{}{}", name.strip_suffix(MXFP4_SUFFIXES[1])?, MXFP4_SUFFIXES[0]));
     name.strip_suffix(SCALE_SUFFIX).is_some_and(|weight| named.contains_key(weight))
-        || of_blocks().is_some_and(|blocks| named.contains_key(&blocks))
+        || other_suffix(name, true).is_some_and(|(_, blocks)| named.contains_key(&blocks))
+}
+
+/// Returns the name of the decoded weight, and the name of the exponents, for the name of packed MXFP4 elements. With `is_scale`,
+/// returns the name of the elements for that of the exponents.
+fn other_suffix(name: &str, is_scale: bool) -> Option<(&str, String)> {
+    MXFP4_SUFFIXES.iter().find_map(|[blocks, scales]| {
+        let (own, other) = if is_scale { (scales, blocks) } else { (blocks, scales) };
+        name.strip_suffix(own).map(|decoded| (decoded, format!("{decoded}{other}")))
+    })
 }
 
 impl QuantisedWeight {

@@ -583,13 +583,16 @@ impl<'a> Mapper<'a> {
                 "choose another side of the map",
             ));
         };
+        let numel = |padding: &Vec<Progression>| padding.iter().map(|own| own.count).product::<u64>();
+        let Some(largest) = boxes.iter().map(numel).max() else { return Ok(()) };
+        // All boxes begin at the start of one file, because all of its elements are equal.
+        let content = (entry.dtype, Dims::from_slice(&[largest]));
+        let computed = ComputedTensor::new(self.files, like, content, Calculation::Zeros, &[]);
+        let location = FileLocation::Bytes { file: computed.file, offset: 0 };
+        self.computed.push(computed);
         for padding in boxes {
             let dim = |own: &Progression| Intervals::progression(own.start, own.step, own.count, 1);
             let tile = Tile::new(padding.iter().map(dim));
-            let content = (entry.dtype, tile.sizes());
-            let computed = ComputedTensor::new(self.files, like, content, Calculation::Zeros, &[]);
-            let location = FileLocation::Bytes { file: computed.file, offset: 0 };
-            self.computed.push(computed);
             entry.chunks.push(Chunk { tile, location, strides: None, rank: None, view: None });
         }
         Ok(())

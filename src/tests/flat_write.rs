@@ -16,7 +16,7 @@ use crate::layout::Rank;
 use crate::publish::work_log::{AtEnd, Log};
 use serde_json::Value as Json;
 
-const OPTIONS: Options = Options { threads: 2, write_block_bytes: 300, sync: false };
+const OPTIONS: Options = Options { threads: 2, write_block_bytes: 300, transposed_block_bytes: 300, sync: false };
 
 const CASES: [(&str, &[&str]); 7] = [
     ("flat2", &["views", "flat", "groups", "one_file"]),

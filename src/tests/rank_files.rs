@@ -16,7 +16,8 @@ use torch_pickle::pickle::Unknown;
 
 use super::fixture;
 
-const OPTIONS: Options = Options { threads: 2, write_block_bytes: 1 << 10, sync: false };
+const OPTIONS: Options =
+    Options { threads: 2, write_block_bytes: 1 << 10, transposed_block_bytes: 1 << 10, sync: false };
 
 fn open(path: &Path) -> Checkpoint {
     let series = SeriesChoice::Named(vec!["model".into()]);

@@ -15,7 +15,7 @@ use self::findings::Findings;
 pub use self::findings::Verification;
 use self::saved_digests::DigestListing;
 use self::soundness::sound;
-use crate::catalog::path;
+use crate::catalog::{TensorEntry, path};
 use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
@@ -156,10 +156,18 @@ fn open(
     }
 }
 
-/// Refuses a checkpoint that is empty. A checkpoint that has objects but no tensors is verified with a warning, because
-/// the user may have meant another path.
+/// Refuses a checkpoint that is empty, and files of ranks whose layout is unknown. A checkpoint that has objects but no tensors is
+/// verified with a warning, because the user may have meant another path.
 fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Progress) -> Result<()> {
     let catalog = &source.catalog;
+    if source.has_undeclared_shards() && args.select.map.map.is_none() {
+        // Without the layout, neither the coverage nor the values of a tensor can be checked.
+        let undeclared = |entry: &TensorEntry| {
+            let why = entry.unreadable.as_ref().filter(|why| why.is_of_unknown_layout())?;
+            Some(why.error(entry.fqn.as_str()))
+        };
+        return catalog.tensors.iter().find_map(undeclared).map_or(Ok(()), Err);
+    }
     if !catalog.tensors.is_empty() || !catalog.dropped.is_empty() {
         return Ok(());
     }

@@ -89,17 +89,38 @@ fn decoded_weights_are_cast_and_renamed_like_others() {
 fn experts_of_the_hub_become_those_of_torchtitan() {
     let env = TestEnv::new();
     let gpt_oss = fixture("maps/gpt-oss");
-    for to in ["titan", "hf"] {
+    for (from, to) in
+        ["packed", "openai-packed"].into_iter().flat_map(|from| ["titan", "hf", "openai"].map(|to| (from, to)))
+    {
         let options = format!("--dequantize bf16 --map gpt-oss:{to}");
-        let made = env.make("consolidate", gpt_oss.join("packed"), to, &options);
+        let made = env.make("consolidate", gpt_oss.join(from), &format!("{from}-{to}"), &options);
         assert_same(&made.tensors(), &read_safetensors(&gpt_oss.join(format!("{to}.safetensors"))), to);
-        assert!(made.run.stderr.contains("SRC is read as gpt-oss:packed"), "{}", made.run.stderr);
+        assert!(made.run.stderr.contains(&format!("SRC is read as gpt-oss:{from}")), "{}", made.run.stderr);
     }
     let sharded =
         env.make("reshard", gpt_oss.join("packed"), "sharded", "--mesh dp=2,tp=2 --placements S(1),S(0) --to dcp");
     let options = "--dequantize bf16 --map auto:titan --mesh dp=3 --to dcp --verify";
     let made = env.make("reshard", &sharded.path, "dcp", options).path;
     succeed("verify", &[&made, &gpt_oss.join("titan.safetensors")], "");
+}
+
+/// OpenAI's `Checkpoint` read the truth.
+#[test]
+fn packed_experts_keep_their_blocks_under_the_names_of_openai() {
+    let env = TestEnv::new();
+    let gpt_oss = fixture("maps/gpt-oss");
+    let sides = [("hf", "packed"), ("openai", "openai-packed")];
+    for ([from, to], layout) in
+        [[0, 1], [1, 0]].into_iter().zip(["--mesh dp=3 --to dcp", "--mesh dp=2 --to torch-ranks"])
+    {
+        let (truth, map) =
+            (gpt_oss.join(sides[to].1).join("model.safetensors"), format!("--map gpt-oss:{}", sides[to].0));
+        let made = env.make("consolidate", gpt_oss.join(sides[from].1), sides[to].0, &map);
+        assert_same(&made.tensors(), &read_safetensors(&truth), sides[to].0);
+        let name = format!("sharded-{to}");
+        let made = env.make("reshard", gpt_oss.join(sides[from].1), &name, &format!("{map} {layout} --verify")).path;
+        succeed("verify", &[&made, &truth], "");
+    }
 }
 
 #[test]
@@ -123,7 +144,7 @@ fn sides_that_contradict_the_decoding_are_refused() {
         ("packed", "--dequantize bf16 --map gpt-oss:hf:titan", "SRC is decoded, and hf is not what it decodes to"),
         ("hf.safetensors", "--map gpt-oss:packed:titan", "packed is what mxfp4 decodes to, and SRC is not decoded"),
         ("hf.safetensors", "--map gpt-oss:hf:packed", "packed is what mxfp4 decodes to, and no format stores it"),
-        ("packed", "--map gpt-oss:titan", "hint: SRC is quantised"),
+        ("packed", "--map gpt-oss:titan", "_blocks: hf stores this part of a quantised weight, and titan does not"),
         ("hf.safetensors", "--dequantize bf16", "the model has no quantised weights"),
         ("hf.safetensors", "--config config.json", "--config has no effect without --map and --dequantize"),
     ] {

@@ -69,7 +69,7 @@ fn config(folder: &str) -> String {
 fn each_convention_becomes_each_other_convention() {
     let env = TestEnv::new();
     let pairs = pairs();
-    assert_eq!(pairs.len(), 64);
+    assert_eq!(pairs.len(), 78);
     in_parallel(&pairs, |(folder, family, from, to)| {
         let name = format!("{folder}-{from}-{to}.safetensors");
         let map = format!("--map {family}:{from}:{to} --assets none");
@@ -332,9 +332,9 @@ fn side_of_the_source_is_found_by_its_names() {
         "{}",
         made.run.stderr
     );
-    let made = env.make("consolidate", file("mixtral", "hf4"), "b.safetensors", "--map mixtral --assets none");
-    assert!(made.run.stderr.contains("SRC is read as mixtral:hf4 and converted to hf5"), "{}", made.run.stderr);
-    for (source, words) in [(file("llama", "hf"), "llama:hf"), (file("mixtral", "hf4"), "mixtral:hf4")] {
+    let made = env.make("consolidate", file("falcon", "fused"), "b.safetensors", "--map falcon --assets none");
+    assert!(made.run.stderr.contains("SRC is read as falcon:fused and converted to split"), "{}", made.run.stderr);
+    for (source, words) in [(file("llama", "hf"), "llama:hf"), (file("falcon", "fused"), "falcon:fused")] {
         let to = if words == "llama:hf" { ":titan" } else { "" };
         let name = format!("{}.safetensors", words.replace(':', "-"));
         let made = env.make("consolidate", source, &name, &format!("--map auto{to} --assets none"));
@@ -396,6 +396,7 @@ fn auto_finds_the_side_of_the_source_or_names_all_that_fit() {
                     [one] if to == *side => assert!(one.ends_with(&format!(":{side}")), "{case}"),
                     // The two sides have the same tensors.
                     [one] if own == "llama:meta" && one == "llama:titan-0.2" => {}
+                    [one] if own == "phi3:fused" && one == "qwen3-moe:vllm" => {}
                     [one] => assert_eq!(*one, own, "{case}"),
                     several => {
                         assert!(shares_names && several.len() > 1, "{case}");
@@ -495,6 +496,36 @@ fn maps_that_do_not_fit_are_refused_with_the_cause() {
         }
         assert!(refused.stderr.contains("\nhint: "), "{options}: {}", refused.stderr);
     }
+}
+
+#[test]
+fn hints_about_a_map_file_name_its_path() {
+    let env = TestEnv::new();
+    let own = env.write("own.toml", succeed("maps", &[Path::new("gpt2")], "").stdout);
+    let source = file("gpt2", "conv1d");
+    let refused = env.refuse("consolidate", &source, "out.safetensors", &format!("--map {}:split", own.display()));
+    let map = format!("--map {}:conv1d:split", own.display());
+    assert!(refused.stderr.contains(&format!("for example {map}\n")), "{}", refused.stderr);
+    let made = env.make("consolidate", &source, "out.safetensors", &format!("{map} --assets none"));
+    assert_same(&read_safetensors(&made.path), &read_safetensors(&file("gpt2", "split")), "split");
+    let refused =
+        env.refuse("consolidate", file("gpt2", "split"), "b.safetensors", &format!("--map {}", own.display()));
+    assert!(
+        refused.stderr.contains(&format!("give --map {}:TO, where TO is one of", own.display())),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn product_of_sizes_is_refused() {
+    let env = TestEnv::new();
+    let text = "family = \"own\"\n[sides]\na = {}\nb = {}\n[sizes]\nh = 2\nk = 3\np = \"h * k\"\n[[map]]\nrows = [{ a = \"w [p]\", b = \"v [p]\" }]\n";
+    let own = env.write("own.toml", text);
+    let refused = dtshard(&[&"maps", &own]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.err.contains("expected a size or a key of the configuration, found `h * k`"), "{}", refused.err);
+    assert!(refused.err.contains("own.toml line 8"), "{}", refused.err);
 }
 
 #[test]
@@ -982,6 +1013,14 @@ fn shards_of_an_unknown_layout_are_refused_with_the_cause() {
             assert!(refused.stderr.contains(word), "{options}: {word}: {}", refused.stderr);
         }
     }
+    let verified = dtshard(&[&"verify", &source]);
+    assert_eq!(verified.code, Some(2));
+    assert!(
+        verified.err.contains("the tensor may be a shard, and the files do not record its layout"),
+        "{}",
+        verified.err
+    );
+    succeed("verify", &[&source], "--map llama:meta:hf");
     let shown = succeed("inspect", &[&source], "");
     assert!(shown.stderr.contains("--map llama:meta:hf"), "{}", shown.stderr);
     assert!(shown.stdout.contains("unknown"), "{}", shown.stdout);

@@ -336,7 +336,7 @@ pub fn read(path: &Path) -> Tensors {
 pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     let (files, catalog) = (&checkpoint.files, &checkpoint.catalog);
     // Write blocks are much shorter than the tensors, so that each tensor has several write blocks.
-    let options = Options { threads: 1, write_block_bytes: 64, sync: false };
+    let options = Options { threads: 1, write_block_bytes: 64, transposed_block_bytes: 64, sync: false };
     let digest = |entry: &TensorEntry| {
         let input = Input { files, catalog, resolve: &resolve };
         compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default()).unwrap()

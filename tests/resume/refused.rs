@@ -9,7 +9,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, RANKS, names, skip};
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, fixture};
 
 type Change = fn(&Path);
 
@@ -44,6 +44,21 @@ fn interrupted_run_is_refused_without_resume() {
     assert_refused(&job, "--resume --restart", &["cannot be used with"]);
     job.run("--resume", None).assert_succeeded();
     job.assert_done("went on");
+}
+
+/// Computed files, such as those of decoded weights, are no files of the source.
+#[test]
+fn resume_of_a_run_that_decodes_weights_to_another_dtype_is_refused() {
+    let job = Job::new(FOLDER);
+    fs::remove_dir_all(job.source()).unwrap();
+    fs::create_dir(job.source()).unwrap();
+    for name in ["model.safetensors", "config.json"] {
+        fs::copy(fixture(&format!("quantized/fp8/{name}")), job.source().join(name)).unwrap();
+    }
+    interrupt(&job, "--dequantize bf16");
+    let refused = job.run("--resume --dequantize f32", None);
+    refused.assert_refused(&["exists, and cannot be resumed: --dequantize was bf16, now f32\n"]);
+    job.run("--resume --dequantize bf16", None).assert_succeeded();
 }
 
 #[test]

@@ -263,7 +263,7 @@ pub(crate) struct ConvertedOutput {
 }
 
 fn options() -> Options {
-    Options { threads: 2, write_block_bytes: 1000, sync: false }
+    Options { threads: 2, write_block_bytes: 1000, transposed_block_bytes: 1000, sync: false }
 }
 
 /// Splits each output file at the offsets `cuts` (modulo the length of the file plus 1). Part `n` of file `f` is

@@ -89,7 +89,7 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
 }
 
 fn options(threads: usize, block_bytes: u64) -> Options {
-    Options { threads, write_block_bytes: block_bytes, sync: false }
+    Options { threads, write_block_bytes: block_bytes, transposed_block_bytes: block_bytes, sync: false }
 }
 
 fn fill(input: Input<'_>, reservation: &Reservation, folder: &Path, options: &Options) -> Result<Stats> {

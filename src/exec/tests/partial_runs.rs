@@ -71,7 +71,7 @@ proptest! {
         let reservation = reservation(&entries);
         let catalog = Catalog { tensors: entries, ..Catalog::empty() };
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
-        let options = Options { threads: 2, write_block_bytes: block_bytes, sync };
+        let options = Options { threads: 2, write_block_bytes: block_bytes, transposed_block_bytes: block_bytes, sync };
 
         let whole = folder.path().join("whole");
         fs::create_dir(&whole).unwrap();
@@ -154,7 +154,7 @@ fn stop_in_the_last_fsync_keeps_checked_work() {
     let todo = Extents::of_files(&reservation.files);
     let log =
         Log::new(&reservation.files, &todo, AnchoredPath::new(folder.path()).join("0.journal"), true, AtEnd::Record);
-    let options = Options { threads: 2, write_block_bytes: 4096, sync: true };
+    let options = Options { threads: 2, write_block_bytes: 4096, transposed_block_bytes: 4096, sync: true };
     let (reservation, log, options, reporter) = (&reservation, &log, &options, &reporter);
     let place = AnchoredPath::new(folder.path());
     let writing = WriteContext { reservation, folder: &place, log, options, reporter, stop: &stop };

@@ -88,7 +88,8 @@ fn reserve(layout: &Layout, shares: Vec<Arc<Share>>) -> Reservation {
 }
 
 fn fill(source: &Source, reservation: &Reservation, folder: &Path, block_bytes: u64) -> Stats {
-    let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
+    let options =
+        Options { threads: 2, write_block_bytes: block_bytes, transposed_block_bytes: block_bytes, sync: false };
     copy(source.input(), reservation, folder, &options, &Silent, &Stop::default()).unwrap()
 }
 
@@ -116,7 +117,7 @@ fn reduced_values_do_not_depend_on_layouts_blocks_or_io() {
         let mut files = Files::new(io);
         files.add(target.path().join("out")).unwrap();
         let written = Input { files: &files, ..source.input() };
-        let options = Options { threads: 2, write_block_bytes: 70_001, sync: false };
+        let options = Options { threads: 2, write_block_bytes: 70_001, transposed_block_bytes: 70_001, sync: false };
         let (stop, entry) = (Stop::default(), &reservation.tensors[0].entry);
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let sides = ((source.input(), source.entry()), (written, entry));
@@ -155,7 +156,7 @@ fn chunks_contain_their_shares() {
         let mut files = Files::new(IoMode::Read);
         files.add(path).unwrap();
         let written = Input { files: &files, ..source.input() };
-        let options = Options { threads: 1, write_block_bytes: 4096, sync: false };
+        let options = Options { threads: 1, write_block_bytes: 4096, transposed_block_bytes: 4096, sync: false };
         let sides = ((source.input(), source.entry()), written);
         share_difference(sides.0, sides.1, &reservation.tensors[0], &options, &Silent, &Stop::default()).unwrap()
     };
@@ -196,7 +197,7 @@ fn reduction_memory_is_bounded_and_records_are_checked() {
     let input = Input { resolve: &summed, ..source.input() };
     let target = tempfile::tempdir().unwrap();
     let reservation = reserve(&layout(Placement::Replicate, 1), Vec::new());
-    let options = Options { threads: 1, write_block_bytes: 4 << 20, sync: false };
+    let options = Options { threads: 1, write_block_bytes: 4 << 20, transposed_block_bytes: 4 << 20, sync: false };
     let error = copy(input, &reservation, target.path(), &options, &Silent, &Stop::default()).unwrap_err();
     assert!(error.to_string().contains("value2") && error.to_string().contains("CRC-32"), "{error}");
 }

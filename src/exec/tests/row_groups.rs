@@ -47,7 +47,8 @@ fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, block_bytes: 
     let input = Input { files, catalog: &catalog, resolve: &resolve };
     let reservation = reserve(&catalog.tensors, to);
     let folder = tempfile::tempdir().unwrap();
-    let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
+    let options =
+        Options { threads: 2, write_block_bytes: block_bytes, transposed_block_bytes: block_bytes, sync: false };
     let before = files.bytes_read();
     copy(input, &reservation, folder.path(), &options, &Silent, &Stop::default()).unwrap();
     let read = files.bytes_read() - before;

@@ -71,7 +71,12 @@ fn checksums_are_correct_for_any_block_border() {
         let [whole, blocks] = [4 * TENSORS * BLOCK_BYTES, BLOCK_BYTES].map(|block_bytes| {
             let out = folder.path().join(format!("{shift} {block_bytes}"));
             fs::create_dir(&out).unwrap();
-            let options = Options { threads: 2, write_block_bytes: block_bytes, sync: false };
+            let options = Options {
+                threads: 2,
+                write_block_bytes: block_bytes,
+                transposed_block_bytes: block_bytes,
+                sync: false,
+            };
             super::copy(input, &reservation, &out, &options, &Silent, &Stop::default()).unwrap();
             fs::read(out.join("summed")).unwrap()
         });

@@ -22,6 +22,7 @@ use serde::de::IgnoredAny;
 use serde_json::{Value as Json, json};
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, SharedName};
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::error::FLAT_LAYOUT_HINT;
@@ -161,7 +162,7 @@ fn into_checked_layout(path: &Path, document: FlatDocument) -> Result<FlatLayout
         units: document.units.into_iter().map(|unit| read_unit(path, unit)).collect::<Result<_>>()?,
         optimizer: document
             .optimizer
-            .map(|groups| groups.into_iter().map(|group| group.into_iter().map(Fqn::from).collect()).collect()),
+            .map(|groups| groups.into_iter().map(|group| group.into_iter().map(fqn).collect()).collect()),
     };
     match layout.check() {
         Ok(()) => Ok(layout),
@@ -179,9 +180,14 @@ fn unknown_version(path: &Path, version: u64) -> Error {
     )
 }
 
+/// Returns a name as the reader of rank files has it.
+fn fqn(name: String) -> Fqn {
+    Fqn::from(clean_name(&name))
+}
+
 fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
     let bad = |at: &str, expected: &str, found: String| Err(Error::malformed(path, at, expected, found));
-    let mut known = FlatUnit::new(unit.module, None);
+    let mut known = FlatUnit::new(clean_name(&unit.module), None);
     known.align_numel = unit.align_numel;
     known.dtype = match &unit.dtype {
         None => None,
@@ -191,7 +197,7 @@ fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
         },
     };
     for param in unit.params {
-        let fqn = Fqn::from(param.fqn);
+        let fqn = fqn(param.fqn);
         match (param.shape, param.stride, param.shared_with) {
             (Some(shape), stride, None) => {
                 if shape.len() > MAX_DIMS {
@@ -199,7 +205,7 @@ fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
                 }
                 known.params.push(FlatParam { fqn, shape: Dims::from(shape), stride: stride.map(Dims::from) });
             }
-            (None, None, Some(with)) => known.shared.push(SharedName { fqn, with: Fqn::from(with) }),
+            (None, None, Some(with)) => known.shared.push(SharedName { fqn, with: self::fqn(with) }),
             (None, _, None) => return bad(fqn.as_str(), "a shape or shared_with", String::from("neither")),
             (..) => return bad(fqn.as_str(), "either a shape or shared_with", String::from("both")),
         }

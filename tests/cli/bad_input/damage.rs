@@ -21,7 +21,7 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     let input = Input { files: &checkpoint.files, catalog, resolve: &resolve };
     let reservation = torch::reserve(catalog, &catalog.state, "out.pt".into())?;
     copy::dry_run(input, &reservation, &Stop::default())?;
-    let options = Options { threads: 1, write_block_bytes: 1 << 20, sync: false };
+    let options = Options { threads: 1, write_block_bytes: 1 << 20, transposed_block_bytes: 1 << 20, sync: false };
     let mut found = BTreeMap::new();
     for (fqn, id) in state_dict::all_tensors(&catalog.state) {
         let entry = catalog.tensor(id);

@@ -198,6 +198,20 @@ fn cast_changes_the_alignment() {
 }
 
 /// Checkpoints that do not record the order of parameters take it from a flat layout, or from flat parameters.
+/// `torch.compile` adds a component to names. The rank files and their layout keep it, and readers ignore it.
+#[test]
+fn names_of_a_compiled_model_are_flattened_and_read_back() {
+    let env = TestEnv::new();
+    let plain = full();
+    let compiled = env.make("unshard", &plain, "compiled.pt", "--add-prefix _orig_mod. --keep-names").path;
+    for (name, options) in [("views", "--use-orig-params"), ("flat", "")] {
+        let made = env.make("flatten", &compiled, name, &format!("--world-size 5 {options}")).path;
+        succeed("verify", &[&made, &plain], "");
+        let two = env.make("flatten", &made, &format!("{name}-2"), "--world-size 2").path;
+        succeed("verify", &[&two, &plain], "");
+    }
+}
+
 #[test]
 fn sharded_tensors_are_flattened_with_like_or_flat_layout() {
     let env = TestEnv::new();

@@ -179,7 +179,7 @@ fn metadata_mirror_opens_like_the_source() {
 }
 
 fn options() -> Options {
-    Options { threads: 2, write_block_bytes: 1000, sync: false }
+    Options { threads: 2, write_block_bytes: 1000, transposed_block_bytes: 1000, sync: false }
 }
 
 fn writing<'a>(
