@@ -131,11 +131,7 @@ def job(rank, ranks, port, options):
             shutil.rmtree(f"{folder}/converted", ignore_errors=True)
             dtshard.convert("reshard", source, f"{folder}/converted", to="dcp", mesh=f"fsdp={ranks}", no_sync=True)
         dist.barrier()
-        dcp.load(below(source), checkpoint_id=f"{folder}/converted")
-
-    def below(source):
-        # Rank files have the name of their series above the names.
-        return {"model": state} if source.endswith("ranks") else state
+        dcp.load(state, checkpoint_id=f"{folder}/converted")
 
     def report(label, one, other):
         seconds = [statistics.median(pair[0] for pair in side) for side in (one, other)]
@@ -146,7 +142,7 @@ def job(rank, ranks, port, options):
                   f"{memory[1]:7.0f} MB", flush=True)
 
     if rank == 0:
-        print(f"{'':42} {'PyTorch':>9} {'dtshard':>9}")
+        print(f"{'':42} {'PyTorch':>9} {'dtshard':>9}", flush=True)
     cases = [("DCP directory", f"{folder}/dcp", lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"))]
     cases += [(f"{name}, converted first or not", f"{folder}/{name}", lambda name=name: converted_first(f"{folder}/{name}"))
               for name in ("ranks", "hf", "flat")]
@@ -157,7 +153,7 @@ def job(rank, ranks, port, options):
             one.append(timed(peer))
             check()
             clear()
-            other.append(timed(lambda source=source: dtshard.load_into(below(source), source)))
+            other.append(timed(lambda source=source: dtshard.load_into(state, source)))
             check()
         report(label, one, other)
     dist.barrier()
