@@ -1,9 +1,9 @@
 //! `inspect`: shows the contents and the layout of a checkpoint.
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, signals_and_limits};
-use crate::cli::Inspect;
-use dtshard::options::{Contents, InspectOptions};
+use super::{Printer, Status, html, signals_and_limits};
+use crate::cli::{Inspect, SortKey};
+use dtshard::options::{Contents, InspectOptions, TensorOrder};
 use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
 
 /// Maximum width of a drawing, in columns.
@@ -38,8 +38,17 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         printer.document(&document)?;
         return Ok(Status::Done);
     }
-    let shown = InspectOptions { brief: args.brief, tensor: args.tensor.clone(), digest: args.digest };
+    let sort = match args.sort {
+        None => TensorOrder::StateDict,
+        Some(SortKey::Size) => TensorOrder::Size,
+        Some(SortKey::Name) => TensorOrder::Name,
+    };
+    let shown =
+        InspectOptions { brief: args.brief, tensor: args.tensor.clone(), digest: args.digest, all: args.all, sort };
     let inspection = checkpoint.inspect(&shown)?;
+    if let Some(file) = &args.report.html {
+        html::write(file, &inspection.to_html()?)?;
+    }
     if printer.json() {
         printer.document(&inspection.to_json())?;
     } else if args.tensor.is_empty() {

@@ -5,6 +5,7 @@ mod arguments;
 mod bar;
 mod completions;
 mod convert;
+mod html;
 mod inspect;
 mod labels;
 mod man;
