@@ -96,8 +96,12 @@ fn report_of_405b_parameters_on_1024_ranks_is_small() {
     assert!(page.len() < 250_000, "{}", page.len());
     assert!(page.contains("model.layers.{0..125}.mlp.up_proj.weight"));
     assert!(page.contains("1024 ranks hold 811.7"), "replicas of the norms are counted");
-    assert!(page.contains("Each bar shows 16 ranks"));
+    assert!(page.contains("All ranks hold equally much."));
     assert!(page.contains("Dim 0 has 128 parts, which are drawn as 32 bands."));
+    distribute(&mut checkpoint.inner.catalog, "dp=1000", &[Placement::Shard(TensorDim(0))]);
+    let page = report(&checkpoint).unwrap();
+    assert!(page.len() < 250_000, "{}", page.len());
+    assert!(page.contains("Each bar shows 16 ranks") && page.contains("empty shards"));
     let table = checkpoint.inspect(&InspectOptions::default()).unwrap().tensor_table();
     assert_eq!(table.lines().count(), 1 + 12 + 1, "{table}");
 }

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use super::super::{Inspection, file_name};
 use crate::html::{Bar, Bars, Section};
 use crate::layout::Rank;
-use crate::name_list::natural_order;
+use crate::name_list::{FEW_NUMBERS, natural_order};
 use crate::quantity::{count, human_bytes};
 use crate::storage::FileId;
 
 /// The maximum number of bars. If there are more ranks, a bar shows several ranks.
 const MOST_BARS: usize = 64;
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq)]
 struct Stored {
     bytes: u64,
     empty: u64,
@@ -56,14 +56,18 @@ pub fn section(view: &Inspection<'_>) -> Option<Section> {
     let mean = total / holders.len() as u64;
     #[expect(clippy::cast_precision_loss, reason = "shown with two decimals")]
     let ratio = if total == 0 { 1.0 } else { most as f64 * holders.len() as f64 / total as f64 };
-    let per_bar = holders.len().div_ceil(MOST_BARS);
+    let are_equal = holders.iter().all(|(_, stored)| *stored == holders[0].1);
+    let per_bar =
+        if are_equal && holders.len() > FEW_NUMBERS { holders.len() } else { holders.len().div_ceil(MOST_BARS) };
     let bars = holders.chunks(per_bar).map(bar).collect();
     let mut caption = format!(
         "{} hold {} of tensors, replicas included. The largest holds {ratio:.2} times the mean.",
         count(holders.len(), noun),
         human_bytes(total)
     );
-    if per_bar > 1 {
+    if are_equal {
+        caption.push_str(&format!(" All {noun}s hold equally much."));
+    } else if per_bar > 1 {
         caption.push_str(&format!(
             " Each bar shows {per_bar} {noun}s: the dark part is the smallest, the light part the largest of them."
         ));

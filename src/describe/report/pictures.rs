@@ -271,7 +271,8 @@ fn cells(
     let set = |(index, numbers): (usize, Vec<usize>)| {
         let holders: BTreeSet<&ChunkHolder> = numbers.iter().flat_map(|number| &tiles[*number]).collect();
         let colour = match holders.first() {
-            Some(ChunkHolder::Rank(rank)) => rank.0 as usize,
+            Some(ChunkHolder::Rank(rank)) if is_exact => rank.0 as usize,
+            // The first ranks of bands may all have one colour.
             _ => index,
         };
         GridSet { label: label(&holders), colour }
