@@ -227,7 +227,7 @@ interior! { storage plan exec publish }
 // Several processes: identity, messages, metadata of other nodes, rounds of bytes, GPUs.
 interior! { launch comm metadata_mirror exchange gpu }
 // Small tools.
-interior! { document fault json_text name_list nearest quantity threads }
+interior! { document fault html json_text name_list nearest quantity threads }
 
 pub use catalog::Dtype;
 pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo, TensorPart, TensorRead};
@@ -240,6 +240,7 @@ pub use describe::{Inspection, MapListing, Span, is_map_file, map_file};
 pub use error::{Error, Result};
 pub use exec::Stop;
 pub use format::Format;
+pub use html::html_frame;
 pub use progress::{Level, NoProgress, Phase, Progress};
 pub use storage::catch_lost_pages;
 pub use verify::{Verification, verify};

@@ -4,9 +4,13 @@
 //! A large checkpoint has thousands of files, tensors and ranks, and a message is readable only if it names a few of
 //! these. Errors keep all names for the JSON output: [`Error::naming`](crate::error::Error::naming).
 
+mod groups;
+
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ops::{Range, RangeInclusive};
+
+pub use groups::{NameGroup, Varying, numbered_groups};
 
 /// The maximum number of entries that a list of files or tensors shows.
 pub const FEW: usize = 4;

@@ -13,7 +13,7 @@ pub use crate::conversion::Target;
 pub use crate::convert::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, InspectOptions,
     MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions,
-    SourceVisibility, Strategy, TensorClass, Tied, UnshardOptions,
+    SourceVisibility, Strategy, TensorClass, TensorOrder, Tied, UnshardOptions,
 };
 pub use crate::launch::{Launch, Launcher, Part, launch, process_environment};
 pub use crate::layout::Split;

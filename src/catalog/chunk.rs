@@ -299,6 +299,23 @@ impl ChunkTable {
         }
     }
 
+    /// Returns whether both tables have equal chunks on equal ranks, wherever the chunks are stored.
+    #[must_use]
+    pub fn is_laid_out_as(&self, other: &Self) -> bool {
+        let ranks = |(left, right): (&(FileLocation, u32), &(FileLocation, u32))| left.1 == right.1;
+        let none = RareColumns::default();
+        let [own, others] = [self, other].map(|table| table.rare.as_deref().unwrap_or(&none));
+        (self.ndim, self.len()) == (other.ndim, other.len())
+            && self.bounds == other.bounds
+            && self.locations.iter().zip(&other.locations).all(ranks)
+            && own.interleaved == others.interleaved
+    }
+
+    /// Passes the bounds of all chunks to a hash. Tables that are laid out equally have equal hashes.
+    pub fn hash_bounds(&self, state: &mut impl std::hash::Hasher) {
+        std::hash::Hash::hash(&self.bounds, state);
+    }
+
     /// Passes numbers that encode the table to `emit`, one by one, for a hash. Unequal tables have unequal encodings.
     pub fn encode(&self, emit: &mut impl FnMut(u64)) {
         emit(self.ndim as u64);

@@ -6,7 +6,7 @@ use super::{self as cli, Command, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs
 use crate::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, Contents, ExchangeOptions, FlatOptions, FlattenOptions,
     InspectOptions, MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions,
-    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, Tied, UnshardOptions, Writes,
+    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, TensorOrder, Tied, UnshardOptions, Writes,
 };
 use crate::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
@@ -254,7 +254,12 @@ impl cli::Inspect {
     }
 
     pub fn options(&self) -> InspectOptions {
-        InspectOptions { brief: self.brief, tensor: self.tensor.clone(), digest: self.digest }
+        let sort = match self.sort {
+            None => TensorOrder::StateDict,
+            Some(cli::SortKey::Size) => TensorOrder::Size,
+            Some(cli::SortKey::Name) => TensorOrder::Name,
+        };
+        InspectOptions { brief: self.brief, tensor: self.tensor.clone(), digest: self.digest, all: self.all, sort }
     }
 }
 

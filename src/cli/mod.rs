@@ -15,7 +15,7 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
-pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
+pub use output::{Backend, ConvertArgs, ExchangeArgs, HtmlArgs, ProgressChoice, SourceSight, TalkArgs};
 pub use parse::parse;
 pub use source::{DequantizedDtype, MapArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
@@ -159,11 +159,19 @@ pub struct Inspect {
     /// Repeatable.
     #[arg(long, value_name = "FQN")]
     pub tensor: Vec<String>,
+    /// Print a line for each tensor; do not group equal tensors of different layers
+    #[arg(long)]
+    pub all: bool,
+    /// Sort the tensors by size, the largest first, or by name
+    ///
+    /// [default: the order of the state dict]
+    #[arg(long, value_name = "KEY")]
+    pub sort: Option<SortKey>,
     /// Draw which rank holds which part of each tensor named by --tensor
     #[arg(long, requires = "tensor")]
     pub draw: bool,
     /// Print the layout as a layout file: TOML, or JSON with --json
-    #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest"])]
+    #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest", "all", "sort", "html"])]
     pub layout: bool,
     /// Print a BLAKE3 hash of the values of every tensor, and one of the whole checkpoint
     ///
@@ -171,11 +179,22 @@ pub struct Inspect {
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
+    pub report: HtmlArgs,
+    #[command(flatten)]
     pub map: MapArgs,
     #[command(flatten)]
     pub shapes: ShapeArgs,
     #[command(flatten)]
     pub source: SourceArgs,
+}
+
+/// The order of the tensors that `inspect` prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SortKey {
+    /// By the number of bytes, the largest first
+    Size,
+    /// By name, with numbers in names compared as numbers
+    Name,
 }
 
 #[derive(Args, Debug)]
@@ -398,6 +417,8 @@ pub struct Verify {
     /// Compare only names that both checkpoints have
     #[arg(long, requires = "other")]
     pub common: bool,
+    #[command(flatten)]
+    pub report: HtmlArgs,
     #[command(flatten)]
     pub select: SelectArgs,
     #[command(flatten)]

@@ -34,6 +34,16 @@ pub struct TalkArgs {
     pub progress: ProgressChoice,
 }
 
+/// The option that writes a report to look at.
+#[derive(Args, Clone, Debug, Default)]
+pub struct HtmlArgs {
+    /// Also write a report to look at: an HTML page in one file
+    ///
+    /// An existing file is replaced.
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+}
+
 /// The options of the destination.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
@@ -62,6 +72,11 @@ pub struct DestinationArgs {
     /// Plan and check everything, print what a run would do, and write nothing
     #[arg(long)]
     pub dry_run: bool,
+    /// With --dry-run, also write a report to look at: an HTML page in one file
+    ///
+    /// An existing file is replaced.
+    #[arg(long, value_name = "FILE", requires = "dry_run", hide_short_help = true)]
+    pub html: Option<PathBuf>,
     /// Return before all data is on disk
     #[arg(long, hide_short_help = true)]
     pub no_sync: bool,

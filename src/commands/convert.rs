@@ -2,9 +2,10 @@
 //! format of DST.
 
 use std::mem;
+use std::path::Path;
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, signals_and_limits};
+use super::{Printer, Status, html, signals_and_limits};
 use dtshard::cli::{ConvertArgs, labels};
 use dtshard::options::{Launch, Target};
 use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setup};
@@ -31,15 +32,18 @@ pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer
             let report = plan.execute(dst, &args.execute_options(), progress)?;
             print_report(&report, waits, printer)?;
         }
-        _ => print_preview(&mut plan, printer)?,
+        _ => print_preview(&mut plan, args.destination.html.as_deref(), printer)?,
     }
     // The process ends now. Freeing a million small allocations one by one would take longer.
     mem::forget(plan);
     Ok(Status::Done)
 }
 
-fn print_preview(plan: &mut Plan, printer: &Printer) -> Result<()> {
+fn print_preview(plan: &mut Plan, report: Option<&Path>, printer: &Printer) -> Result<()> {
     let preview = plan.preview()?;
+    if let Some(file) = report.filter(|_| printer.is_first()) {
+        html::write(file, &preview.to_html())?;
+    }
     printer.document(&preview.to_json())?;
     printer.data(&preview.to_string())?;
     preview.warnings().iter().for_each(|warning| printer.warning(warning));

@@ -1,7 +1,7 @@
 //! `inspect`: shows the contents and the layout of a checkpoint.
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, signals_and_limits};
+use super::{Printer, Status, html, signals_and_limits};
 use dtshard::cli::Inspect;
 use dtshard::{Checkpoint, Error, Result, Setup};
 
@@ -31,6 +31,9 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     }
     let options = args.options();
     let inspection = checkpoint.inspect(&options)?;
+    if let Some(file) = &args.report.html {
+        html::write(file, &inspection.to_html()?)?;
+    }
     if printer.json() {
         printer.document(&inspection.to_json())?;
     } else if args.tensor.is_empty() {

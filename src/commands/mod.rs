@@ -4,6 +4,7 @@
 mod bar;
 mod completions;
 mod convert;
+mod html;
 mod inspect;
 mod man;
 mod maps;

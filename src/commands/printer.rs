@@ -74,6 +74,12 @@ impl Printer {
         self.choice.json
     }
 
+    /// Returns true if this process is alone or the first process of its run.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.part.index == 0
+    }
+
     /// Prints text for people to standard output. Prints nothing with `--json`, because the JSON document replaces the
     /// text. If processes share a standard output, only process 0 prints.
     pub fn data(&self, text: &str) -> Result<()> {
@@ -237,7 +243,7 @@ impl Printer {
 
 /// Replaces the option names of the library in a message by the names on the command line: `options::max_memory`
 /// becomes `--max-memory`.
-fn spelled(text: &str) -> Cow<'_, str> {
+pub(super) fn spelled(text: &str) -> Cow<'_, str> {
     spell_options(text, |name| format!("--{}", name.replace('_', "-")))
 }
 

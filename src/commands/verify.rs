@@ -1,7 +1,7 @@
 //! `verify`: checks one checkpoint, or compares the values of two checkpoints.
 
 use super::progress::TerminalProgress;
-use super::{Printer, Status, signals_and_limits};
+use super::{Printer, Status, html, signals_and_limits};
 use dtshard::cli::Verify;
 use dtshard::{Result, Setup, verify};
 
@@ -12,6 +12,9 @@ use dtshard::{Result, Setup, verify};
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let setup = Setup { stop: signals_and_limits::prepare()?, ..Setup::default() };
     let verification = verify(&args.options(), &setup, TerminalProgress::new(printer))?;
+    if let Some(file) = &args.report.html {
+        html::write(file, &verification.to_html()?)?;
+    }
     printer.document(&verification.to_json())?;
     verification.hints().iter().for_each(|hint| printer.hint(hint));
     printer.data(&verification.lines(printer.verbose()))?;

@@ -9,6 +9,7 @@ use super::prepared::{Prepared, check_destination};
 use super::report::{Outcome, Preview, Report, ReportSource, left_out, notes};
 use super::run::Run;
 use super::source_options::input;
+use super::transfers;
 use super::unused_exchange_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::error::{Error, Result};
@@ -50,7 +51,7 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     };
     let destination_state =
         args.dst.as_deref().and_then(|destination| describe_destination(prepared, args, destination, options, run));
-    Ok(account.preview(&stats, destination_state))
+    Ok(account.preview(&stats, destination_state, transfers::section(prepared)?))
 }
 
 /// Executes the plan. If several processes divide the work, executes only the share of this process.

@@ -43,6 +43,7 @@ mod target_format;
 mod target_parts;
 mod threads_and_blocks;
 pub(crate) mod tied;
+mod transfers;
 mod unshard;
 mod unused_exchange_options;
 pub mod weight_map;

@@ -463,4 +463,20 @@ pub struct InspectOptions {
     pub tensor: Vec<String>,
     /// True if the values of every tensor are hashed.
     pub digest: bool,
+    /// True if each tensor has a line of its own. If false, the layers of a model are grouped.
+    pub all: bool,
+    /// Order of the lines of the table.
+    pub sort: TensorOrder,
+}
+
+/// Order of the lines in a table of tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TensorOrder {
+    /// Order of the state dict.
+    #[default]
+    StateDict,
+    /// Descending number of bytes.
+    Size,
+    /// Alphabetical order, with numbers in names compared as numbers.
+    Name,
 }

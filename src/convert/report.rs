@@ -18,6 +18,8 @@ use crate::catalog::OutputFile;
 use crate::exchange::Load;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
+use crate::html::{Cell, Page, Problem, Section, Table};
+use crate::name_list::{NameGroup, Varying, numbered_groups};
 use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::{AnonymousMemory, anonymous_memory};
 use crate::text::escape_invisible;
@@ -28,6 +30,7 @@ pub struct Preview {
     text: String,
     document: Json,
     warnings: Vec<String>,
+    page: Page,
 }
 
 impl Preview {
@@ -35,6 +38,14 @@ impl Preview {
     #[must_use]
     pub fn to_json(&self) -> Json {
         self.document.clone()
+    }
+
+    /// Returns a report to look at: an HTML page in one file, which loads nothing from a network and runs no scripts. It
+    /// shows the bytes that are copied from each rank of the source to each rank of the result, and the files of the
+    /// result. [`html_frame`](crate::html_frame) makes the page a part of another page.
+    #[must_use]
+    pub fn to_html(&self) -> String {
+        self.page.document()
     }
 
     /// Returns warnings about the run that this preview describes: it may use more memory than the limit, it would be
@@ -194,14 +205,56 @@ impl<'a> ReportSource<'a> {
     }
 
     /// Returns the preview. `destination_state` is a warning about what a run would find at the destination, if there
-    /// is one.
-    pub fn preview(&self, stats: &Stats, destination_state: Option<String>) -> Preview {
+    /// is one. `transfers` is the section of the report about the bytes that are copied.
+    pub fn preview(&self, stats: &Stats, destination_state: Option<String>, transfers: Option<Section>) -> Preview {
         let mut document = self.document(stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {
             warnings.extend(destination_state.iter().map(|warning| json!(warning)));
         }
-        let warnings = self.memory_warning(stats).into_iter().chain(destination_state).collect();
-        Preview { text: self.dry_run_text(stats), document, warnings }
+        let warnings: Vec<String> = self.memory_warning(stats).into_iter().chain(destination_state).collect();
+        let page = self.page(stats, &warnings, transfers);
+        Preview { text: self.dry_run_text(stats), document, warnings, page }
+    }
+
+    fn page(&self, stats: &Stats, warnings: &[String], transfers: Option<Section>) -> Page {
+        let Prepared { source, reservation, carried, .. } = self.conversion;
+        let names: Vec<(String, u64)> =
+            (reservation.files.iter().map(|file| (file.path.display().to_string(), file.len)))
+                .chain(carried.iter().map(|file| (file.to.display().to_string(), file.len)))
+                .collect();
+        let keyed = names.iter().map(|(name, len)| (name.as_str(), *len)).collect();
+        let row = |group: NameGroup| {
+            let (number, len) = (group.members.len(), names[group.members[0]].1);
+            let total = len.saturating_mul(number as u64);
+            [group.name(), number.to_string(), human_bytes(len), human_bytes(total)].map(Cell::new).to_vec()
+        };
+        let rows = numbered_groups(keyed, Varying::Numbers).into_iter().map(row).collect();
+        let total = ["total".into(), names.len().to_string(), String::new(), human_bytes(self.conversion.len_bytes())];
+        let columns = [("file", false), ("count", true), ("each", true), ("total", true)];
+        let table = Table::new(&columns, rows).with_total(total.map(Cell::new).to_vec());
+        let caption =
+            "The files that a run would write. Files of equal length whose names differ only in numbers share a row.";
+        let files = Section::new("Files of DST", caption, table);
+        let text = self.dry_run_text(stats);
+        let fact = |line: &str| {
+            let (name, value) = line.split_at_checked(13).unwrap_or((line, ""));
+            (name.trim().to_owned(), value.trim().to_owned())
+        };
+        let problem = |warning: &String| Problem { subject: String::from("warning"), detail: warning.clone() };
+        let notes = notes(self.conversion);
+        let noted = |note: String| (String::from("note"), note);
+        Page {
+            title: format!("Plan of a conversion of {}", source.given().0.display()),
+            result: format!(
+                "{}, {}, {}; nothing is written yet",
+                count(names.len(), "file"),
+                count(reservation.tensors.len(), "tensor"),
+                human_bytes(self.conversion.len_bytes())
+            ),
+            problems: warnings.iter().map(problem).collect(),
+            facts: text.lines().map(fact).chain(notes.into_iter().map(noted)).collect(),
+            sections: transfers.into_iter().chain([files]).collect(),
+        }
     }
 
     /// Returns the report of an execution that ended with `outcome`.

@@ -5,8 +5,10 @@
 
 mod document;
 mod draw;
+mod groups;
 mod layout;
 mod maps;
+pub(crate) mod report;
 mod summary;
 mod table;
 
@@ -74,6 +76,14 @@ impl<'a> Inspection<'a> {
         Ok(Self { checkpoint, map, args, names, unreadable_objects, digests })
     }
 
+    /// Makes the description of all tensors of a checkpoint, without digests.
+    pub(crate) fn complete(checkpoint: &'a Checkpoint, args: &'a InspectOptions) -> Self {
+        let is_object = |(_, id): &(Fqn, TensorId)| checkpoint.catalog.tensor(*id).is_unreadable_object();
+        let (unreadable_objects, names) =
+            state_dict::all_tensors(&checkpoint.catalog.state).into_iter().partition(is_object);
+        Self { checkpoint, map: None, args, names, unreadable_objects, digests: BTreeMap::new() }
+    }
+
     /// Returns the summary of the checkpoint, with one line for each fact: format, parameters, step, meshes, dtypes,
     /// series and others.
     ///
@@ -83,7 +93,8 @@ impl<'a> Inspection<'a> {
         summary::summary(self)
     }
 
-    /// Returns the table of tensors: name, dtype, shape, placements, and the number of chunks or the digest.
+    /// Returns the table of tensors: name, dtype, shape, placements, and the number of chunks or the digest. Equal tensors
+    /// whose names differ only in numbers share a line, unless [`InspectOptions::all`] is set.
     #[must_use]
     pub fn tensor_table(&self) -> String {
         table::tensors(self)
@@ -100,6 +111,15 @@ impl<'a> Inspection<'a> {
     #[must_use]
     pub fn drawings(&self, columns: usize) -> Vec<Vec<Span>> {
         drawings(self, columns)
+    }
+
+    /// Returns a report to look at: an HTML page in one file, which loads nothing from a network and runs no scripts.
+    /// [`html_frame`](crate::html_frame) makes the page a part of another page.
+    ///
+    /// # Errors
+    /// `Io` if the tensor that holds the training step cannot be read.
+    pub fn to_html(&self) -> Result<String> {
+        Ok(report::page(self)?.document())
     }
 
     /// Returns the description of the checkpoint as a JSON document.

@@ -21,6 +21,15 @@ use crate::text::escape_invisible;
 /// # Errors
 /// `Io` if the tensor with the training step cannot be read.
 pub fn summary(view: &Inspection<'_>) -> Result<String> {
+    let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", escape_invisible(&text));
+    Ok(lines(view)?.into_iter().map(line).collect())
+}
+
+/// Returns the lines of the summary, each with the name and the text of a fact.
+///
+/// # Errors
+/// `Io` if the tensor with the training step cannot be read.
+pub fn lines(view: &Inspection<'_>) -> Result<Vec<(&'static str, String)>> {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let mut lines = vec![("format", checkpoint.format.to_string())];
     if checkpoint.resolved_from.is_some() {
@@ -84,8 +93,7 @@ pub fn summary(view: &Inspection<'_>) -> Result<String> {
     if !tied.is_empty() {
         lines.push(("tied", short_list(&tied, FEW)));
     }
-    let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", escape_invisible(&text));
-    Ok(lines.into_iter().map(line).collect())
+    Ok(lines)
 }
 
 /// Returns the text for flat parameters: `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`. A group is a

@@ -1,38 +1,116 @@
-//! Tables that `inspect` prints: one line for each tensor, or one line for each chunk. Offsets and sizes are in
-//! elements.
+//! Tables that `inspect` prints: one line for each tensor or group of equal tensors, or one line for each chunk. Offsets
+//! and sizes are in elements.
 
+use std::cmp::Reverse;
 use std::iter::{self, zip};
 
+use super::groups::groups;
 use super::{Inspection, parts};
-use crate::catalog::{Fqn, TensorEntry};
+use crate::catalog::{Fqn, TensorEntry, TensorId};
+use crate::convert::options::TensorOrder;
 use crate::format::TensorStorage;
 use crate::layout::{Region, chunk};
+use crate::name_list::{NameGroup, natural_order};
+use crate::quantity::human_bytes;
 use crate::text::escape_invisible;
 
-/// Returns the table of all tensors. The last column has the number of chunks, or the digest if the user asked for
-/// digests.
+/// Returns the table of tensors. A row describes one tensor, or a group of equal tensors whose names differ only in numbers.
+/// Without groups, the last column has the number of chunks, or the digest if the user asked for digests.
 pub fn tensors(view: &Inspection<'_>) -> String {
-    let ranks = has_boxes_alone(view).then(|| most_chunks(view));
-    let row = |(name, id): &(Fqn, _)| {
+    let args = view.args;
+    if !args.all && args.tensor.is_empty() && view.digests.is_empty() {
+        let groups = groups(view, |_| 0);
+        if groups.len() < view.names.len() {
+            return grouped(view, groups);
+        }
+    }
+    let last = if view.digests.is_empty() { "chunks" } else { "digest" };
+    let mut order: Vec<&(Fqn, TensorId)> = view.names.iter().collect();
+    let bytes = |(_, id): &(Fqn, TensorId)| view.checkpoint.catalog.tensor(*id).len_bytes();
+    match args.sort {
+        TensorOrder::StateDict => {}
+        TensorOrder::Size => order.sort_by_key(|tensor| Reverse(bytes(tensor))),
+        TensorOrder::Name => order.sort_by(|left, right| natural_order(left.0.as_str(), right.0.as_str())),
+    }
+    let ranks = likely_ranks(view);
+    let row = |(name, id): &(Fqn, TensorId)| {
         let entry = view.checkpoint.catalog.tensor(*id);
+        let TensorFacts { dtype, shape, placements, chunks } = TensorFacts::of(entry, ranks);
+        let last = match view.digests.get(id) {
+            Some(digest) => digest.clone(),
+            None if view.digests.is_empty() || is_absent(entry) => chunks,
+            None => String::from("-"),
+        };
+        [escape_invisible(name.as_str()), dtype, shape, placements, last]
+    };
+    align(["tensor", "dtype", "shape", "placements", last], order.into_iter().map(row).collect())
+}
+
+/// Returns the table with one row for each group, and a row with the totals.
+fn grouped(view: &Inspection<'_>, mut groups: Vec<NameGroup>) -> String {
+    let entry = |group: &NameGroup| view.checkpoint.catalog.tensor(view.names[group.members[0]].1);
+    let total = |group: &NameGroup| entry(group).len_bytes().saturating_mul(group.members.len() as u64);
+    match view.args.sort {
+        TensorOrder::StateDict => {}
+        TensorOrder::Size => groups.sort_by_key(|group| Reverse(total(group))),
+        TensorOrder::Name => groups.sort_by(|left, right| natural_order(&left.name(), &right.name())),
+    }
+    let ranks = likely_ranks(view);
+    let mut rows: Vec<[String; 8]> = Vec::with_capacity(groups.len() + 1);
+    for group in &groups {
+        let entry = entry(group);
+        let TensorFacts { dtype, shape, placements, chunks } = TensorFacts::of(entry, ranks);
+        let [each, all] = if is_absent(entry) {
+            ["-", "-"].map(String::from)
+        } else {
+            [entry.len_bytes(), total(group)].map(human_bytes)
+        };
+        let name = escape_invisible(&group.name());
+        rows.push([name, group.members.len().to_string(), dtype, shape, placements, chunks, each, all]);
+    }
+    let none = String::new;
+    let sum = groups.iter().map(total).fold(0, u64::saturating_add);
+    let number = view.names.len().to_string();
+    rows.push([String::from("total"), number, none(), none(), none(), none(), none(), human_bytes(sum)]);
+    align(["tensor", "count", "dtype", "shape", "placements", "chunks", "each", "total"], rows)
+}
+
+/// The texts for a tensor in the columns of a table.
+pub struct TensorFacts {
+    pub dtype: String,
+    pub shape: String,
+    pub placements: String,
+    /// The number of chunks; for a tensor without a known dtype and shape, the reason why it cannot be read.
+    pub chunks: String,
+}
+
+impl TensorFacts {
+    /// Returns the texts for a tensor. `ranks` is the result of [`likely_ranks`].
+    pub fn of(entry: &TensorEntry, ranks: Option<u64>) -> Self {
+        let none = || String::from("-");
         if let Some(why) = entry.unreadable.as_ref().filter(|why| !why.has_parts()) {
-            let none = || String::from("-");
-            return [escape_invisible(name.as_str()), none(), none(), none(), format!("unreadable: {}", why.kind)];
+            let chunks = format!("unreadable: {}", why.kind);
+            return Self { dtype: none(), shape: none(), placements: none(), chunks };
         }
         let placements = match &entry.sharding {
             _ if entry.unreadable.is_some() => String::from("unknown"),
             Some(sharding) => sharding.display_placements(),
-            None => ranks.and_then(|ranks| shard_of_boxes(entry, ranks)).unwrap_or_else(|| String::from("-")),
+            None => ranks.and_then(|ranks| shard_of_boxes(entry, ranks)).unwrap_or_else(none),
         };
-        let last = match view.digests.get(id) {
-            Some(digest) => digest.clone(),
-            None if view.digests.is_empty() => entry.chunks.len().to_string(),
-            None => String::from("-"),
-        };
-        [escape_invisible(name.as_str()), entry.dtype.to_string(), dims(&entry.shape), placements, last]
-    };
-    let last = if view.digests.is_empty() { "chunks" } else { "digest" };
-    align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
+        let chunks = entry.chunks.len().to_string();
+        Self { dtype: entry.dtype.to_string(), shape: dims(&entry.shape), placements, chunks }
+    }
+}
+
+/// Returns true if the dtype and the shape of a tensor are unknown.
+fn is_absent(entry: &TensorEntry) -> bool {
+    entry.unreadable.as_ref().is_some_and(|why| !why.has_parts())
+}
+
+/// Returns the likely number of ranks if the format, such as DCP, records boxes of tensors, but neither ranks nor
+/// placements; otherwise returns `None`.
+pub fn likely_ranks(view: &Inspection<'_>) -> Option<u64> {
+    has_boxes_alone(view).then(|| most_chunks(view))
 }
 
 /// Returns true if the format, such as DCP, records boxes of tensors, but neither ranks nor placements.
@@ -117,7 +195,7 @@ pub fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, Dtype, FileLocation, Fqn};
+    use crate::catalog::{Chunk, Dtype, FileLocation};
     use crate::layout::Tile;
 
     fn boxes(shape: &[u64], boxes: &[(&[u64], &[u64])]) -> TensorEntry {

@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
-pub use super::difference::Difference;
+use super::difference::sum_of_squares;
+pub use super::difference::{Difference, number_text};
+pub use super::squares::SumOfSquares;
 use super::{Input, Locations, Options, PreparedTile, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reserved, TensorEntry, TensorId};
 use crate::error::{Error, FormatError, Result};
@@ -59,6 +61,70 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
+/// The differences between two tensors, compared with the size of the first tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MeasuredDifference {
+    pub difference: Difference,
+    /// The squares of all finite elements of the first tensor.
+    pub left: SumOfSquares,
+}
+
+impl MeasuredDifference {
+    /// Returns the L2 norm of the difference divided by the L2 norm of the first tensor, rounded to six digits. NaN if, for
+    /// some pair of elements, one element is NaN and the other is not. `None` if the dtype has no distance.
+    #[must_use]
+    pub fn relative_l2(&self) -> Option<f64> {
+        self.difference.max_abs?;
+        let ratio = self.difference.distances.root_ratio(self.left);
+        // The last digits depend on the sizes of the blocks that threads compared.
+        format!("{ratio:.5e}").parse().ok()
+    }
+}
+
+/// Measures the differences between two tensors of equal shape. Returns `None` if the tensors are equal bit for bit; they
+/// are then read once. The two tensors are compared as `dtype`; a tensor with another dtype is cast first.
+///
+/// # Errors
+/// Errors of [`digest`].
+pub fn measured_difference(
+    left: (Input<'_>, &TensorEntry),
+    right: (Input<'_>, &TensorEntry),
+    dtype: Dtype,
+    options: &Options,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Option<MeasuredDifference>> {
+    let (left, right) = (Values::whole(left.0, left.1, dtype)?, Values::whole(right.0, right.1, dtype)?);
+    let is_different = AtomicBool::new(false);
+    // The blocks that were equal before the first difference was found. Their norms are computed only if there is one.
+    let equal_blocks = Mutex::new(Vec::new());
+    let norms = Mutex::new(Vec::new());
+    let found = compare_blocks(&left, &right, CompareMode::Full, options, reporter, stop, &|block, differs| {
+        if differs {
+            is_different.store(true, Ordering::Relaxed);
+        }
+        if is_different.load(Ordering::Relaxed) {
+            let norm = sum_of_squares(dtype, block.left);
+            norms.lock().expect("no panic while the lock is held").push((block.first, norm));
+        } else {
+            equal_blocks.lock().expect("no panic while the lock is held").push((block.first, block.left.len() as u64));
+        }
+    })?;
+    let Some(difference) = found else { return Ok(None) };
+    let mut norms = norms.into_inner().expect("no panic while the lock is held");
+    let equal_blocks = equal_blocks.into_inner().expect("no panic while the lock is held");
+    let norm = |(buffer, scratch): &mut (Vec<u8>, Scratch), (first, len): &(u64, u64)| -> Result<_> {
+        stop.check()?;
+        left.read(*first, *len, buffer, scratch)?;
+        Ok((*first, sum_of_squares(dtype, buffer)))
+    };
+    norms.extend(equal_blocks.par_iter().map_init(Default::default, norm).collect::<Result<Vec<_>>>()?);
+    // Sums are rounded, so their order matters.
+    norms.sort_unstable_by_key(|(first, _)| *first);
+    let left = norms.into_iter().filter_map(|(_, norm)| norm).fold(SumOfSquares::default(), SumOfSquares::join);
+    Ok(Some(MeasuredDifference { difference, left }))
+}
+
 /// Returns the first difference between two tensors of equal shape, or `None` if they are equal bit for bit. The two
 /// tensors are compared as `dtype`; a tensor with another dtype is cast first.
 ///
@@ -73,7 +139,7 @@ pub fn first_difference(
     stop: &Stop,
 ) -> Result<Option<Difference>> {
     let (left, right) = (Values::whole(left.0, left.1, dtype)?, Values::whole(right.0, right.1, dtype)?);
-    compare_blocks(&left, &right, CompareMode::Full, options, reporter, stop)
+    compare_blocks(&left, &right, CompareMode::Full, options, reporter, stop, &|_, _| {})
 }
 
 /// Locates every stored chunk, replicas included, without reading its data.
@@ -126,7 +192,8 @@ pub fn replica_difference(
         let reference = Values::chunk(input, entry, *first)?;
         for second in others {
             let other = Values::chunk(input, entry, *second)?;
-            let found = compare_blocks(&reference, &other, CompareMode::FirstDifference, options, reporter, stop)?;
+            let found =
+                compare_blocks(&reference, &other, CompareMode::FirstDifference, options, reporter, stop, &|_, _| {})?;
             if let Some(Difference { element, .. }) = found {
                 return Ok(Some(ReplicaDifference { first: *first, second: *second, element }));
             }
@@ -158,7 +225,7 @@ pub fn share_difference(
             PreparedTile::with_share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
         let left = Values { input, prepared, dtype: tensor.dtype() };
         let right = Values::chunk(written, &tensor.entry, chunk)?;
-        if compare_blocks(&left, &right, CompareMode::FirstDifference, options, reporter, stop)?.is_some() {
+        if compare_blocks(&left, &right, CompareMode::FirstDifference, options, reporter, stop, &|_, _| {})?.is_some() {
             return Ok(Some(chunk));
         }
     }
@@ -174,7 +241,15 @@ enum CompareMode {
     FirstDifference,
 }
 
-/// Compares two lists of values with the same dtype and the same length. Threads compare blocks in parallel.
+/// A block of values of the first of two tensors that are compared.
+struct Block<'a> {
+    /// The position of the first byte in the tensor.
+    first: u64,
+    left: &'a [u8],
+}
+
+/// Compares two lists of values with the same dtype and the same length. Threads compare blocks in parallel. Passes each
+/// compared block to `each`, and whether it differs.
 fn compare_blocks(
     left: &Values<'_>,
     right: &Values<'_>,
@@ -182,11 +257,12 @@ fn compare_blocks(
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
+    each: &(dyn Fn(Block<'_>, bool) + Sync),
 ) -> Result<Option<Difference>> {
     // The end of the bytes that still have to be compared. Workers take the blocks in order, so after a difference all
     // later blocks are irrelevant.
     let end = AtomicU64::new(u64::MAX);
-    let found = Mutex::new(None::<Difference>);
+    let found = Mutex::new(Vec::<(u64, Difference)>::new());
     // Each thread has two buffers, which together are as large as one write block.
     let blocks = left.blocks(options.write_block_bytes / 2);
     let workers = options.threads.min(blocks.len());
@@ -202,9 +278,10 @@ fn compare_blocks(
             left.read(first, len, &mut buffers.0, &mut scratch)?;
             right.read(first, len, &mut buffers.1, &mut scratch)?;
             let element = first / left.prepared.itemsize();
-            if let Some(difference) = Difference::between(left.dtype, element, &buffers.0, &buffers.1) {
-                let mut found = found.lock().expect("no panic while the lock is held");
-                *found = Some(found.map_or(difference, |found| found.join(difference)));
+            let difference = Difference::between(left.dtype, element, &buffers.0, &buffers.1);
+            each(Block { first, left: &buffers.0 }, difference.is_some());
+            if let Some(difference) = difference {
+                found.lock().expect("no panic while the lock is held").push((first, difference));
                 if mode == CompareMode::FirstDifference {
                     end.fetch_min(first, Ordering::Relaxed);
                 }
@@ -218,7 +295,10 @@ fn compare_blocks(
     } else {
         (0..workers).into_par_iter().with_max_len(1).try_for_each(work)?;
     }
-    Ok(found.into_inner().expect("no panic while the lock is held"))
+    let mut found = found.into_inner().expect("no panic while the lock is held");
+    // Sums of squares are rounded, so their order matters.
+    found.sort_unstable_by_key(|(first, _)| *first);
+    Ok(found.into_iter().map(|(_, difference)| difference).reduce(Difference::join))
 }
 
 /// The values of a tensor, or of one stored chunk, which are read in row-major order.

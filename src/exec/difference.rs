@@ -1,15 +1,16 @@
-//! Measures how two ranges of elements of equal length differ: the first difference, the number of differences, and the
-//! largest distance. Positions count elements.
+//! Measures how two ranges of elements of equal length differ: the first difference, the number of differences, the
+//! largest distance, and the sum of the squares of all distances. Positions count elements.
 //!
 //! Two elements differ if their bits differ: 0.0 and -0.0 differ with distance 0, and two NaNs with different bits also
 //! differ with distance 0. The distance of a NaN and a number is NaN; the largest distance is then also NaN. Joining
-//! two results is commutative and associative, so the result does not depend on which thread compared which range.
+//! two results is commutative and associative, except that sums of squares are rounded.
 
 use std::iter::zip;
 
 use super::floats::{single_of_bf16, single_of_f16};
+use super::squares::SumOfSquares;
 use crate::catalog::Dtype;
-use crate::layout::{Region, Tile};
+use crate::layout::{Dims, Region, Tile};
 
 /// The differences between two tensors of equal dtype and shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,14 +23,21 @@ pub struct Difference {
     pub max_abs: Option<f64>,
     /// The number of elements that differ.
     pub differing: u64,
+    /// The squares of the distances of all elements. Meaningless if `max_abs` is `None`.
+    pub distances: SumOfSquares,
 }
 
 impl Difference {
+    /// Returns the index of the first element that differs.
+    #[must_use]
+    pub fn index(&self, shape: &[u64]) -> Dims {
+        Tile::from_region(&Region::whole(shape)).global_index(self.element)
+    }
+
     /// Describes the differences: `first difference at [1, 3], 3 of 40 elements differ, max abs difference 0.25`.
     #[must_use]
     pub fn detail(&self, shape: &[u64]) -> String {
-        let whole = Tile::from_region(&Region::whole(shape));
-        let (first, numel) = (whole.global_index(self.element), whole.numel());
+        let (first, numel) = (self.index(shape), shape.iter().product::<u64>());
         let mut text = match shape {
             [] => String::from("the only element differs"),
             _ => format!(
@@ -48,12 +56,7 @@ impl Difference {
     /// text, because JSON has no number for `inf` and `nan`.
     #[must_use]
     pub fn max_abs_text(&self) -> Option<String> {
-        let distance = self.max_abs?;
-        if distance.is_nan() {
-            return Some("nan".into());
-        }
-        let digits = format!("{distance:?}");
-        Some(digits.strip_suffix(".0").unwrap_or(&digits).to_owned())
+        self.max_abs.map(number_text)
     }
 
     /// Joins the differences of two element ranges. Both results must come from the same pair of tensors.
@@ -63,6 +66,7 @@ impl Difference {
             element: self.element.min(other.element),
             max_abs: self.max_abs.zip(other.max_abs).map(|(left, right)| larger(left, right)),
             differing: self.differing + other.differing,
+            distances: self.distances.join(other.distances),
         }
     }
 
@@ -102,6 +106,60 @@ impl Difference {
     }
 }
 
+/// Formats a number in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`.
+#[must_use]
+pub fn number_text(number: f64) -> String {
+    if number.is_nan() {
+        return String::from("nan");
+    }
+    let digits = format!("{number:?}");
+    digits.strip_suffix(".0").unwrap_or(&digits).to_owned()
+}
+
+/// Returns the sum of the squares of the magnitudes of elements, given as bytes. Infinities and NaNs are left out.
+/// Returns `None` if no distance is defined for the dtype.
+#[must_use]
+pub fn sum_of_squares(dtype: Dtype, bytes: &[u8]) -> Option<SumOfSquares> {
+    Some(match dtype {
+        Dtype::Bool | Dtype::F4E2m1fnX2 => return None,
+        Dtype::U8 => sum(bytes, |bytes| integer(u8::from_le_bytes(bytes))),
+        Dtype::U16 => sum(bytes, |bytes| integer(u16::from_le_bytes(bytes))),
+        Dtype::U32 => sum(bytes, |bytes| integer(u32::from_le_bytes(bytes))),
+        Dtype::U64 => sum(bytes, |bytes| integer(u64::from_le_bytes(bytes))),
+        Dtype::I8 => sum(bytes, |bytes| integer(i8::from_le_bytes(bytes))),
+        Dtype::I16 => sum(bytes, |bytes| integer(i16::from_le_bytes(bytes))),
+        Dtype::I32 => sum(bytes, |bytes| integer(i32::from_le_bytes(bytes))),
+        Dtype::I64 => sum(bytes, |bytes| integer(i64::from_le_bytes(bytes))),
+        // The square of a complex magnitude is the sum of the squares of both parts.
+        Dtype::F16 | Dtype::C32 => sum(bytes, decode_f16),
+        Dtype::Bf16 => sum(bytes, decode_bf16),
+        Dtype::F32 | Dtype::C64 => sum(bytes, decode_f32),
+        Dtype::F64 | Dtype::C128 => sum(bytes, f64::from_le_bytes),
+        Dtype::F8E4m3fn => sum(bytes, e4m3fn),
+        Dtype::F8E5m2 => sum(bytes, e5m2),
+        Dtype::F8E4m3fnuz => sum(bytes, e4m3fnuz),
+        Dtype::F8E5m2fnuz => sum(bytes, e5m2fnuz),
+        Dtype::F8E8m0fnu => sum(bytes, e8m0fnu),
+    })
+}
+
+fn sum<const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> f64) -> SumOfSquares {
+    let mut sum = SumOfSquares::default();
+    for bytes in bytes.as_chunks::<N>().0 {
+        let value = value(*bytes);
+        if value.is_finite() {
+            sum.add(value);
+        }
+    }
+    sum
+}
+
+fn integer<T: Into<i128>>(value: T) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "53 bits are enough for a norm")]
+    let value = value.into() as f64;
+    value
+}
+
 /// Measures the distance of each pair of elements whose bits differ.
 fn measure<const N: usize, T>(
     left: &[u8],
@@ -112,9 +170,13 @@ fn measure<const N: usize, T>(
     let mut found: Option<Difference> = None;
     for (index, (left, right)) in (0_u64..).zip(zip(left.as_chunks::<N>().0, right.as_chunks::<N>().0)) {
         if left != right {
-            let max_abs = Some(distance(value(*left), value(*right)));
-            let here = Difference { element: index, max_abs, differing: 1 };
-            found = Some(found.map_or(here, |found| found.join(here)));
+            let distance = distance(value(*left), value(*right));
+            let here =
+                || Difference { element: index, max_abs: None, differing: 0, distances: SumOfSquares::default() };
+            let found = found.get_or_insert_with(here);
+            found.max_abs = Some(found.max_abs.map_or(distance, |most| larger(most, distance)));
+            found.differing += 1;
+            found.distances.add(distance);
         }
     }
     found
@@ -219,7 +281,10 @@ mod tests {
     #[test]
     fn difference_has_first_index_count_and_largest_distance() {
         let found = difference_of_f32(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.25, 3.0, 4.125]);
-        assert_eq!(found, Difference { element: 101, max_abs: Some(0.25), differing: 2 });
+        assert_eq!((found.element, found.max_abs, found.differing), (101, Some(0.25), 2));
+        let mut of_five = SumOfSquares::default();
+        of_five.add(5.0);
+        assert!((found.distances.root_ratio(of_five) - 0.078_125_f64.sqrt() / 5.0).abs() < 1e-15);
         assert_eq!(
             found.detail(&[8, 16]),
             "first difference at index [6, 5], 2 of 128 elements differ, max abs difference 0.25"
@@ -239,6 +304,21 @@ mod tests {
         assert_eq!(text(f32::INFINITY, f32::NEG_INFINITY), "inf");
         assert_eq!(difference_of_f32(&[f32::NAN, 1.0], &[f32::NAN, 2.0]).max_abs, Some(1.0));
         assert_eq!(difference_of_f32(&[1e-7], &[0.0]).max_abs_text().unwrap(), "1.0000000116860974e-7");
+    }
+
+    #[test]
+    fn norms_leave_out_nan_and_infinity() {
+        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>();
+        let sum = |dtype, bytes: &[u8]| sum_of_squares(dtype, bytes).unwrap();
+        let mut one = SumOfSquares::default();
+        one.add(1.0);
+        let norm = sum(Dtype::F32, &bytes(&[3.0, f32::NAN, -4.0, f32::INFINITY])).root_ratio(one);
+        assert!((norm - 5.0).abs() < 1e-15, "{norm}");
+        let norm = sum(Dtype::C64, &bytes(&[3.0, -4.0])).root_ratio(one);
+        assert!((norm - 5.0).abs() < 1e-15, "{norm}");
+        let norm = sum(Dtype::I8, &[0x80, 0]).root_ratio(one);
+        assert!((norm - 128.0).abs() < 1e-12, "{norm}");
+        assert_eq!(sum_of_squares(Dtype::Bool, &[1]), None);
     }
 
     #[test]

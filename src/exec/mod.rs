@@ -33,6 +33,7 @@ pub(crate) mod runs;
 pub mod sidecar_files;
 pub(crate) mod source_block;
 pub(crate) mod source_crc;
+mod squares;
 mod stop;
 pub(crate) mod stopped;
 #[cfg(test)]

@@ -3,6 +3,7 @@
 mod flat_write;
 mod fuzz;
 mod rank_files;
+mod reports;
 
 #[path = "../../tests/common/rank_file.rs"]
 #[allow(dead_code, reason = "the tests of the program use the rest")]

@@ -66,9 +66,9 @@ impl Comparison<'_> {
                 continue;
             }
             let (left, right) = ((input(source), entry), (input(other), other_entry));
-            match compare::first_difference(left, right, selected.dtype, &run.options, &progress, &run.stop) {
-                Ok(None) => {}
-                Ok(Some(difference)) => found.add(name, "differing", difference.detail(&selected.shape)),
+            match compare::measured_difference(left, right, selected.dtype, &run.options, &progress, &run.stop) {
+                Ok(None) => found.equal.push(name),
+                Ok(Some(difference)) => found.add_difference(name, &selected.shape, &difference),
                 Err(error) if compare::has_no_value(&error, &[entry, other_entry]) => {
                     found.not_comparable.push(error.to_string());
                 }

@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 
 use serde_json::{Value as Json, json};
 
 use crate::catalog::error::shown_name;
 use crate::error::{Error, Result};
+use crate::exec::compare::{Difference, MeasuredDifference, number_text};
+use crate::format::Checkpoint;
 use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
 use crate::text::escape_invisible;
@@ -22,6 +25,29 @@ pub(super) struct Finding {
     pub detail: String,
     /// The complete list of names, if `detail` shortens it.
     pub names: Option<Vec<String>>,
+    /// The index of the first element that differs, if elements were compared.
+    pub index: Option<Vec<u64>>,
+    /// The size of the difference between two tensors.
+    pub measure: Option<Measure>,
+}
+
+/// The size of the difference between two tensors.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measure {
+    /// The largest absolute difference between two elements, if the dtype has a distance.
+    pub max_abs: Option<f64>,
+    /// The L2 norm of the difference divided by the L2 norm of the tensor of SRC, if the dtype has a distance.
+    pub relative_l2: Option<f64>,
+    /// The share of the elements that differ, from 0 to 1.
+    pub changed_share: f64,
+}
+
+impl Measure {
+    #[expect(clippy::cast_precision_loss, reason = "a share")]
+    fn new(found: &MeasuredDifference, numel: u64) -> Self {
+        let Difference { max_abs, differing, .. } = found.difference;
+        Self { max_abs, relative_l2: found.relative_l2(), changed_share: differing as f64 / numel as f64 }
+    }
 }
 
 /// The findings of one run.
@@ -35,6 +61,8 @@ pub(super) struct Findings {
     pub only_in_src: Vec<String>,
     /// Names that only OTHER has.
     pub only_in_other: Vec<String>,
+    /// The names of tensors that are equal in SRC and OTHER.
+    pub equal: Vec<String>,
     /// Names that could not be compared. The text of a name may also give the reason.
     pub not_comparable: Vec<String>,
     /// The number of tensors checked or compared.
@@ -51,7 +79,25 @@ pub(super) struct Findings {
 impl Findings {
     /// Adds a finding.
     pub fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
-        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into(), names: None });
+        let (fqn, detail) = (fqn.into(), detail.into());
+        self.different.push(Finding { fqn, kind, detail, names: None, index: None, measure: None });
+    }
+
+    /// Adds a finding that begins at an index of a tensor.
+    pub fn add_at(&mut self, index: &[u64], fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
+        self.add(fqn, kind, detail);
+        self.last().index = Some(index.to_vec());
+    }
+
+    /// Adds the finding that two tensors differ.
+    pub fn add_difference(&mut self, fqn: String, shape: &[u64], found: &MeasuredDifference) {
+        let index = found.difference.index(shape);
+        self.add_at(&index, fqn, "differing", found.difference.detail(shape));
+        self.last().measure = Some(Measure::new(found, shape.iter().product()));
+    }
+
+    fn last(&mut self) -> &mut Finding {
+        self.different.last_mut().expect("a finding was added")
     }
 
     /// Turns an error about damage into a finding, unless a finding already reports the same damage.
@@ -70,7 +116,8 @@ impl Findings {
         };
         if !self.different.iter().any(is_known) {
             let names = error.names().map(<[String]>::to_vec);
-            self.different.push(Finding { fqn: named.unwrap_or(fqn).to_owned(), kind, detail, names });
+            let fqn = named.unwrap_or(fqn).to_owned();
+            self.different.push(Finding { fqn, kind, detail, names, index: None, measure: None });
         }
         Ok(())
     }
@@ -81,17 +128,34 @@ impl Findings {
 }
 
 /// The result of `verify`.
-#[derive(Debug)]
 pub struct Verification {
-    findings: Findings,
+    pub(super) findings: Findings,
     is_comparison: bool,
+    /// The checkpoints that were verified, for the report.
+    pub(super) subjects: Subjects,
+}
+
+/// The checkpoints that were verified.
+#[derive(Default)]
+pub(super) struct Subjects {
+    /// The path of SRC, and of OTHER.
+    pub src: PathBuf,
+    pub other: Option<PathBuf>,
+    /// SRC, if it could be opened.
+    pub source: Option<Checkpoint>,
+}
+
+impl fmt::Debug for Verification {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Verification").field("findings", &self.findings).finish_non_exhaustive()
+    }
 }
 
 impl Verification {
-    /// Makes the result from the findings of a run. `is_comparison` is true if OTHER was given; the closing line then
-    /// says whether SRC and OTHER are the same.
-    pub(super) fn new(findings: Findings, is_comparison: bool) -> Self {
-        Self { findings, is_comparison }
+    /// Makes the result from the findings of a run. If OTHER was given, the closing line says whether SRC and OTHER are the
+    /// same.
+    pub(super) fn new(findings: Findings, subjects: Subjects) -> Self {
+        Self { findings, is_comparison: subjects.other.is_some(), subjects }
     }
 
     /// Returns true if there is no finding: SRC is sound and, if OTHER was given, SRC and OTHER have equal values.
@@ -169,12 +233,7 @@ fn lines(found: &Findings, shown: usize) -> String {
 }
 
 fn document(found: &Findings) -> Json {
-    let different: Vec<Json> = (found.different.iter())
-        .map(|Finding { fqn, kind, detail, names }| match names {
-            None => json!({ "fqn": fqn, "kind": kind, "detail": detail }),
-            Some(names) => json!({ "fqn": fqn, "kind": kind, "detail": detail, "names": names }),
-        })
-        .collect();
+    let different: Vec<Json> = found.different.iter().map(finding_document).collect();
     let mut document = json!({
         "same": found.same(),
         "tensors": found.tensors,
@@ -188,4 +247,23 @@ fn document(found: &Findings) -> Json {
         document["map"] = map.clone();
     }
     document
+}
+
+fn finding_document(finding: &Finding) -> Json {
+    let Finding { fqn, kind, detail, names, measure, .. } = finding;
+    let mut document = json!({ "fqn": fqn, "kind": kind, "detail": detail });
+    if let Some(names) = names {
+        document["names"] = json!(names);
+    }
+    if let Some(Measure { max_abs, relative_l2, changed_share }) = measure {
+        document["max_abs_difference"] = max_abs.map_or(Json::Null, number_document);
+        document["relative_l2"] = relative_l2.map_or(Json::Null, number_document);
+        document["changed_share"] = json!(changed_share);
+    }
+    document
+}
+
+/// Returns a number as JSON: infinity and NaN, which JSON does not have, as the texts `inf` and `nan`.
+fn number_document(number: f64) -> Json {
+    if number.is_finite() { json!(number) } else { json!(number_text(number)) }
 }

@@ -1,9 +1,10 @@
 //! `verify` checks that a checkpoint is sound, and compares the values of two checkpoints. A difference or damage is a
 //! finding, not an error. This module opens the checkpoints; the module `soundness` checks one checkpoint, `comparison`
-//! compares two checkpoints, and `findings` collects and prints the findings.
+//! compares two checkpoints, `findings` collects and prints the findings, and `report` shows them on an HTML page.
 
 mod comparison;
 mod findings;
+mod report;
 mod saved_digests;
 mod soundness;
 
@@ -11,8 +12,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use self::comparison::{Comparison, suggest_dtype};
-use self::findings::Findings;
 pub use self::findings::Verification;
+use self::findings::{Findings, Subjects};
 use self::saved_digests::DigestListing;
 use self::soundness::sound;
 use crate::catalog::{TensorEntry, path};
@@ -47,19 +48,21 @@ pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 
     let engine = Engine::reading(&options.source, setup)?;
     engine.work(&progress, |run| {
         let mut found = Findings::default();
-        find(options, run, &mut found)?;
-        Ok(Verification::new(found, options.other.is_some()))
+        let source = find(options, run, &mut found)?;
+        let subjects = Subjects { src: options.src.clone(), other: options.other.clone(), source };
+        Ok(Verification::new(found, subjects))
     })
 }
 
-fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()> {
+/// Verifies the checkpoints, and returns SRC if it could be opened.
+fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<Option<Checkpoint>> {
     let listing = args.other.as_deref().map(DigestListing::read_if_any).transpose()?.flatten();
     let layout = declared_layout(&args.source.layout, args.select.keep_names)?;
-    let Some(mut source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(()) };
+    let Some(mut source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(None) };
     let mut other = match &args.other {
         Some(path) if listing.is_none() => match open(args, path, None, run.progress, found)? {
             Some(other) => Some(other),
-            None => return Ok(()),
+            None => return Ok(Some(source)),
         },
         _ => None,
     };
@@ -79,7 +82,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()>
         (None, None) => {}
     }
     suggest_dtype(found, args);
-    Ok(())
+    Ok(Some(source))
 }
 
 /// The tensors to compare: those of SRC, with the selected names and dtypes, and, if OTHER is a checkpoint, those of

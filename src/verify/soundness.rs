@@ -53,8 +53,9 @@ pub fn sound(checkpoint: &Checkpoint, selected: &Catalog, run: &Run<'_>, found: 
             Ok(None) => {}
             Ok(Some(pair)) => {
                 let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
-                let detail = format!("{first} and {second} differ, {}", source_checks::position(&pair.index(entry)));
-                found.add(entry.fqn.as_str(), "replica", detail);
+                let index = pair.index(entry);
+                let detail = format!("{first} and {second} differ, {}", source_checks::position(&index));
+                found.add_at(&index, entry.fqn.as_str(), "replica", detail);
                 plain_replicas += usize::from(!entry.is_shared());
             }
             Err(error) => found.absorb(entry.fqn.as_str(), error)?,

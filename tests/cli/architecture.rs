@@ -11,7 +11,7 @@ const EVERYWHERE: [&str; 5] = ["document", "error", "json_text", "name_list", "t
 const PUBLIC: [&str; 3] = ["checkpoint", "conversion", "options"];
 
 /// For each top-level module, the other top-level modules that it may import besides `EVERYWHERE`.
-const ALLOWED: [(&str, &[&str]); 29] = [
+const ALLOWED: [(&str, &[&str]); 30] = [
     ("layout", &[]),
     ("storage", &[]),
     ("launch", &[]),
@@ -35,6 +35,7 @@ const ALLOWED: [(&str, &[&str]); 29] = [
     ("gpu", &["catalog", "layout", "exec", "exchange", "comm", "launch", "quantity"]),
     ("progress", &["exec"]),
     ("text", &["quantity"]),
+    ("html", &["quantity", "text"]),
     (
         "convert",
         &[
@@ -45,6 +46,7 @@ const ALLOWED: [(&str, &[&str]); 29] = [
             "fault",
             "format",
             "gpu",
+            "html",
             "launch",
             "layout",
             "maps",
@@ -62,13 +64,16 @@ const ALLOWED: [(&str, &[&str]); 29] = [
     (
         "describe",
         &[
-            "catalog", "convert", "exec", "format", "layout", "maps", "nearest", "progress", "quantity", "select",
-            "storage", "text",
+            "catalog", "convert", "exec", "format", "html", "layout", "maps", "nearest", "progress", "quantity",
+            "select", "storage", "text",
         ],
     ),
     (
         "verify",
-        &["catalog", "convert", "describe", "exec", "format", "progress", "quantity", "select", "storage", "text"],
+        &[
+            "catalog", "convert", "describe", "exec", "format", "html", "progress", "quantity", "select", "storage",
+            "text",
+        ],
     ),
     // Errors are defined in separate modules, which import no other modules.
     ("error", &["catalog", "comm", "convert", "exec", "format", "gpu", "layout", "storage"]),

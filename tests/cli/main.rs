@@ -23,6 +23,7 @@ mod messages;
 mod outputs;
 mod plans;
 mod redistribute;
+mod reports;
 mod sharded_tensors;
 mod torch_checkpointing;
 mod torchsnapshot;

@@ -209,7 +209,7 @@ fn cuts<'a>(size: u64, chunks: impl Iterator<Item = &'a Intervals>) -> BTreeSet<
 
 /// Returns the dims to draw, at most two: the first two dims that are cut, or, if fewer than two dims are cut, also the
 /// first uncut dims.
-fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
+pub fn drawn_dims(cuts: &[BTreeSet<u64>]) -> Vec<usize> {
     let is_cut = |dim: &usize| cuts[*dim].len() > 2;
     let mut dims: Vec<usize> = (0..cuts.len()).filter(is_cut).take(2).collect();
     let rest: Vec<usize> = (0..cuts.len()).filter(|dim| !dims.contains(dim)).take(2 - dims.len()).collect();
@@ -263,7 +263,7 @@ fn intervals(tile: &Tile) -> String {
 }
 
 /// Returns the names of holders in the short form for boxes: `0-3,8` or `__0_0`.
-fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
+pub fn short<'a>(holders: impl Iterator<Item = &'a ChunkHolder>) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     let mut texts = Vec::new();
     for holder in holders {

@@ -4,7 +4,7 @@ use super::*;
 use crate::catalog::{ChecksumSpan, ChecksummedRange, OutputFile, Reserved, StridedLocation, TensorId};
 use crate::error::{Error, FormatError};
 use crate::exec::cast::{Cast, LossCounts};
-use crate::exec::compare::{Difference, digest, first_difference};
+use crate::exec::compare::{Difference, digest, first_difference, measured_difference};
 use crate::exec::copy::{CastCount, dry_run};
 use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::storage::FileId;
@@ -292,25 +292,34 @@ fn differences_do_not_depend_on_threads_or_blocks() {
     let shape = [61, 41];
     let left = Source::new(&shape, Dtype::F32, &sharded(0, 3), false, IoMode::Read);
     let right = Source::new(&shape, Dtype::Bf16, &sharded(1, 2), true, IoMode::Mmap);
-    let mut expected: Option<Difference> = None;
+    let mut expected: Option<(u64, f64, u64)> = None;
+    let (mut distances, mut norm) = (0.0, 0.0);
     for index in 0..61 * 41 {
         let (ours, theirs) =
             (element_of(Dtype::F32, index), cast(Dtype::Bf16, Dtype::F32, &element_of(Dtype::Bf16, index)).0);
         if ours != theirs {
             let distance = (value_of(Dtype::F32, index) - value_of(Dtype::Bf16, index)).abs();
-            let so_far = expected.unwrap_or(Difference { element: index, max_abs: Some(0.0), differing: 0 });
-            let max_abs = so_far.max_abs.map(|max| max.max(distance));
-            expected = Some(Difference { max_abs, differing: so_far.differing + 1, ..so_far });
+            let (element, most, differing) = expected.unwrap_or((index, 0.0, 0));
+            expected = Some((element, most.max(distance), differing + 1));
+            // Two NaNs have no distance.
+            distances += if distance.is_nan() { 0.0 } else { distance * distance };
         }
+        let value = value_of(Dtype::F32, index);
+        norm += if value.is_finite() { value * value } else { 0.0 };
     }
     let expected = expected.unwrap();
-    assert!(expected.differing > 100, "{expected:?}");
+    assert!(expected.2 > 100, "{expected:?}");
+    let relative = f64::sqrt(distances / norm);
     for threads in [1, 2, 5] {
         for block_bytes in [1, 90, 4 << 20] {
             let sides = ((left.input(), left.entry()), (right.input(), right.entry()));
             let options = options(threads, block_bytes);
-            let found = first_difference(sides.0, sides.1, Dtype::F32, &options, &Silent, &Stop::default());
-            assert_eq!(found.unwrap(), Some(expected));
+            let found = measured_difference(sides.0, sides.1, Dtype::F32, &options, &Silent, &Stop::default());
+            let found = found.unwrap().unwrap();
+            let Difference { element, max_abs, differing, .. } = found.difference;
+            assert_eq!((element, max_abs.unwrap(), differing), expected);
+            let found = found.relative_l2().unwrap();
+            assert!((found / relative - 1.0).abs() < 1e-5, "{found}, expected {relative}");
             let as_bf16 = first_difference(sides.0, sides.1, Dtype::Bf16, &options, &Silent, &Stop::default());
             assert_eq!(as_bf16.unwrap(), None, "equal once both are bf16");
         }

@@ -206,7 +206,19 @@ fn differing_tensor_has_its_first_index_and_largest_difference() {
     fs::write(&second, bytes).unwrap();
     let found = expect(1, "verify", &[&first, &second], "--json").json();
     let detail = "first difference at index [2], 1 of 5 elements differ, max abs difference 2.49951171875";
-    assert_eq!(found["different"], json!([{ "fqn": "w", "kind": "differing", "detail": detail }]));
+    let mut finding = found["different"][0].clone();
+    let relative = finding.as_object_mut().unwrap().remove("relative_l2").unwrap();
+    assert_eq!(
+        finding,
+        json!({
+            "fqn": "w",
+            "kind": "differing",
+            "detail": detail,
+            "max_abs_difference": 2.499_511_718_75,
+            "changed_share": 0.2,
+        })
+    );
+    assert!(relative.as_f64().is_some_and(|relative| relative > 0.0), "{relative}");
 }
 
 #[test]

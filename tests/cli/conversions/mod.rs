@@ -482,7 +482,12 @@ fn verify_finds_changed_tensors() {
         (&retyped, "retyped", "f32 in SRC, i32 in OTHER"),
         (&reshaped, "reshaped", "[3] in SRC, [1, 3] in OTHER"),
     ] {
-        assert_eq!(found(other)["different"], json!([{ "fqn": chosen, "kind": kind, "detail": detail }]));
+        let different = found(other)["different"].clone();
+        assert_eq!(different.as_array().unwrap().len(), 1);
+        let finding = ["fqn", "kind", "detail"].map(|field| &different[0][field]);
+        assert_eq!(finding, [&json!(chosen), &json!(kind), &json!(detail)]);
+        // The sign of one of three elements was changed.
+        assert_eq!(different[0]["changed_share"].as_f64(), (kind == "differing").then_some(1.0 / 3.0));
     }
     let no_cast = expect(1, "verify", &[&source, &retyped], "--root model").stderr;
     assert!(!no_cast.contains("--dtype"), "{no_cast}");
