@@ -42,6 +42,18 @@ def test_inspect_gives_the_document_of_the_command(fixtures):
     assert document["format"] == "dcp" and document["tensors"]
 
 
+def test_reports_are_written(fixtures, tmp_path):
+    source, report = fixtures / "titan", tmp_path / "report.html"
+    for write in [
+        lambda: dtshard.inspect(source, html=report),
+        lambda: dtshard.verify(source, fixtures / "titan.truth.safetensors", html=report),
+        lambda: dtshard.convert("reshard", source, tmp_path / "out", mesh="fsdp=2", dry_run=True, html=report),
+    ]:
+        write()
+        assert report.read_text().startswith("<!DOCTYPE html>")
+        report.unlink()
+
+
 def test_notes_go_to_the_logger(fixtures, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "dtshard"):
         dtshard.convert("reshard", fixtures / "fsdp4/dcp", tmp_path / "out", mesh="dp=2,tp=2", placements="S(0),R")

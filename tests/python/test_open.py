@@ -125,6 +125,11 @@ def test_mesh_placements_and_chunks_are_shown(fixtures):
     assert "tensors" in repr(checkpoint) and str(checkpoint).startswith("format")
 
 
+def test_notebook_shows_the_report(fixtures):
+    shown = dtshard.open(fixtures / "fsdp4/ranks")._repr_html_()
+    assert shown.startswith("<iframe") and "sandbox" in shown and "S(0)" in shown
+
+
 def test_objects_are_python_values(tmp_path):
     value = {
         "lr": 0.1, "big": 1 << 80, "text": "ä", "none": None, "tuple": (1, [2.5, "x"]), "set": {1, 2}, "bytes": b"ab",

@@ -159,6 +159,12 @@ impl Checkpoint {
         call.run(py, || waves.iter_mut().try_for_each(|reads| self.inner.read_all(reads, &*call.progress())))
     }
 
+    /// Returns the report of `dtshard inspect --html` as a frame for another page.
+    fn report(&self, py: Python<'_>) -> PyResult<String> {
+        let page = || Ok(dtshard::html_frame(&self.inner.inspect(&InspectOptions::default())?.to_html()?));
+        Call::with_stop(None, self.stop.clone()).run(py, page)
+    }
+
     /// Prints the summary that `dtshard inspect --brief` prints.
     fn summary(&self, py: Python<'_>) -> PyResult<String> {
         Call::with_stop(None, self.stop.clone())

@@ -10,6 +10,8 @@ mod checkpoint;
 mod error;
 mod keywords;
 
+use std::path::Path;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -67,6 +69,7 @@ fn convert(
             _ => {
                 let preview = plan.preview()?;
                 preview.warnings().iter().for_each(|warning| call.warn(warning));
+                write_report(args.destination.html.as_deref(), || Ok(preview.to_html()))?;
                 Ok(preview.to_json())
             }
         }
@@ -86,7 +89,11 @@ fn verify(
     let Command::Verify(args) = arguments.command else { unreachable!("the verb is verify") };
     let call = Call::new(progress);
     let setup = Setup { stop: call.stop(), ..Setup::default() };
-    let found = call.run(py, || Ok(dtshard::verify(&args.options(), &setup, call.progress())?.to_json()))?;
+    let found = call.run(py, || {
+        let verification = dtshard::verify(&args.options(), &setup, call.progress())?;
+        write_report(args.report.html.as_deref(), || verification.to_html())?;
+        Ok(verification.to_json())
+    })?;
     document(py, &found)
 }
 
@@ -100,9 +107,21 @@ fn inspect(py: Python<'_>, path: &Bound<'_, PyAny>, options: &Bound<'_, PyDict>)
         let setup = Setup { stop: call.stop(), ..Setup::default() };
         let mut checkpoint = dtshard::Checkpoint::open_with(&args.src, &args.open_options(setup), call.progress())?;
         checkpoint.map(&args.map.options())?;
-        if args.layout { Ok(checkpoint.layout()?.0) } else { Ok(checkpoint.inspect(&args.options())?.to_json()) }
+        if args.layout {
+            return Ok(checkpoint.layout()?.0);
+        }
+        let options = args.options();
+        let inspection = checkpoint.inspect(&options)?;
+        write_report(args.report.html.as_deref(), || inspection.to_html())?;
+        Ok(inspection.to_json())
     })?;
     document(py, &described)
+}
+
+/// Writes the report that `html=` asks for.
+fn write_report(file: Option<&Path>, page: impl FnOnce() -> dtshard::Result<String>) -> dtshard::Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    std::fs::write(file, error::spell(&page()?)).map_err(dtshard::Error::io("write", file))
 }
 
 #[pymodule]

@@ -101,6 +101,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def __str__(self) -> str:
         return self._native.summary()
 
+    def _repr_html_(self) -> str:
+        """Show the report of ``dtshard inspect --html`` in a notebook."""
+        return self._native.report()
+
 
 class Tensor:
     """A tensor of a checkpoint, or a box of it. Values are read by ``numpy()``, ``torch()`` and ``np.asarray``."""
