@@ -20,7 +20,7 @@ def test_conversion_is_verified_and_loads_in_pytorch(fixtures, tmp_path):
     assert report["target"]["format"] == "dcp" and seen[-1][0] == seen[-1][1]
     truth = load_file(fixtures / "titan.truth.safetensors")
     state = {name: torch.zeros_like(value) for name, value in truth.items() if name.startswith("model.")}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
     assert state and all(torch.equal(value, truth[name]) for name, value in state.items())
     assert dtshard.verify(tmp_path / "dcp", fixtures / "titan.truth.safetensors", common=True)["same"]
 
