@@ -20,6 +20,10 @@ faults *arguments:
 interop *arguments:
     ci/interop {{ arguments }}
 
+# The wheel, built, installed and tested
+wheel *arguments:
+    ci/wheel {{ arguments }}
+
 # Jobs, arrays and preemption in a Slurm of two pretended nodes
 slurm:
     ci/slurm
