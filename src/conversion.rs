@@ -284,9 +284,9 @@ impl Plan {
     ///
     /// # Errors
     /// Errors of reading the source.
-    pub fn preview(&mut self) -> Result<Preview> {
+    pub fn preview(&mut self) -> Result<Preview<'_>> {
         let Self { prepared, convert, engine, progress } = self;
-        engine.work(progress, |run| convert::preview(prepared, convert, run))
+        engine.work(progress, |run| convert::preview(prepared, convert, &engine.workers, run))
     }
 
     /// Moves the bytes and publishes the result at `destination`. Missing parent folders are created. If several

@@ -42,7 +42,7 @@ pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer
 fn print_preview(plan: &mut Plan, report: Option<&Path>, printer: &Printer) -> Result<()> {
     let preview = plan.preview()?;
     if let Some(file) = report.filter(|_| printer.is_first()) {
-        html::write(file, &preview.to_html())?;
+        html::write(file, &preview.to_html()?)?;
     }
     printer.document(&preview.to_json())?;
     printer.data(&preview.to_string())?;

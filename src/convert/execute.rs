@@ -6,10 +6,10 @@ use super::dry_run_destination::describe_destination;
 use super::estimate::within_memory;
 use super::options::ConvertOptions;
 use super::prepared::{Prepared, check_destination};
-use super::report::{Outcome, Preview, Report, ReportSource, left_out, notes};
+use super::report::{Forecast, Outcome, Preview, Report, ReportSource, left_out, notes};
 use super::run::Run;
 use super::source_options::input;
-use super::transfers;
+use super::threads_and_blocks::Workers;
 use super::unused_exchange_options::{unused_after_run, unused_options};
 use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
 use crate::error::{Error, Result};
@@ -25,14 +25,19 @@ use crate::storage::IoMode;
 ///
 /// # Errors
 /// The errors of planning.
-pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
+pub fn preview<'a>(
+    prepared: &'a mut Prepared,
+    args: &ConvertOptions,
+    workers: &'a Workers,
+    run: &Run<'_>,
+) -> Result<Preview<'a>> {
     refuse_parted(prepared)?;
-    let previewed = look_ahead(prepared, args, run).map_err(|error| prepared.failed(error));
+    let forecast = look_ahead(prepared, args, run).map_err(|error| prepared.failed(error));
     part(prepared, false);
-    previewed
+    Ok(Preview::new(prepared, workers, forecast?))
 }
 
-fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
+fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Forecast> {
     let options = &begin(prepared, args, run)?;
     let mut account = ReportSource::new(prepared, args, options, unused_options(prepared, args, run));
     let source = &prepared.source.checkpoint;
@@ -51,7 +56,7 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     };
     let destination_state =
         args.dst.as_deref().and_then(|destination| describe_destination(prepared, args, destination, options, run));
-    Ok(account.preview(&stats, destination_state, transfers::section(prepared)?))
+    Ok(account.forecast(&stats, destination_state))
 }
 
 /// Executes the plan. If several processes divide the work, executes only the share of this process.

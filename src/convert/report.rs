@@ -14,7 +14,10 @@ use super::options::ConvertOptions;
 use super::partial_values;
 use super::prepared::Prepared;
 use super::run::Run;
+use super::threads_and_blocks::Workers;
+use super::transfers;
 use crate::catalog::OutputFile;
+use crate::error::Result;
 use crate::exchange::Load;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
@@ -25,40 +28,59 @@ use crate::storage::memory::{AnonymousMemory, anonymous_memory};
 use crate::text::escape_invisible;
 
 /// Preview of a conversion, made before anything is written. `Display` prints the text of `--dry-run`.
-#[derive(Clone, Debug)]
-pub struct Preview {
+#[derive(Clone)]
+pub struct Preview<'a> {
+    conversion: &'a Prepared,
+    workers: &'a Workers,
+    forecast: Forecast,
+}
+
+/// The texts of a preview.
+#[derive(Clone)]
+pub struct Forecast {
     text: String,
     document: Json,
     warnings: Vec<String>,
+    /// The HTML page without the section of the copied bytes, which takes longer to compute than the rest.
     page: Page,
 }
 
-impl Preview {
+impl<'a> Preview<'a> {
+    /// Makes the preview of `conversion`. `workers` are the threads that compute the HTML page.
+    pub(super) fn new(conversion: &'a Prepared, workers: &'a Workers, forecast: Forecast) -> Self {
+        Self { conversion, workers, forecast }
+    }
+
     /// Returns the JSON document of the conversion.
     #[must_use]
     pub fn to_json(&self) -> Json {
-        self.document.clone()
+        self.forecast.document.clone()
     }
 
     /// Returns a report to look at: an HTML page in one file, which loads nothing from a network and runs no scripts. It
     /// shows the bytes that are copied from each rank of the source to each rank of the result, and the files of the
     /// result. [`html_frame`](crate::html_frame) makes the page a part of another page.
-    #[must_use]
-    pub fn to_html(&self) -> String {
-        self.page.document()
+    ///
+    /// # Errors
+    /// `Coverage` if the chunks of a tensor do not cover it exactly once.
+    pub fn to_html(&self) -> Result<String> {
+        let mut page = self.forecast.page.clone();
+        let transfers = self.workers.install(|| transfers::section(self.conversion))?;
+        page.sections.splice(..0, transfers);
+        Ok(page.document())
     }
 
     /// Returns warnings about the run that this preview describes: it may use more memory than the limit, it would be
     /// refused, it would resume earlier work, or DST is already complete.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
-        &self.warnings
+        &self.forecast.warnings
     }
 }
 
-impl fmt::Display for Preview {
+impl fmt::Display for Preview<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
+        f.write_str(&self.forecast.text)
     }
 }
 
@@ -204,19 +226,19 @@ impl<'a> ReportSource<'a> {
         }
     }
 
-    /// Returns the preview. `destination_state` is a warning about what a run would find at the destination, if there
-    /// is one. `transfers` is the section of the report about the bytes that are copied.
-    pub fn preview(&self, stats: &Stats, destination_state: Option<String>, transfers: Option<Section>) -> Preview {
+    /// Returns the texts of the preview. `destination_state` is a warning about what a run would find at the destination,
+    /// if there is one.
+    pub fn forecast(&self, stats: &Stats, destination_state: Option<String>) -> Forecast {
         let mut document = self.document(stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {
             warnings.extend(destination_state.iter().map(|warning| json!(warning)));
         }
         let warnings: Vec<String> = self.memory_warning(stats).into_iter().chain(destination_state).collect();
-        let page = self.page(stats, &warnings, transfers);
-        Preview { text: self.dry_run_text(stats), document, warnings, page }
+        let page = self.page(stats, &warnings);
+        Forecast { text: self.dry_run_text(stats), document, warnings, page }
     }
 
-    fn page(&self, stats: &Stats, warnings: &[String], transfers: Option<Section>) -> Page {
+    fn page(&self, stats: &Stats, warnings: &[String]) -> Page {
         let Prepared { source, reservation, carried, .. } = self.conversion;
         let names: Vec<(String, u64)> =
             (reservation.files.iter().map(|file| (file.path.display().to_string(), file.len)))
@@ -253,7 +275,7 @@ impl<'a> ReportSource<'a> {
             ),
             problems: warnings.iter().map(problem).collect(),
             facts: text.lines().map(fact).chain(notes.into_iter().map(noted)).collect(),
-            sections: transfers.into_iter().chain([files]).collect(),
+            sections: vec![files],
         }
     }
 

@@ -69,7 +69,7 @@ fn convert(
             _ => {
                 let preview = plan.preview()?;
                 preview.warnings().iter().for_each(|warning| call.warn(warning));
-                write_report(args.destination.html.as_deref(), || Ok(preview.to_html()))?;
+                write_report(args.destination.html.as_deref(), || preview.to_html())?;
                 Ok(preview.to_json())
             }
         }

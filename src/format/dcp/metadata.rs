@@ -3,14 +3,21 @@
 //! The pickle of a million chunks has 68 opcodes and 143 bytes per chunk. The pickle of a hundred thousand small
 //! tensors has 116 opcodes and 260 bytes per tensor. A tree of Python values would take far more memory than columns of
 //! numbers. So the pickle parser passes each object that describes a tensor, a chunk, an index key or a storage
-//! location to a visitor, as soon as the object is complete, and the visitor stores the object as a row of numbers.
-//! [`DcpMetadata::entries`] then combines these rows to one entry for each FQN. The pickle contains no meshes and no
-//! placements.
+//! location to a visitor, as soon as the object is complete, and the visitor stores the object as a row of numbers. The
+//! tensors of a model have few different shapes, so equal offsets or sizes of chunks are stored once. A chunk with its
+//! storage location then takes 44 bytes.
+//!
+//! The last step of decoding lists the FQNs with their paths in the state dict. The listing borrows nothing from the
+//! pickle. So the nodes and the bytes of the pickle are freed before [`DcpMetadata::entries`] combines the rows to one
+//! entry for each FQN. The pickle contains no meshes and no placements.
 //!
 //! Offsets and lengths of items are in bytes; offsets and sizes of chunks count elements. Source:
 //! `torch/distributed/checkpoint/metadata.py`.
 
+use std::borrow::Borrow;
 use std::collections::HashMap;
+use std::hash::Hash;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -24,13 +31,25 @@ use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
-use torch_pickle::pickle::{self, Entries, Field, Fields, Pickle, Record, Ref, Row, Visitor};
+use torch_pickle::pickle::{self, Entries, Field, Fields, Record, Ref, Row, Visitor};
 
-/// A decoded `.metadata` file.
+/// A decoded `.metadata` file. It borrows nothing from the bytes of the file.
 pub struct DcpMetadata<'a> {
     path: &'a Path,
-    pickle: Pickle<'a>,
     columns: Columns,
+    items: ItemPositions,
+    /// The FQNs in the order of the metadata, in parts of [`PART_NAMES`].
+    listing: Vec<Vec<ListedName>>,
+}
+
+/// An FQN in `state_dict_metadata`.
+struct ListedName {
+    fqn: Fqn,
+    path: StatePath,
+    /// The index of the FQN in [`Columns::names`]; `None` if `storage_data` has no item for this FQN.
+    name: Option<usize>,
+    /// The row number in [`Columns::tensors`]; `None` for an object.
+    tensor: Option<u32>,
 }
 
 /// The metadata of one FQN: a tensor or an object.
@@ -85,66 +104,72 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// The offsets and sizes of all chunks and tensors, in elements, one list after another. The rows of the tables
-    /// have positions in this vector. If a row has the same values as the previous row, both rows have the same
-    /// position.
-    dims: Vec<u64>,
-    /// For each chunk, the position of its offsets in `dims`. In `dims`, the sizes of the chunk follow the offsets.
-    chunks: Vec<DimsAt>,
-    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the position of the chunk offsets in `dims`.
-    /// If the row is for an object, the position is `None`.
-    indexes: Vec<(u32, Option<DimsAt>)>,
+    /// The offsets of chunks, in elements.
+    offsets: Interned<Dims>,
+    /// The sizes of chunks and the shapes of tensors, in elements.
+    sizes: Interned<Dims>,
+    /// For each chunk, the id of its offsets, and the index of its sizes in `sizes`.
+    chunks: Vec<(OffsetsId, u32)>,
+    /// For each `MetadataIndex` row, the index of the FQN in `names`, and the id of the chunk offsets. If the row is for
+    /// an object, the id is `None`.
+    indexes: Vec<(u32, Option<OffsetsId>)>,
     infos: Vec<StoredItem>,
     /// For each `TensorProperties` row, the index of the dtype in `dtypes`.
     properties: Vec<u32>,
     tensors: Vec<TensorRow>,
     /// The chunks of all tensors, tensor after tensor, as row numbers of `chunks`.
     tensor_chunks: Vec<u32>,
-    names: Interned,
-    paths: Interned,
-    dtypes: Interned,
+    names: Interned<Arc<str>>,
+    paths: Interned<Arc<str>>,
+    dtypes: Interned<Arc<str>>,
 }
 
-/// The position of a list of offsets or sizes in [`Columns::dims`].
-#[derive(Clone, Copy)]
-struct DimsAt {
-    start: u64,
-    ndim: u8,
-}
-
-impl DimsAt {
-    /// Returns the position in [`Columns::dims`] directly after these dims, with the same number of values. For the
-    /// offsets of a chunk, this is the position of the chunk's sizes.
-    fn behind(self) -> Self {
-        Self { start: self.start + u64::from(self.ndim), ..self }
-    }
-}
+/// The index of a list in [`Columns::offsets`], plus one. The value is never zero, so an `Option` of this type takes only
+/// four bytes.
+type OffsetsId = NonZeroU32;
 
 struct TensorRow {
+    /// The index of the dtype in [`Columns::dtypes`].
     dtype: u32,
-    shape: DimsAt,
+    /// The index of the shape in [`Columns::sizes`].
+    shape: u32,
+    /// The chunks, as a range of [`Columns::tensor_chunks`].
     chunks: Range<usize>,
 }
 
+/// Values that are stored once each.
 #[derive(Default)]
-struct Interned {
-    texts: IndexSet<Arc<str>, RandomState>,
-    last: u32,
+struct Interned<T> {
+    values: IndexSet<T, RandomState>,
+    /// The index of the value that was requested last.
+    last: usize,
 }
 
-impl Interned {
-    fn id(&mut self, text: &str) -> u32 {
-        if self.texts.get_index(self.last as usize).is_some_and(|last| **last == *text) {
-            return self.last;
-        }
-        let known = self.texts.get_index_of(text);
-        let id = known.unwrap_or_else(|| self.texts.insert_full(text.into()).0);
-        self.last = u32::try_from(id).expect("fewer than 2^32 names");
-        self.last
+impl<T: Hash + Eq> Interned<T> {
+    /// Returns the index of a value. If the value is not stored yet, stores it.
+    fn index<Q>(&mut self, value: &Q) -> u32
+    where
+        Q: Hash + Eq + ?Sized,
+        T: Borrow<Q> + for<'a> From<&'a Q>,
+    {
+        let known = self.find(value, self.last);
+        self.last = known.unwrap_or_else(|| self.values.insert_full(value.into()).0);
+        u32::try_from(self.last).expect("fewer than 2^32 values")
     }
 
-    fn text(&self, id: u32) -> &str {
-        &self.texts[id as usize]
+    /// Returns the index of a value; `None` if the value is not stored. The lookup is fast if the index is `near` or
+    /// `near + 1`.
+    fn find<Q>(&self, value: &Q, near: usize) -> Option<usize>
+    where
+        Q: Hash + Eq + ?Sized,
+        T: Borrow<Q>,
+    {
+        let is_at = |index: &usize| self.values.get_index(*index).is_some_and(|found| found.borrow() == value);
+        [near, near + 1].into_iter().find(is_at).or_else(|| self.values.get_index_of(value))
+    }
+
+    fn get(&self, index: u32) -> &T {
+        &self.values[index as usize]
     }
 }
 
@@ -153,45 +178,31 @@ fn row(len: usize) -> u32 {
 }
 
 impl Columns {
-    fn add_dims(&mut self, dims: &[u64]) -> Option<DimsAt> {
-        let at = DimsAt { start: self.dims.len() as u64, ndim: u8::try_from(dims.len()).ok()? };
-        self.dims.extend_from_slice(dims);
-        Some(at)
+    fn offsets_id(&mut self, offsets: &[u64]) -> OffsetsId {
+        NonZeroU32::MIN.saturating_add(self.offsets.index(offsets))
     }
 
-    fn dims(&self, at: DimsAt) -> &[u64] {
-        let start = usize::try_from(at.start).expect("an index into memory");
-        &self.dims[start..start + usize::from(at.ndim)]
-    }
-
-    /// Stores `dims` and returns their position. If `dims` equal the dims at `before` (the position of the previous
-    /// row's dims), stores nothing and returns `before`.
-    fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
-        before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
+    fn offsets(&self, id: OffsetsId) -> &Dims {
+        self.offsets.get(id.get() - 1)
     }
 
     fn chunk(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
-        let before = self.chunks.last().filter(|at| self.dims(**at) == offsets && self.dims(at.behind()) == sizes);
-        let at = match before {
-            Some(at) => *at,
-            None => {
-                let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
-                self.add_dims(sizes)?;
-                at
-            }
-        };
-        self.chunks.push(at);
+        if offsets.len() != sizes.len() {
+            return None;
+        }
+        let chunk = (self.offsets_id(offsets), self.sizes.index(sizes));
+        self.chunks.push(chunk);
         Some(row(self.chunks.len()))
     }
 
     fn index(&mut self, state: &Record<'_, '_>) -> Option<u32> {
-        let name = self.names.id(state.text("fqn")?);
-        let offset = match state.get("offset") {
+        let name = self.names.index(state.text("fqn")?);
+        let offsets = match state.get("offset") {
             None | Some(Field::None) => None,
-            Some(_) => Some(self.dims_like(self.indexes.last().and_then(|index| index.1), state.dims("offset")?)?),
+            Some(_) => Some(self.offsets_id(state.dims("offset")?)),
         };
-        self.indexes.push((name, offset));
+        self.indexes.push((name, offsets));
         Some(row(self.indexes.len()))
     }
 
@@ -206,7 +217,7 @@ impl Columns {
         }
         let fields = (|| Some((state.text("relative_path")?, state.number("offset")?, state.number("length")?)))();
         let Some((path, offset, len)) = fields else { return Ok(None) };
-        self.infos.push(StoredItem { path: self.paths.id(path), offset, len });
+        self.infos.push(StoredItem { path: self.paths.index(path), offset, len });
         Ok(Some(row(self.infos.len())))
     }
 
@@ -214,7 +225,7 @@ impl Columns {
     /// of the tuple. In old versions of PyTorch the state is a dict.
     fn properties(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
-        self.properties.push(self.dtypes.id(dtype));
+        self.properties.push(self.dtypes.index(dtype));
         Some(row(self.properties.len()))
     }
 
@@ -226,20 +237,12 @@ impl Columns {
         }
         let start = self.tensor_chunks.len();
         self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.index));
-        let sizes = chunks.first().map(|chunk| self.chunks[chunk.index as usize].behind());
-        let (shape, chunks) = (self.dims_like(sizes, size)?, start..self.tensor_chunks.len());
-        self.tensors.push(TensorRow { dtype: self.properties[properties.index as usize], shape, chunks });
+        self.tensors.push(TensorRow {
+            dtype: self.properties[properties.index as usize],
+            shape: self.sizes.index(size),
+            chunks: start..self.tensor_chunks.len(),
+        });
         Some(row(self.tensors.len()))
-    }
-
-    fn chunk_at(&self, row: u32) -> (&[u64], &[u64]) {
-        let offsets = self.chunks[row as usize];
-        (self.dims(offsets), self.dims(offsets.behind()))
-    }
-
-    /// Returns the chunk offsets in a `MetadataIndex` row; `None` for an object.
-    fn offset_at(&self, row: u32) -> Option<&[u64]> {
-        self.indexes[row as usize].1.map(|at| self.dims(at))
     }
 }
 
@@ -284,16 +287,30 @@ impl<'a> DcpMetadata<'a> {
     /// Decodes one `.metadata` pickle.
     ///
     /// # Errors
-    /// `Malformed` with the file.
-    pub fn decode(path: &'a Path, bytes: &'a [u8]) -> Result<Self> {
+    /// `Malformed` with the file, and with the FQN if the error is in its entry.
+    pub fn decode(path: &'a Path, bytes: &[u8]) -> Result<Self> {
         let mut columns = Columns::default();
         let (pickle, _) = pickle::parse(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
-        Ok(Self { path, pickle, columns })
+        let root = pickle.root();
+        let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
+        let Some(entries) = field("state_dict_metadata").and_then(Ref::as_dict) else {
+            let found = match (root.state(), field("state_dict_metadata")) {
+                (None, _) => {
+                    format!("no such field, because the pickle contains {} instead of an object", root.describe())
+                }
+                (Some(_), None) => String::from("no field of this name"),
+                (Some(_), Some(node)) => node.describe(),
+            };
+            return Err(Error::malformed(path, "state_dict_metadata", "a dict of tensors", found));
+        };
+        let items = ItemPositions::read(path, &mut columns, field("storage_data"))?;
+        let listing = list_names(path, &columns.names, entries, &Steps::read(field("planner_data")))?;
+        Ok(Self { path, columns, items, listing })
     }
 
     /// Returns the names of data files, relative to the directory.
     pub fn files(&self) -> Vec<&str> {
-        self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
+        self.columns.paths.values.iter().map(AsRef::as_ref).collect()
     }
 
     /// Converts the entry of each FQN with `make` on several threads, and passes the results to `take` in the order of
@@ -303,53 +320,26 @@ impl<'a> DcpMetadata<'a> {
     /// `Malformed` with the file and the FQN, `Unsupported` for dtypes that dtshard does not have, and the errors of
     /// `make` and `take`.
     pub fn entries<T: Send>(
-        &self,
+        self,
         make: impl Fn(MetadataEntry) -> Result<T> + Sync,
         mut take: impl FnMut(T) -> Result<()> + Send,
     ) -> Result<()> {
-        let path = self.path;
-        let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
-        let root = self.pickle.root();
-        let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
-        let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
-            let found = match (root.state(), field("state_dict_metadata")) {
-                (None, _) => {
-                    format!("no such field, because the pickle contains {} instead of an object", root.describe())
-                }
-                (Some(_), None) => String::from("no field of this name"),
-                (Some(_), Some(node)) => node.describe(),
+        let Self { path, columns, items, listing } = self;
+        let of_part = |part: Vec<ListedName>| -> Result<Vec<T>> {
+            let of_name = |listed: ListedName| {
+                let kind = entry_kind(path, &listed, &columns, &items)?;
+                make(MetadataEntry { fqn: listed.fqn, path: listed.path, kind })
             };
-            return Err(malformed("state_dict_metadata", "a dict of tensors", found));
+            part.into_iter().map(of_name).collect()
         };
-        let places = ItemPositions::read(path, &self.columns, field("storage_data"))?;
-        let steps = Steps::read(field("planner_data"));
-        let of_part = |start: usize| -> Result<Vec<T>> {
-            let (mut nth_items, mut nth_steps, mut keys) = (start, start, HashMap::default());
-            let of_name = |(key, value): (Ref<'_>, Ref<'_>)| {
-                let Some(name) = key.as_str() else {
-                    return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
-                };
-                let items = places.of(name, &mut nth_items);
-                let fqn = Fqn::from(items.name.map_or_else(|| name.into(), Arc::clone));
-                let state_path = match steps.of(name, &mut nth_steps) {
-                    Some(steps) => state_path(path, &fqn, steps, &mut keys)?,
-                    None => StatePath(vec![Key::Name((&fqn).into())]),
-                };
-                let kind = entry_kind(path, name, value, &places, &items)?;
-                make(MetadataEntry { fqn, path: state_path, kind })
-            };
-            tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
-        };
-        let parts: Vec<usize> = (0..tensors.len()).step_by(PART_NAMES).collect();
         let mut take_all =
             |made: Vec<Result<Vec<T>>>| made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take));
-        if let [only] = parts[..] {
-            return take_all(vec![of_part(only)]);
-        }
+        let mut parts = listing.into_iter();
         // While this thread passes on a group of results, the other threads make the next group.
         let mut made = Vec::new();
-        for parts in parts.chunks(2 * rayon::current_num_threads()) {
-            let make = || parts.par_iter().copied().map(of_part).collect();
+        while parts.len() > 0 {
+            let group: Vec<_> = parts.by_ref().take(2 * rayon::current_num_threads()).collect();
+            let make = || group.into_par_iter().map(of_part).collect();
             let (next, taken) = rayon::join(make, || take_all(std::mem::take(&mut made)));
             taken?;
             made = next;
@@ -358,79 +348,107 @@ impl<'a> DcpMetadata<'a> {
     }
 }
 
+/// Lists the FQNs in `entries`, the dict `state_dict_metadata`. `names` are the FQNs in `storage_data`.
+///
+/// # Errors
+/// `Malformed` with the FQN, if its path or its entry is invalid.
+fn list_names(
+    path: &Path,
+    names: &Interned<Arc<str>>,
+    entries: Entries<'_>,
+    steps: &Steps<'_>,
+) -> Result<Vec<Vec<ListedName>>> {
+    let of_part = |start: usize| -> Result<Vec<ListedName>> {
+        let (mut near, mut nth_steps, mut keys) = (start, start, HashMap::default());
+        let of_name = |(key, value): (Ref<'_>, Ref<'_>)| {
+            let Some(text) = key.as_str() else {
+                return Err(Error::malformed(path, "state_dict_metadata", "names that are text", key.describe()));
+            };
+            let name = names.find(text, near);
+            near = name.unwrap_or(near);
+            let fqn = Fqn::from(name.map_or_else(|| text.into(), |name| Arc::clone(&names.values[name])));
+            let state_path = match steps.of(text, &mut nth_steps) {
+                Some(steps) => state_path(path, &fqn, steps, &mut keys)?,
+                None => StatePath(vec![Key::Name((&fqn).into())]),
+            };
+            let tensor = tensor_row(path, text, value)?;
+            Ok(ListedName { fqn, path: state_path, name, tensor })
+        };
+        entries.starting_at(start).take(PART_NAMES).map(of_name).collect()
+    };
+    let starts: Vec<usize> = (0..entries.len()).step_by(PART_NAMES).collect();
+    // All parts are listed before an error is returned, so the error is always the first one.
+    let parts: Vec<Result<_>> = starts.into_par_iter().map(of_part).collect();
+    parts.into_iter().collect()
+}
+
 /// The byte ranges of all items in `storage_data`, which can be found by FQN and chunk offsets.
-struct ItemPositions<'a> {
-    columns: &'a Columns,
-    /// For each item, its row number in `columns.indexes` and its row number in `columns.infos`. The items are grouped
-    /// by FQN, and the items of one FQN are sorted by the chunk offsets.
-    rows: Vec<(u32, u32)>,
-    /// For each FQN in `columns.names`, the index in `rows` of the first item of the FQN. The last element is the
+struct ItemPositions {
+    /// The items, grouped by FQN. The items of one FQN are sorted by the ids of their chunk offsets.
+    rows: Vec<ItemRow>,
+    /// For each FQN in [`Columns::names`], the index in `rows` of the first item of the FQN. The last element is the
     /// length of `rows`.
     starts: Vec<usize>,
 }
 
-/// The items of one FQN, as a range of [`ItemPositions::rows`].
-struct Items<'a> {
-    /// The FQN; `None` if `storage_data` has no item for this FQN, and then `rows` is empty.
-    name: Option<&'a Arc<str>>,
-    rows: &'a [(u32, u32)],
+#[derive(Clone, Copy, Default)]
+struct ItemRow {
+    /// The id of the chunk offsets; `None` for an object.
+    offsets: Option<OffsetsId>,
+    /// The row number in [`Columns::infos`].
+    info: u32,
 }
 
-impl<'a> ItemPositions<'a> {
-    fn read(path: &Path, columns: &'a Columns, storage_data: Option<Ref<'_>>) -> Result<Self> {
-        let mut given = Vec::with_capacity(columns.indexes.len());
-        for (key, value) in storage_data.and_then(Ref::as_dict).into_iter().flatten() {
-            let (Some(index), Some(info)) = (row_of(key, INDEX), row_of(value, INFO)) else {
+impl ItemPositions {
+    /// Reads `storage_data`. Frees `columns.indexes`, because the result has these rows in another order.
+    fn read(path: &Path, columns: &mut Columns, storage_data: Option<Ref<'_>>) -> Result<Self> {
+        let indexes = std::mem::take(&mut columns.indexes);
+        let items = || storage_data.and_then(Ref::as_dict).into_iter().flatten();
+        let item = |(key, value): (Ref<'_>, Ref<'_>)| match (row_of(key, INDEX), row_of(value, INFO)) {
+            (Some(index), Some(info)) => Ok((indexes[index as usize], info)),
+            _ => {
                 let found = format!("{} and {}", key.describe(), value.describe());
-                return Err(Error::malformed(path, "storage_data", "MetadataIndex and _StorageInfo", found));
-            };
-            given.push((index, info));
+                Err(Error::malformed(path, "storage_data", "MetadataIndex and _StorageInfo", found))
+            }
+        };
+        let mut starts = vec![0; columns.names.values.len() + 1];
+        for entry in items() {
+            let ((name, _), _) = item(entry)?;
+            starts[name as usize + 1] += 1;
         }
-        // The metadata lists items rank by rank, so the items of each name are mostly sorted already.
-        let name = |row: &(u32, u32)| columns.indexes[row.0 as usize].0 as usize;
-        let mut starts = vec![0; columns.names.texts.len() + 1];
-        given.iter().for_each(|row| starts[name(row) + 1] += 1);
         for name in 1..starts.len() {
             starts[name] += starts[name - 1];
         }
         let mut next = starts.clone();
-        let mut rows = vec![(0, 0); given.len()];
-        for row in given {
-            let place = &mut next[name(&row)];
-            rows[*place] = row;
+        let mut rows = vec![ItemRow::default(); starts[starts.len() - 1]];
+        for entry in items() {
+            let ((name, offsets), info) = item(entry)?;
+            let place = &mut next[name as usize];
+            rows[*place] = ItemRow { offsets, info };
             *place += 1;
         }
         for range in starts.windows(2) {
             // The sort is stable, and lookups take the last of several equal keys, as a Python dict does.
-            rows[range[0]..range[1]].sort_by_key(|row| columns.offset_at(row.0));
+            rows[range[0]..range[1]].sort_by_key(|row| row.offsets);
         }
-        Ok(Self { columns, rows, starts })
+        Ok(Self { rows, starts })
     }
 
-    /// Returns the items of an FQN. `nth` is the expected index of the FQN in `columns.names`; the lookup is fast if
-    /// the FQN has this index. If the FQN is found, `nth` becomes the index of the next FQN.
-    fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
-        let names = &self.columns.names.texts;
-        let is_likely = |name: &&Arc<str>| ***name == *fqn;
-        let found = names.get_index(*nth).filter(is_likely).map(|name| (*nth, name));
-        let Some((id, name)) = found.or_else(|| names.get_full(fqn)) else { return Items { name: None, rows: &[] } };
-        *nth = id + 1;
-        Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
+    /// Returns the items of an FQN: `name` is its index in [`Columns::names`].
+    fn of(&self, name: usize) -> &[ItemRow] {
+        &self.rows[self.starts[name]..self.starts[name + 1]]
     }
+}
 
-    /// Returns the byte range of the item with the chunk offsets `offset` (`None` for an object); `None` if `items` has
-    /// no such item. `nth` is the expected index of the item in `items`; the lookup is fast if the item has this index.
-    fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<StoredItem> {
-        let rows = items.rows;
-        let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
-        let is_last = |nth: usize| at(nth) == Some(offset) && at(nth + 1) != Some(offset);
-        if is_last(nth) {
-            return Some(self.columns.infos[rows[nth].1 as usize]);
-        }
-        let end = rows.partition_point(|row| self.columns.offset_at(row.0) <= offset);
-        let nth = end.checked_sub(1).filter(|&nth| is_last(nth))?;
-        Some(self.columns.infos[rows[nth].1 as usize])
-    }
+/// Returns the row number in [`Columns::infos`] of the item with these chunk offsets (`None` for an object); `None` if
+/// the FQN with these `items` has no such item. `nth` is the expected index of the item in `items`; the lookup is fast if
+/// the item has this index.
+fn find_item(items: &[ItemRow], nth: usize, offsets: Option<OffsetsId>) -> Option<u32> {
+    let at = |nth: usize| items.get(nth).map(|row| row.offsets);
+    let is_last = |nth: &usize| at(*nth) == Some(offsets) && at(*nth + 1) != Some(offsets);
+    let search = || items.partition_point(|row| row.offsets <= offsets).checked_sub(1);
+    let nth = Some(nth).filter(is_last).or_else(|| search().filter(is_last))?;
+    Some(items[nth].info)
 }
 
 /// The maximum number of FQNs that a worker thread converts in one call.
@@ -492,37 +510,48 @@ fn state_path<'a>(
     Ok(StatePath(found))
 }
 
-fn entry_kind(
-    path: &Path,
-    fqn: &str,
-    value: Ref<'_>,
-    places: &ItemPositions<'_>,
-    items: &Items<'_>,
-) -> Result<EntryKind> {
+/// Returns the row number in [`Columns::tensors`] of an entry of `state_dict_metadata`; `None` for an object.
+///
+/// # Errors
+/// `Malformed` if the entry is neither a tensor nor an object.
+fn tensor_row(path: &Path, fqn: &str, value: Ref<'_>) -> Result<Option<u32>> {
+    if let Some(row) = row_of(value, TENSOR) {
+        return Ok(Some(row));
+    }
+    match value.object() {
+        Some(object) if object.name == "BytesStorageMetadata" => Ok(None),
+        Some(object) if object.name == "TensorStorageMetadata" => Err(unfit(path, fqn, object.state)),
+        _ => {
+            let expected = "TensorStorageMetadata or BytesStorageMetadata";
+            Err(Error::malformed(path, fqn, expected, value.describe()))
+        }
+    }
+}
+
+fn entry_kind(path: &Path, listed: &ListedName, columns: &Columns, items: &ItemPositions) -> Result<EntryKind> {
+    let fqn = listed.fqn.as_str();
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
-    let columns = places.columns;
-    let Some(row) = row_of(value, TENSOR) else {
-        return match value.object() {
-            Some(object) if object.name == "BytesStorageMetadata" => Ok(EntryKind::Bytes(places.find(items, 0, None))),
-            Some(object) if object.name == "TensorStorageMetadata" => Err(unfit(path, fqn, object.state)),
-            _ => Err(malformed("TensorStorageMetadata or BytesStorageMetadata", value.describe())),
-        };
+    let items = listed.name.map_or(&[][..], |name| items.of(name));
+    let stored = |nth: usize, offsets: Option<OffsetsId>| {
+        find_item(items, nth, offsets).map(|info| columns.infos[info as usize])
     };
-    let tensor = &columns.tensors[row as usize];
-    let dtype = dtype(path, fqn, columns.dtypes.text(tensor.dtype))?;
-    let shape = Dims::from(columns.dims(tensor.shape));
+    let Some(tensor) = listed.tensor else { return Ok(EntryKind::Bytes(stored(0, None))) };
+    let tensor = &columns.tensors[tensor as usize];
+    let dtype = dtype(path, fqn, columns.dtypes.get(tensor.dtype))?;
+    let shape = columns.sizes.get(tensor.shape).clone();
     if checked_len_bytes(&shape, dtype).is_none() {
         return Err(malformed("a shape that fits memory", format!("{:?}", shape.as_slice())));
     }
     let rows = &columns.tensor_chunks[tensor.chunks.clone()];
     let mut chunks = Vec::with_capacity(rows.len());
     for (nth, row) in rows.iter().enumerate() {
-        let (offsets, sizes) = columns.chunk_at(*row);
+        let (id, sizes) = columns.chunks[*row as usize];
+        let (offsets, sizes) = (columns.offsets(id), columns.sizes.get(sizes));
         if offsets.len() != shape.len() {
             return Err(malformed(&format!("chunks of {} dims", shape.len()), offsets.len().to_string()));
         }
-        let stored = places.find(items, nth, Some(offsets));
-        chunks.push(StoredChunk { offsets: offsets.into(), sizes: sizes.into(), stored });
+        let stored = stored(nth, Some(id));
+        chunks.push(StoredChunk { offsets: Dims::from_slice(offsets), sizes: Dims::from_slice(sizes), stored });
     }
     Ok(EntryKind::Tensor { dtype, shape, chunks })
 }

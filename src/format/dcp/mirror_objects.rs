@@ -33,10 +33,10 @@ pub fn objects(folder: &Path) -> Result<Objects> {
             continue;
         }
         let metadata = DcpMetadata::decode(&path, &bytes)?;
-        let files = metadata.files();
+        let files: Vec<String> = metadata.files().into_iter().map(String::from).collect();
         metadata.entries(Ok, |MetadataEntry { fqn, kind, .. }| {
             if let EntryKind::Bytes(Some(StoredItem { path, offset, len })) = kind {
-                found.entry(files[path as usize].into()).or_default().push(Object { fqn, offset, len });
+                found.entry(files[path as usize].as_str().into()).or_default().push(Object { fqn, offset, len });
             }
             Ok(())
         })?;

@@ -86,8 +86,8 @@ pub fn read(
         let file = files.add(&path)?;
         // The file is not memory-mapped, because decoded text must not change if another process writes the file.
         let len = check_len(&path, files.len_bytes(file))?;
-        let bytes = files.read(file, 0, len)?;
-        let metadata = DcpMetadata::decode(&path, &bytes)?;
+        // The bytes of the file are freed before the catalog is built.
+        let metadata = DcpMetadata::decode(&path, &files.read(file, 0, len)?)?;
         let (data_files, lacks) = open_data_files(files, &path, &metadata, show_incomplete)?;
         shortfall = shortfall.or(lacks);
         let source = MetadataFile { data_files, path: &path };
