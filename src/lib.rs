@@ -240,7 +240,7 @@ pub use describe::{Inspection, MapListing, Span, is_map_file, map_file};
 pub use error::{Error, Result};
 pub use exec::Stop;
 pub use format::Format;
-pub use html::html_frame;
+pub use html::{html_frame, write_html};
 pub use progress::{Level, NoProgress, Phase, Progress};
 pub use storage::catch_lost_pages;
 pub use verify::{Verification, verify};

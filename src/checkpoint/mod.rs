@@ -118,6 +118,8 @@ pub struct Checkpoint {
     compared: Mutex<HashMap<TensorId, bool>>,
     /// The tensors by name. The map is built when a tensor is first looked up by name.
     by_name: OnceLock<HashMap<String, TensorId>>,
+    /// The names, as the files have them, of what was left out by a selection.
+    left_out: Vec<String>,
     /// The weight map that was applied, as a JSON document.
     applied_map: Option<serde_json::Value>,
 }
@@ -181,6 +183,7 @@ impl Checkpoint {
             rank: Rank(options.rank),
             compared: Mutex::default(),
             by_name: OnceLock::new(),
+            left_out: Vec::new(),
             applied_map: None,
         })
     }
@@ -265,6 +268,7 @@ impl Checkpoint {
             rank: self.rank,
             compared: Mutex::default(),
             by_name: OnceLock::new(),
+            left_out: self.left_out.clone(),
             applied_map: self.applied_map.clone(),
         }
     }

@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::fs::File;
 use std::sync::PoisonError;
 
 use rayon::prelude::*;
@@ -117,16 +117,28 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Returns the file and the offset in bytes at which one run of bytes holds the part, in row-major order. Returns `None` if
-    /// several runs hold the part, or if its values are computed.
+    /// Returns a handle of the file and the offset in bytes at which one run of bytes holds the part, in row-major order. The
+    /// handle is that of the file that was opened, even if another file has its path now. Returns `None` if several runs hold
+    /// the part, or if its values are computed.
     ///
     /// # Errors
     /// The errors of [`Checkpoint::read_all`], apart from reading.
-    pub fn stored_run(&self, name: &str, part: &TensorPart) -> Result<Option<(PathBuf, u64)>> {
+    pub fn stored_run(&self, name: &str, part: &TensorPart) -> Result<Option<(File, u64)>> {
         let (id, tile) = self.tile(name, part)?;
-        let source = SourceTensor::new(self.inner.catalog.tensor(id))?;
+        self.compare_copies(&[(id, tile.clone())])?;
+        let entry = self.entry_to_read(id);
+        let source = SourceTensor::new(&entry)?;
         let tile = PreparedTile::new(convert::input(&self.inner), &source, &tile, &mut Locations::default())?;
-        Ok(tile.single_run().map(|(file, offset)| (self.inner.files.path(file).to_path_buf(), offset)))
+        let Some((file, offset)) = tile.single_run() else { return Ok(None) };
+        Ok(Some((self.inner.files.open(file)?.duplicate()?, offset)))
+    }
+
+    /// Returns the sizes of a part of a tensor. They are the shape of the local tensor if the part is the shard of a rank.
+    ///
+    /// # Errors
+    /// `Usage` if no tensor has the name, or if the part does not fit the shape of the tensor.
+    pub fn part_sizes(&self, name: &str, part: &TensorPart) -> Result<Vec<u64>> {
+        Ok(self.tile(name, part)?.1.sizes().to_vec())
     }
 
     /// Returns the tensor and the tile that are a part of it.
@@ -163,10 +175,16 @@ impl Checkpoint {
 
     /// Compares the copies of plain tensors that were not compared before.
     fn compare_copies(&self, parts: &[(TensorId, Tile)]) -> Result<()> {
-        let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
-        let ids: Vec<TensorId> = parts.iter().map(|(id, _)| *id).filter(|id| !compared.contains_key(id)).collect();
+        let lock = || self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let ids: Vec<TensorId> = {
+            let known = lock();
+            parts.iter().map(|(id, _)| *id).filter(|id| !known.contains_key(id)).collect()
+        };
+        // The lock is not held meanwhile: worker threads that read for another thread of the caller need it.
         let compare = |run: &Run<'_>| source_checks::differing(&self.inner, &ids, Replicas::Plain, None, run);
-        for (id, difference) in self.engine.work(&self.progress, compare)? {
+        let differing = self.engine.work(&self.progress, compare)?;
+        let mut compared = lock();
+        for (id, difference) in differing {
             let entry = self.inner.catalog.tensor(id);
             if !state_dict::is_random_state(entry.fqn.as_str()) || !has_ranks(entry) {
                 let mut error = source_checks::replica_conflict(&self.inner, id, &difference, None);
@@ -305,6 +323,7 @@ impl TensorPart {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
     use std::path::Path;
 
     use super::*;
@@ -386,12 +405,13 @@ mod tests {
         let tensor = checkpoint.tensors().find(|tensor| tensor.shape().len() == 2).unwrap();
         let mut whole = vec![0; usize::try_from(tensor.len_bytes()).unwrap()];
         checkpoint.read(tensor.name(), &mut whole).unwrap();
-        let (file, offset) = checkpoint.stored_run(tensor.name(), &TensorPart::Whole).unwrap().unwrap();
-        let bytes = std::fs::read(file).unwrap();
+        let (mut file, offset) = checkpoint.stored_run(tensor.name(), &TensorPart::Whole).unwrap().unwrap();
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).unwrap();
         let offset = usize::try_from(offset).unwrap();
         assert_eq!(bytes[offset..offset + whole.len()], whole);
         let columns = TensorPart::Box { offsets: vec![0, 0], sizes: vec![tensor.shape()[0], 1] };
-        assert_eq!(checkpoint.stored_run(tensor.name(), &columns).unwrap(), None);
+        assert!(checkpoint.stored_run(tensor.name(), &columns).unwrap().is_none());
     }
 
     #[test]

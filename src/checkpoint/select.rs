@@ -1,7 +1,7 @@
 //! Changes which tensors an open checkpoint shows, and under which names: selection, weight maps, names of optimizer state.
 //! Only the catalog changes; no file is written.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use super::Checkpoint;
 use crate::convert::options::{MapOptions, SelectOptions};
@@ -41,10 +41,19 @@ impl Checkpoint {
             self.engine.work(&self.progress, |run| weight_map::check_joined(&self.inner, map, run))?;
         }
         let names = map.map_or(names, |map| map.options);
-        let selected = select::select(&self.inner.catalog, &NameOptions { allow_unreadable: true, ..names })?;
+        let names = NameOptions { allow_unreadable: true, ..names };
+        // On the threads of this checkpoint: the threads that all users of rayon share do not exist in a forked process.
+        let selected = self.engine.workers.install(|| select::select(&self.inner.catalog, &names))?;
+        self.left_out = [selected.left_out.tensors, selected.left_out.objects].concat();
         self.inner.catalog.state = selected.catalog.state;
         self.by_name = OnceLock::new();
         Ok(())
+    }
+
+    /// Returns the names, as the files have them, of the tensors and objects that [`Checkpoint::select`] has left out.
+    #[must_use]
+    pub fn left_out(&self) -> &[String] {
+        &self.left_out
     }
 
     /// Replaces parameter ids, which are the keys of optimizer state in `optimizer.state_dict()`, by parameter names, as
@@ -56,7 +65,8 @@ impl Checkpoint {
 
     /// Applies a weight map, and returns it; returns `None` if the options name no map.
     fn apply_map(&mut self, options: &MapOptions, names: &NameOptions) -> Result<Option<AppliedMap>> {
-        let map = weight_map::apply(&mut self.inner, options, names)?;
+        let (engine, inner) = (Arc::clone(&self.engine), &mut self.inner);
+        let map = engine.workers.install(|| weight_map::apply(inner, options, names))?;
         if let Some(map) = &map {
             map.notes.iter().for_each(|note| self.progress.note(note));
             map.details.iter().for_each(|line| self.progress.detail(line));

@@ -1,15 +1,14 @@
 //! Writes the report of a verb to the file that `--html` names.
 
-use std::fs;
 use std::path::Path;
 
 use super::printer::spelled;
-use dtshard::{Error, Result};
+use dtshard::Result;
 
-/// Writes a report. An existing file is replaced.
+/// Writes a report. An existing report is replaced.
 ///
 /// # Errors
-/// `Io` with the file.
+/// Those of [`dtshard::write_html`].
 pub fn write(file: &Path, page: &str) -> Result<()> {
-    fs::write(file, spelled(page).as_bytes()).map_err(Error::io("write", file))
+    dtshard::write_html(file, &spelled(page))
 }

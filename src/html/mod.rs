@@ -11,6 +11,10 @@ mod heat;
 mod table;
 mod treemap;
 
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::path::Path;
+
 use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 
 pub use bars::{Bar, Bars};
@@ -19,6 +23,7 @@ pub use heat::{Heat, HeatCell};
 pub use table::{Cell, Table};
 pub use treemap::{Colouring, TreeNode, Treemap};
 
+use crate::error::{Error, Result};
 use crate::text::escape_invisible;
 
 const STYLE: &str = include_str!("style.css");
@@ -156,6 +161,34 @@ pub fn html_frame(document: &str) -> String {
         iframe sandbox="" srcdoc=(document) title="Report of dtshard" width="100%" height="720" style="border:0" {}
     }
     .into_string()
+}
+
+/// The beginning of every page.
+const BEGINNING: &[u8] = b"<!DOCTYPE html>";
+
+/// Writes a page to a file. The file appears complete or not at all. An existing file is replaced if it is an HTML page.
+///
+/// # Errors
+/// `Usage` for an existing file that is no HTML page, such as a file of a checkpoint; `Io` with the file.
+pub fn write_html(file: &Path, page: &str) -> Result<()> {
+    if let Ok(mut existing) = File::open(file) {
+        let mut start = [0; BEGINNING.len()];
+        let read = existing.read_exact(&mut start);
+        if !existing.metadata().is_ok_and(|metadata| metadata.is_file()) || read.is_err() || start != BEGINNING {
+            return Err(Error::usage(
+                format!("{}: the file exists and is no HTML page, so a report does not replace it", file.display()),
+                "give options::html another path",
+            ));
+        }
+    }
+    let mut name = file.file_name().unwrap_or_default().to_owned();
+    name.push(".partial");
+    let partial = file.with_file_name(name);
+    let written = fs::write(&partial, page).and_then(|()| fs::rename(&partial, file));
+    written.map_err(|error| {
+        let _ = fs::remove_file(&partial);
+        Error::io("write", file)(error)
+    })
 }
 
 /// An element that is hidden until the reader opens it.

@@ -77,6 +77,14 @@ impl OpenFile {
         })
     }
 
+    /// Returns another handle of the open file.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn duplicate(&self) -> Result<File> {
+        self.file.try_clone().map_err(Error::io("open", &self.path))
+    }
+
     /// Calls `read` with the bytes `[offset, offset + len)` of the mapped file. Returns `None` if the file cannot be
     /// mapped, for example because address space is limited. The caller must then use [`Self::read_exact_at`].
     ///

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import LocalStateDictConfig, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -148,6 +148,21 @@ def load(rank, folder, mesh):
 def load_flat_optimizer(rank, folder):
     """Loads the nested parameter groups of a checkpoint into the flat form of `get_optimizer_state_dict`."""
     compare(rank, folder, {"dp": 4}, "dcp", {}, flat_optimizer=True)
+
+
+def load_wrong_local_shape(rank, folder):
+    """Loads a tensor that is not cut as PyTorch cuts it."""
+    import dtshard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    local = torch.zeros(23, 4 if rank == 0 else 6)
+    value = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(23, 10), stride=(10, 1))
+    try:
+        dtshard.load_into({"out.weight": value}, f"{folder}/model.safetensors", include="out.weight")
+    except dtshard.Error as error:
+        assert error.tensor == "out.weight" and not local.any(), error
+    else:
+        raise AssertionError("no error")
 
 
 def compare(rank, folder, mesh, source, options, flat_optimizer=False):

@@ -54,6 +54,26 @@ def test_reports_are_written(fixtures, tmp_path):
         report.unlink()
 
 
+def test_report_does_not_replace_a_file_of_a_checkpoint(tmp_path):
+    source = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(3)}, source)
+    before = source.read_bytes()
+    for write in [lambda: dtshard.inspect(source, html=source), lambda: dtshard.verify(source, html=source)]:
+        with pytest.raises(dtshard.Error, match="no HTML page"):
+            write()
+    assert source.read_bytes() == before
+
+
+def test_values_of_other_types_are_a_type_error(fixtures):
+    for value in [{"**"}, b"**", (item for item in ["**"])]:
+        with pytest.raises(TypeError, match="include"):
+            dtshard.open(fixtures / "titan", include=value)
+    with pytest.raises(dtshard.Error, match="include: the list is empty"):
+        dtshard.open(fixtures / "titan", include=[])
+    with pytest.raises(TypeError, match="progress"):
+        dtshard.verify(fixtures / "titan", progress=5)
+
+
 def test_notes_go_to_the_logger(fixtures, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "dtshard"):
         dtshard.convert("reshard", fixtures / "fsdp4/dcp", tmp_path / "out", mesh="dp=2,tp=2", placements="S(0),R")

@@ -123,6 +123,64 @@ def test_tensor_of_another_shape_is_an_error_and_nothing_is_filled(saved):
     assert not any(value.any() for value in state.values())
 
 
+def test_filter_forgives_only_the_names_that_it_leaves_out(tmp_path):
+    torch.save({"model": {"a": torch.ones(2)}, "optim": {"s": torch.ones(2)}}, tmp_path / "x.pt")
+    state = {"model": {"a": torch.zeros(2)}, "optim": {"s": torch.zeros(2)}}
+    assert dtshard.load_into(state, tmp_path / "x.pt", exclude="optim.**").missing_keys == ["optim.s"]
+    assert state["model"]["a"].sum() == 2 and state["optim"]["s"].sum() == 0
+    state["model"]["new.weight"] = torch.zeros(2)
+    with pytest.raises(dtshard.Error, match=r"model\.new\.weight"):
+        dtshard.load_into(state, tmp_path / "x.pt", exclude="optim.**")
+
+
+def test_flat_options_that_differ_within_a_group_are_an_error(tmp_path):
+    flat = {"state": {}, "param_groups.a.lr": 0.1, "param_groups.b.lr": 0.2}
+    torch.save({"optim": flat}, tmp_path / "x.pt")
+    state = {"optim": {"state": {}, "param_groups": [{"lr": 0.0, "params": ["a", "b"]}]}}
+    with pytest.raises(dtshard.Error, match=r"0\.1 in optim\.param_groups\.a\.lr, 0\.2"):
+        dtshard.load_into(state, tmp_path / "x.pt")
+    state["optim"]["param_groups"] = [{"lr": 0.0, "params": ["a"]}, {"lr": 0.0, "params": ["b"]}]
+    dtshard.load_into(state, tmp_path / "x.pt")
+    assert [group["lr"] for group in state["optim"]["param_groups"]] == [0.1, 0.2]
+
+
+def test_two_keys_with_one_name_are_an_error(tmp_path):
+    torch.save({"a": {"b": torch.ones(1)}}, tmp_path / "x.pt")
+    with pytest.raises(dtshard.Error, match=r"a\.b: two entries"):
+        dtshard.load_into({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, tmp_path / "x.pt")
+
+
+def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    x, w = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    y = (x * w).sum()
+    dtshard.load_into({"w": w}, tmp_path / "x.pt")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_tensor_inside_a_tuple_belongs_to_the_tuple(tmp_path):
+    torch.save({"t": (1, torch.ones(2))}, tmp_path / "x.pt")
+    state = {"t": (0, torch.zeros(2))}
+    assert dtshard.load_into(state, tmp_path / "x.pt") == ([], [])
+    assert state["t"][0] == 1 and state["t"][1].sum() == 2
+
+
+def test_target_that_cannot_be_filled_is_an_error_with_its_name(tmp_path):
+    torch.save({"w": torch.ones(2, 2)}, tmp_path / "x.pt")
+    for target in [torch.zeros(2, 2).to_sparse(), torch.zeros(1, 2).expand(2, 2)]:
+        with pytest.raises(dtshard.Error, match="^w: "):
+            dtshard.load_into({"w": target}, tmp_path / "x.pt")
+    with pytest.raises(TypeError, match="state dict"):
+        dtshard.load_into(torch.nn.Linear(1, 1), tmp_path / "x.pt")
+    with pytest.raises(dtshard.Error, match="rank"):
+        dtshard.load_into({}, tmp_path / "x.pt", rank=-1)
+
+
+def test_local_tensor_of_another_shape_than_its_part_is_an_error(saved):
+    jobs.run(jobs.load_wrong_local_shape, 2, saved)
+
+
 def test_tensor_on_the_meta_device_is_an_error(saved):
     state = {name: value.to("meta") for name, value in whole(saved).items()}
     with pytest.raises(dtshard.Error, match="meta") as raised:

@@ -1,5 +1,6 @@
 //! An open checkpoint for Python: its list of tensors, and reads into buffers of Python objects.
 
+use std::os::fd::{IntoRawFd, RawFd};
 use std::path::PathBuf;
 
 use pyo3::buffer::PyBuffer;
@@ -7,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error;
 use dtshard::cli::Verify;
 use dtshard::options::{Contents, InspectOptions};
@@ -23,8 +24,8 @@ enum Part {
 /// The name, dtype, torch's name of the dtype, shape, placements, mesh and number of chunks of a tensor.
 type TensorRow = (String, &'static str, &'static str, Vec<u64>, Option<String>, Option<String>, usize);
 
-/// A run of bytes of a file: the path, and the offset in bytes.
-type Run = (PathBuf, u64);
+/// A run of bytes of a file: a file descriptor that the caller closes, and the offset in bytes.
+type Run = (RawFd, u64);
 
 /// An open checkpoint.
 #[pyclass(frozen, module = "dtshard._dtshard")]
@@ -63,6 +64,25 @@ impl Checkpoint {
             Ok(checkpoint)
         })?;
         Ok(Self { inner, stop: call.stop(), process: std::process::id() })
+    }
+}
+
+impl Checkpoint {
+    /// Runs `work` on another thread; `progress` receives counts of bytes. It is an error in a process that was forked, because
+    /// its copy of the checkpoint has no worker threads.
+    fn call<T: Send>(
+        &self,
+        py: Python<'_>,
+        progress: Option<Py<PyAny>>,
+        work: impl FnOnce(&Seen) -> dtshard::Result<T> + Send,
+    ) -> PyResult<T> {
+        if self.process != std::process::id() {
+            let path = self.inner.path().display();
+            let message = format!("{path}: the checkpoint was opened before this process was forked");
+            return Err(error::usage(&message, "open the checkpoint in the process that reads it"));
+        }
+        let call = Call::with_stop(progress, self.stop.clone());
+        call.run(py, || work(&call.progress()))
     }
 }
 
@@ -117,7 +137,18 @@ impl Checkpoint {
     }
 
     fn stored_run(&self, py: Python<'_>, name: &str, part: Option<Part>) -> PyResult<Option<Run>> {
-        self.inner.stored_run(name, &tensor_part(part.as_ref())).map_err(|failed| error::exception(py, &failed))
+        let run = self.call(py, None, |_| self.inner.stored_run(name, &tensor_part(part.as_ref())))?;
+        Ok(run.map(|(file, offset)| (file.into_raw_fd(), offset)))
+    }
+
+    /// Returns the sizes of a part of a tensor.
+    fn part_sizes(&self, py: Python<'_>, name: &str, part: Option<Part>) -> PyResult<Vec<u64>> {
+        self.inner.part_sizes(name, &tensor_part(part.as_ref())).map_err(|failed| error::exception(py, &failed))
+    }
+
+    /// Returns the names that a selection has left out, as the files have them.
+    fn left_out(&self) -> Vec<String> {
+        self.inner.left_out().to_vec()
     }
 
     /// Reads parts of tensors, each into a contiguous, writable buffer of bytes.
@@ -127,11 +158,6 @@ impl Checkpoint {
         parts: Vec<(String, Option<Part>, u64, PyBuffer<u8>)>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        if self.process != std::process::id() {
-            let message =
-                format!("{}: the checkpoint was opened before this process was forked", self.inner.path().display());
-            return Err(error::usage(&message, "open the checkpoint in the process that reads it"));
-        }
         let mut waves: Vec<Vec<TensorRead<'_>>> = Vec::new();
         let mut ends: Vec<usize> = Vec::new();
         let mut parts = parts;
@@ -155,20 +181,19 @@ impl Checkpoint {
                 buffer: memory(buffer),
             });
         }
-        let call = Call::with_stop(progress, self.stop.clone());
-        call.run(py, || waves.iter_mut().try_for_each(|reads| self.inner.read_all(reads, &*call.progress())))
+        self.call(py, progress, |seen| waves.iter_mut().try_for_each(|reads| self.inner.read_all(reads, seen)))
     }
 
     /// Returns the report of `dtshard inspect --html` as a frame for another page.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
-        let page = || Ok(dtshard::html_frame(&self.inner.inspect(&InspectOptions::default())?.to_html()?));
-        Call::with_stop(None, self.stop.clone()).run(py, page)
+        let page = |_: &Seen| Ok(dtshard::html_frame(&self.inner.inspect(&InspectOptions::default())?.to_html()?));
+        self.call(py, None, page)
     }
 
     /// Prints the summary that `dtshard inspect --brief` prints.
     fn summary(&self, py: Python<'_>) -> PyResult<String> {
-        Call::with_stop(None, self.stop.clone())
-            .run(py, || self.inner.inspect(&InspectOptions { brief: true, ..InspectOptions::default() })?.summary())
+        let options = InspectOptions { brief: true, ..InspectOptions::default() };
+        self.call(py, None, |_| self.inner.inspect(&options)?.summary())
     }
 }
 

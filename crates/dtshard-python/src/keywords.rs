@@ -48,14 +48,31 @@ impl Arguments {
             arguments.push(path.extract::<std::path::PathBuf>()?.into());
         }
         let labels = cli::labels::of_arguments(arguments.iter().cloned());
+        let labels = labels.into_iter().map(|(option, value)| (as_keyword(&option), value)).collect();
         let parsed = cli::parse(&arguments).map_err(|refused| {
             let text = refused.to_string();
             let message = text.strip_prefix("error: ").unwrap_or(&text);
             let message = message.split("\n\n").next().unwrap_or(message);
-            error::usage(message.trim(), &format!("see `dtshard {verb} --help` for the values of each option"))
+            error::usage(
+                as_keyword(message.trim()).as_str(),
+                &format!("see `dtshard {verb} --help` for the values of each option"),
+            )
         })?;
         Ok(Self { command: parsed.command, labels })
     }
+}
+
+/// Replaces options of the command line in a text by keyword arguments: `--max-memory` by `max_memory`.
+fn as_keyword(text: &str) -> String {
+    let mut pieces = text.split("--");
+    let mut spelled = pieces.next().unwrap_or_default().to_owned();
+    for piece in pieces {
+        let end = piece.find(|c: char| c != '-' && !c.is_ascii_lowercase()).unwrap_or(piece.len());
+        let (name, rest) = piece.split_at(end);
+        spelled.push_str(&if name == "from" { String::from("from_") } else { name.replace('-', "_") });
+        spelled.push_str(rest);
+    }
+    spelled
 }
 
 /// Adds the arguments for one keyword.
@@ -72,6 +89,12 @@ fn add_option(arguments: &mut Vec<OsString>, long: &str, takes_values: bool, val
             arguments.push(format!("--{long}={}={}", key.str()?, value.str()?).into());
         }
     } else if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        if value.len()? == 0 && long == "include" {
+            return Err(error::usage(
+                "include: the list is empty, and selects nothing",
+                "leave include out to select everything",
+            ));
+        }
         for item in value.try_iter()? {
             add_option(arguments, long, takes_values, &item?)?;
         }
@@ -79,9 +102,15 @@ fn add_option(arguments: &mut Vec<OsString>, long: &str, takes_values: bool, val
         return Err(PyTypeError::new_err(format!("'{long}' is a flag: expected True or False")));
     } else {
         let mut argument = OsString::from(format!("--{long}="));
-        match value.extract::<std::path::PathBuf>() {
-            Ok(path) => argument.push(path),
-            Err(_) => argument.push(value.str()?.to_string()),
+        if let Ok(path) = value.extract::<std::path::PathBuf>() {
+            argument.push(path);
+        } else if value.extract::<f64>().is_ok() {
+            argument.push(value.str()?.to_string());
+        } else {
+            let class = value.get_type().name()?;
+            return Err(PyTypeError::new_err(format!(
+                "'{long}': expected text, a path, a number, a list or a dict, found {class}"
+            )));
         }
         arguments.push(argument);
     }

@@ -12,6 +12,7 @@ mod keywords;
 
 use std::path::Path;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -31,6 +32,11 @@ fn open(
     rank: u32,
     names_optimizers: bool,
 ) -> PyResult<Checkpoint> {
+    for of_verify_alone in ["html", "common"] {
+        if options.contains(of_verify_alone)? {
+            return Err(PyTypeError::new_err(format!("unexpected keyword argument '{of_verify_alone}'")));
+        }
+    }
     let arguments = Arguments::parse("verify", std::slice::from_ref(path), options)?;
     let Command::Verify(verify) = arguments.command else { unreachable!("the verb is verify") };
     Checkpoint::open(py, &verify, rank, names_optimizers)
@@ -121,7 +127,7 @@ fn inspect(py: Python<'_>, path: &Bound<'_, PyAny>, options: &Bound<'_, PyDict>)
 /// Writes the report that `html=` asks for.
 fn write_report(file: Option<&Path>, page: impl FnOnce() -> dtshard::Result<String>) -> dtshard::Result<()> {
     let Some(file) = file else { return Ok(()) };
-    std::fs::write(file, error::spell(&page()?)).map_err(dtshard::Error::io("write", file))
+    dtshard::write_html(file, &error::spell(&page()?))
 }
 
 #[pymodule]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import _dtshard
 from ._checkpoint import Checkpoint, Progress, Tensor
 from ._dtshard import __version__
-from ._error import Error
+from ._error import Error, check_call
 
 if TYPE_CHECKING:
     from ._load import Loaded
@@ -34,6 +34,7 @@ def open(path: _Path, *, rank: int = 0, **options: Any) -> Checkpoint:
     ``options`` are those of ``dtshard verify``, with underscores: ``from_="dcp"``, ``include=["**.weight"]``,
     ``map="llama:hf"``, ``src_placements={"**": "S(0)"}``, ``threads=4`` and others.
     """
+    check_call(None, rank)
     return Checkpoint(_dtshard.open(path, options, rank, False))
 
 
@@ -57,6 +58,7 @@ def load_into(
     """
     from ._load import load_into
 
+    check_call(progress, rank)
     return load_into(state_dict, path, strict=strict, rank=rank, progress=progress, **options)
 
 
@@ -75,11 +77,13 @@ def convert(verb: str, *paths: _Path, progress: Progress | None = None, **option
     torchrun: call it on one rank, or give each rank its ``part`` of ``parts``. Returns what the command prints with
     ``--json``.
     """
+    check_call(progress)
     return _dtshard.convert(verb, paths, options, progress)
 
 
 def verify(src: _Path, other: _Path | None = None, *, progress: Progress | None = None, **options: Any) -> dict[str, Any]:
     """Check that a checkpoint is sound, or that two hold the same values. Returns what ``verify --json`` prints."""
+    check_call(progress)
     return _dtshard.verify((src,) if other is None else (src, other), options, progress)
 
 

@@ -49,6 +49,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def _mapped(name: str, run: tuple[int, int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Map a run of bytes: the descriptor of an open file, and an offset."""
+    descriptor, offset = run
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            return np.memmap(file, dtype, "r", offset, shape)
+        except (OSError, ValueError) as error:
+            raise usage(f"{name}: the file cannot be mapped: {error}", "read the tensor without mmap") from None
+
+
 class Checkpoint(Mapping[str, "Tensor"]):
     """An open checkpoint: a mapping from names to lazy handles of tensors. Nothing but metadata has been read."""
 
@@ -84,7 +94,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """The values that are not tensors, by their dotted paths."""
-        return Objects(self._native, lambda name: self[name].torch())
+        return Objects(self._native, self._tensor_of_object)
+
+    def _tensor_of_object(self, name: str) -> torch.Tensor:
+        if name not in self:
+            # An object that cannot be read, inside a tuple or a set: raises the error that names its class.
+            self._native.read([(name, None, 0, bytearray())], None)
+        return self[name].torch()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._rows[name]
@@ -175,6 +191,8 @@ class Tensor:
         part._offsets, part._sizes, part._dims = list(self._offsets), list(self._sizes), []
         for dim, item in zip(self._dims, index, strict=True):
             size = self._sizes[dim]
+            if isinstance(item, bool):
+                raise IndexError(f"{self.name}: an index is an integer, a slice or ..., found {item}")
             if isinstance(item, slice):
                 start, stop, step = item.indices(size)
                 if step != 1:
@@ -205,8 +223,7 @@ class Tensor:
         if mmap and self.size:
             run = self._checkpoint._native.stored_run(self.name, self._part)
             if run is not None:
-                path, offset = run
-                return np.memmap(path, dtype, "r", offset, self.shape)
+                return _mapped(self.name, run, dtype, self.shape)
         array = np.empty(self.shape, dtype)
         self._read_into(array.reshape(-1).view(np.uint8))
         return array

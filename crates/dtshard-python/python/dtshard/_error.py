@@ -38,3 +38,11 @@ def usage(message: str, hint: str) -> Error:
 def message(level: str, text: str) -> None:
     """Pass a message of the library to the logger ``dtshard``."""
     getattr(_logger, level)("%s", text)
+
+
+def check_call(progress: Any, rank: int | None = 0) -> None:
+    """Check the arguments that are not options."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function of two numbers, found {type(progress).__name__}")
+    if rank is not None and not 0 <= rank < 2**32:
+        raise usage(f"rank: expected a number from 0 to 2^32 - 1, found {rank}", "give the number of a rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -45,23 +46,26 @@ def load_into(
     """See ``dtshard.load_into``. Checks names and shapes first; a failed read may leave tensors partly filled."""
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(f"load_into needs a state dict, found {type(state_dict).__name__}; give model.state_dict()")
     plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
-    leaves = {".".join(map(str, keys)): (keys, value) for keys, value in _leaves(plain, ())}
-    # `optimizer.state_dict()` has parameter ids as keys, `get_optimizer_state_dict` has names.
-    has_ids = any("state" in keys and any(isinstance(key, int) for key in keys) for keys, _ in leaves.values())
-    native = _dtshard.open(path, options, rank, not has_ids)
+    leaves: dict[str, tuple[tuple[Any, ...], Any]] = {}
+    for keys, value in _leaves(plain, ()):
+        name = ".".join(map(str, keys))
+        if name in leaves:
+            raise usage(f"{name}: two entries of the state dict have this name", "rename one of the keys")
+        leaves[name] = (keys, value)
+    native = _dtshard.open(path, options, rank, not _has_parameter_ids(leaves))
     checkpoint = Checkpoint(native)
-    objects = checkpoint.objects
-    selects = any(options.get(option) for option in ("include", "include_from", "exclude"))
-    plan = _Plan(leaves, checkpoint, objects)
-    missing = [] if selects else plan.missing
-    unexpected = [name for name in [*checkpoint, *objects] if name not in plan.used]
+    plan = _Plan(leaves, checkpoint)
+    unexpected = [name for name in [*checkpoint, *checkpoint.objects] if name not in plan.used]
     if strict:
+        missing = _not_left_out(plan.missing, native.left_out(), options)
         entries = {name.split(".", 1)[0] for name in leaves}
         _check(native, missing, [name for name in unexpected if name.split(".", 1)[0] in entries])
     fill(native, plan.jobs, progress)
-    for tensor, number in plan.numbers:
-        with torch.no_grad():
+    for name, tensor, number in plan.numbers:
+        with _naming(name):
             tensor.fill_(number)
     for keys, value in plan.values:
         _set(plain, keys, value)
@@ -70,7 +74,38 @@ def load_into(
             value.load_state_dict(plain[key])
         else:
             state_dict[key] = plain[key]
-    return Loaded(missing, unexpected)
+    return Loaded(plan.missing, unexpected)
+
+
+def _has_parameter_ids(leaves: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer has parameter ids as keys, as ``optimizer.state_dict()`` gives them, instead of names."""
+    paths = [keys for keys, _ in leaves.values()]
+    optimizers = {keys[: keys.index("param_groups")] for keys in paths if "param_groups" in keys}
+    beside = {(*keys, "state") for keys in optimizers}
+    return any(isinstance(keys[at], int) and keys[:at] in beside for keys in paths for at in range(1, len(keys)))
+
+
+def _not_left_out(missing: list[str], left_out: list[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the names that are not missing because ``include`` or ``exclude`` leaves them out of the checkpoint."""
+    if any(options.get(option) for option in ("map", "rename", "rename_file")):
+        # These names differ from those in the files.
+        return missing if not left_out else []
+    prefixes = options.get("strip_prefix") or []
+    prefixes = [prefixes] if isinstance(prefixes, str) else list(prefixes)
+    root = options.get("root")
+    heads = ["", *prefixes, *([f"{root}."] if root else [])]
+    known = set(left_out)
+    return [name for name in missing if not any(head + name in known for head in heads)]
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Convert an error of torch about a tensor of the state dict to an error that names the tensor."""
+    try:
+        with torch.no_grad():
+            yield
+    except (RuntimeError, TypeError, OverflowError, NotImplementedError) as error:
+        raise usage(f"{name}: torch cannot fill this tensor: {error}", "give a dense tensor that can be written") from error
 
 
 def _is_stateful(value: Any) -> bool:
@@ -104,13 +139,12 @@ def _set(state_dict: Any, keys: tuple[Any, ...], value: Any) -> None:
 class _Plan:
     """What is loaded: for each leaf of the state dict its source in the checkpoint."""
 
-    def __init__(
-        self, leaves: dict[str, tuple[tuple[Any, ...], Any]], checkpoint: Checkpoint, objects: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, leaves: dict[str, tuple[tuple[Any, ...], Any]], checkpoint: Checkpoint) -> None:
+        objects = checkpoint.objects
         self.jobs: list[Job] = []
         self.values: list[tuple[tuple[Any, ...], Any]] = []
         # Old optimizers store the step as a number.
-        self.numbers: list[tuple[torch.Tensor, float]] = []
+        self.numbers: list[tuple[str, torch.Tensor, float]] = []
         self.missing: list[str] = []
         self.used: set[str] = set()
         groups = _Groups(leaves, objects)
@@ -119,22 +153,29 @@ class _Plan:
                 self.used.add(name)
                 if isinstance(value, torch.Tensor):
                     _check_shape(name, tuple(value.shape), checkpoint[name].shape)
-                    self.jobs.extend((name, part, local) for part, local in _parts(name, value))
+                    for part, local in _parts(name, value):
+                        _check_shape(name, tuple(local.shape), tuple(checkpoint._native.part_sizes(name, part)))
+                        self.jobs.append((name, part, local))
                 else:
                     self.values.append((keys, checkpoint[name].torch()))
                 continue
             sources = [name] if name in objects else groups.find(name)
-            found = objects[sources[0]] if sources else None
+            found = groups.value(name, sources) if sources else None
             if not sources:
                 self.missing.append(name)
             elif not isinstance(value, torch.Tensor):
                 self.values.append((keys, value if groups.keeps(name) else found))
             elif isinstance(found, (int, float)) and value.numel() == 1:
-                self.numbers.append((value, found))
+                self.numbers.append((name, value, found))
             else:
                 self.missing.append(name)
                 continue
             self.used.update(sources)
+        # A tensor inside a value, such as in a tuple, belongs to the value.
+        for name in checkpoint:
+            above = (name[:at] for at, letter in enumerate(name) if letter == ".")
+            if name not in self.used and any(path in self.used and path in objects for path in above):
+                self.used.add(name)
 
 
 def _check_shape(name: str, own: tuple[int, ...], stored: tuple[int, ...]) -> None:
@@ -183,6 +224,21 @@ class _Groups:
         else:
             names = [_join(head, parameter, option) for parameter in self._parameters.get((head, group), [])]
         return [name for name in names if name in self._objects]
+
+    def value(self, name: str, sources: list[str]) -> Any:
+        """Return the value of an option, which is equal for all parameters of a group."""
+        option = _split(name)[2]
+        if option == "params" or _split(sources[0])[2] != option:
+            return self._objects[sources[0]]
+        values = [self._objects[source] for source in sources if _split(source)[2] == option]
+        different = next((index for index, value in enumerate(values) if value != values[0]), None)
+        if different is not None:
+            raise usage(
+                f"{name}: the parameters of this group have different values in the checkpoint: {values[0]!r} in {sources[0]}, "
+                f"{values[different]!r} in {sources[different]}",
+                "make parameter groups as in the job that saved the checkpoint",
+            )
+        return values[0]
 
     def keeps(self, name: str) -> bool:
         """Return whether the state dict keeps its value: the parameters of a group, if the checkpoint is flat."""
@@ -262,16 +318,24 @@ def fill(native: _dtshard.Checkpoint, jobs: Sequence[Job], progress: Progress | 
     direct, staged = [], []
     for name, part, local in jobs:
         local = local.detach()
+        if local.layout != torch.strided or local.is_quantized or local.is_nested:
+            raise usage(f"{name}: the tensor of the state dict is not dense", "load into a dense tensor")
         if local.device.type == "meta":
             raise usage(f"{name}: the tensor is on the meta device and has no memory", "call model.to_empty(device=...) first")
         is_plain = local.device.type == "cpu" and local.dtype == dtypes[name] and local.is_contiguous()
+        is_plain &= type(local) in (torch.Tensor, torch.nn.Parameter)
         if is_plain and not local.is_conj() and not local.is_neg():
             direct.append((name, part, 0, _bytes(local)))
         else:
             staged.append((name, part, local))
     native.read(direct, progress)
+    for name, _, local in jobs:
+        # As any operation in place does, so that autograd notices it.
+        if not local.is_inference():
+            torch.autograd.graph.increment_version(local)
     for name, part, local in staged:
-        _fill_staged(native, (name, part, local), dtypes[name])
+        with _naming(name):
+            _fill_staged(native, (name, part, local), dtypes[name])
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
