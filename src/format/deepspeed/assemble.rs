@@ -5,7 +5,7 @@ use std::path::Path;
 
 use indexmap::IndexMap;
 
-use super::fields::{Fields, is_vector};
+use super::fields::Fields;
 use super::folder::{GATHER, leftover, refused};
 use super::model::{ModelStates, OWN_KEYS, wrong_name};
 use super::optimizer::{OptimizerStates, StateValue};
@@ -271,7 +271,7 @@ impl Parts<'_> {
                 return Err(refused(self.folder, &kind, GATHER));
             }
             let first_dtype = views.first().map_or(view.dtype, |first| first.dtype);
-            if view.sizes[0] != partitioned.len() || !is_vector(view) || view.dtype != first_dtype {
+            if view.sizes[0] != partitioned.len() || view.dtype != first_dtype {
                 let expected =
                     format!("{} elements of dtype {first_dtype} in partition {partition}", partitioned.len());
                 let found = format!("{} of dtype {}", view.sizes[0], view.dtype);

@@ -239,7 +239,9 @@ fn place(fields: &Fields<'_>, shapes: Shapes, index: usize, partitions: u64, is_
         }
         Partitioned::together(shapes, &paddings, partitions)
     };
-    placed.ok_or_else(|| fields.wrong("param_shapes", "fewer than 2^64 elements", "more"))
+    placed.ok_or_else(|| {
+        fields.wrong("the vectors", "fewer than 2^64 elements in `param_shapes` of the model file", "more")
+    })
 }
 
 fn masters<'a>(

@@ -69,7 +69,7 @@ fn read_partitions(
         let warning = check_optimizer_file(model.first(), file)?;
         warnings.extend(warning.filter(|_| warnings.is_empty()));
     }
-    // A metadata mirror has no data of tensors. The process that made it has read the original files.
+    // A metadata mirror has no data of tensors, so neither counters nor padding.
     if reading.options.holdings.is_empty() {
         let steps = check_steps(&reading.files, files, &states)?;
         check_padding(&reading.files, files, &states)?;
