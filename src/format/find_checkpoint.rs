@@ -19,7 +19,10 @@ use super::detect::{detect, has_lone_files, lone_file, look};
 use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
 use super::rank_names::is_composer_step;
-use super::{Format, RankName, ReadOptions, SeriesChoice, folder_of, foreign, list, natural_order, relative_to_folder};
+use super::{
+    Format, RankName, ReadOptions, SeriesChoice, deepspeed, folder_of, foreign, list, name_of, natural_order,
+    relative_to_folder,
+};
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
@@ -45,12 +48,14 @@ pub struct CheckpointLocation {
     pub folders: Vec<(PathBuf, DetectedFiles)>,
     /// The names of folders beside the root that also belong to the checkpoint, and are not read.
     pub skipped_folders: Vec<String>,
+    /// A text about files that have the model a second time and are not read; `None` if there are none.
+    pub note: Option<String>,
 }
 
 impl CheckpointLocation {
     /// Returns the location of a checkpoint that is in one file or folder.
     fn single(root: PathBuf, found: DetectedFiles) -> Self {
-        Self { root, folders: vec![(PathBuf::new(), found)], skipped_folders: Vec::new() }
+        Self { root, folders: vec![(PathBuf::new(), found)], skipped_folders: Vec::new(), note: None }
     }
 }
 
@@ -72,6 +77,17 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     let mut at = path.to_path_buf();
     let mut with_only_subfolder: Vec<PathBuf> = Vec::new();
     for _ in 0..MAX_DEPTH {
+        if let Some(below) = deepspeed_below(&at, from)? {
+            let note = match look(&at, None) {
+                Ok(found) => found.map(|found| second_model(&at, &below, &found)),
+                // Several formats, or damaged files, do not matter: none of these files is read.
+                Err(error) if !matches!(error, Error::Storage(_)) => None,
+                Err(error) => return Err(error),
+            };
+            at.push(below);
+            let found = detect(&at, from)?;
+            return Ok(CheckpointLocation { note, ..CheckpointLocation::single(at, found) });
+        }
         if let Some(found) = look(&at, from)? {
             return Ok(CheckpointLocation::single(at, found));
         }
@@ -106,6 +122,38 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
         ),
         "give the folder that contains the files",
     ))
+}
+
+/// Returns the name of the subfolder with a DeepSpeed checkpoint that the text file `latest` names. Beside it, accelerate and
+/// the Hugging Face Trainer save the model a second time, in the dtype of training (`model.safetensors`). Returns `None` if
+/// there is no such subfolder, or if the user requires another format.
+///
+/// # Errors
+/// `Io`.
+fn deepspeed_below(folder: &Path, from: Option<Format>) -> Result<Option<String>> {
+    if from.is_some_and(|from| from != Format::Deepspeed) || !lookup::is_folder(folder)? {
+        return Ok(None);
+    }
+    let pointer = match pointer(folder) {
+        // The search reports a damaged `latest` if it needs it.
+        Err(Error::Format(FormatError::Malformed { .. })) => return Ok(None),
+        pointer => pointer?,
+    };
+    let Some(below) = pointer.map(|pointer| pointer.target(folder)).transpose()?.flatten() else { return Ok(None) };
+    let is_deepspeed = list(&folder.join(&below))?.iter().any(|name| deepspeed::is_states(name));
+    Ok(is_deepspeed.then_some(below))
+}
+
+/// Returns the text about files in `folder` that have the model of the DeepSpeed checkpoint in the subfolder `below`.
+fn second_model(folder: &Path, below: &str, found: &DetectedFiles) -> String {
+    let names: Vec<String> = found.index.iter().chain(&found.paths).map(|path| name_of(path)).collect();
+    format!(
+        "{}: the model comes from {below}, which has its master weights and the optimizer; {} beside it is not read \
+         (options::from {} reads it instead)",
+        folder.display(),
+        short_list(&names, 1),
+        found.format
+    )
 }
 
 /// Returns the names of the subfolders that may contain a checkpoint, in natural order. Links to folders are included.
@@ -198,7 +246,7 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
         }));
     }
     let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
-    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new() }))
+    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new(), note: None }))
 }
 
 /// Returns a warning for each model folder and each optimizer folder of accelerate inside the checkpoint folder `root`.

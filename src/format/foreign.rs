@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::Path;
 
 use super::shortfall::Shortfall;
-use super::{Format, list};
+use super::{Format, deepspeed, list};
 use crate::error::{Error, Result};
 use crate::storage::{lookup, regular_file};
 
@@ -63,12 +63,7 @@ impl FolderNames<'_> {
 }
 
 /// The formats of other frameworks that are folders, in the order of the checks.
-const FOLDERS: [ForeignFolder; 5] = [
-    ForeignFolder {
-        what: "a DeepSpeed ZeRO checkpoint, which dtshard does not read",
-        hint: DEEPSPEED,
-        matches: |folder| Ok(folder.any_name(is_deepspeed)),
-    },
+const FOLDERS: [ForeignFolder; 4] = [
     ForeignFolder {
         what: "one rank's folder of a Megatron-LM checkpoint, which dtshard does not read",
         hint: MEGATRON,
@@ -80,7 +75,7 @@ const FOLDERS: [ForeignFolder; 5] = [
     ForeignFolder {
         what: MEGATRON_LM,
         hint: MEGATRON,
-        matches: |folder| Ok(folder.any_name(|name| name.starts_with("mp_rank_"))),
+        matches: |folder| Ok(folder.any_name(|name| name.starts_with("mp_rank_") && !deepspeed::is_states(name))),
     },
     ForeignFolder {
         what: "a Megatron-LM checkpoint (torch_dist), which dtshard reads only with options::from dcp",
@@ -125,9 +120,9 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
     let others = |folder: &Path, own: &str, is_part: &dyn Fn(&str) -> bool| -> Result<Vec<String>> {
         Ok(list(folder)?.into_iter().filter(|name| name != own && is_part(name)).collect())
     };
-    let (missing, what, hint) = if is_deepspeed(&own) {
+    let (missing, what, hint) = if deepspeed::is_states(&own) {
         (
-            others(folder, &own, &is_deepspeed)?,
+            others(folder, &own, &deepspeed::is_states)?,
             "one rank's file of a DeepSpeed checkpoint, so it has only a part of the tensors",
             DEEPSPEED,
         )
@@ -141,17 +136,11 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
     Ok(Some(Shortfall { missing, error: refuse(path, what, hint), allowed: None, is_one_file: false }))
 }
 
-const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
+const DEEPSPEED: &str = "give the folder that contains the files of all ranks";
 const MEGATRON: &str = "in Megatron-LM, save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
 
 /// The name that Megatron-LM gives to the file of every rank.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";
-
-/// Returns whether DeepSpeed writes files of this name: `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`,
-/// `zero_pp_rank_0_mp_rank_00_optim_states.pt`.
-fn is_deepspeed(name: &str) -> bool {
-    ["_model_states.pt", "-model_states.pt", "_optim_states.pt"].iter().any(|end| name.ends_with(end))
-}
 
 /// Returns whether `name` is a name that Megatron-LM gives to the folder of a rank: `mp_rank_00`, `mp_rank_00_000`.
 fn is_megatron_rank(name: &str) -> bool {

@@ -12,9 +12,9 @@ use std::sync::LazyLock;
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
-use super::Format;
 use super::foreign::{first_bytes, refuse_folder};
 use super::torch::is_archive;
+use super::{Format, deepspeed};
 use crate::error::{Error, Result};
 
 /// The purpose of a file in a checkpoint folder.
@@ -170,11 +170,21 @@ pub fn is_checkpoint_file(path: &Path) -> Result<bool> {
     Ok(tests.any(|test| test(&head, len)))
 }
 
-/// Refuses a folder that is a checkpoint of another framework. Such folders contain torch files as well.
+/// Refuses a folder that is a checkpoint of another framework, or of DeepSpeed. Such folders contain torch files as well,
+/// and dtshard cannot write them again.
 ///
 /// # Errors
 /// `Unsupported` with the name of the format.
 pub fn refuse_foreign_folder(folder: &Path, names: &[String]) -> Result<()> {
+    if names.iter().any(|name| deepspeed::is_states(name)) {
+        return Err(Error::unsupported(
+            format!(
+                "{} is a DeepSpeed checkpoint, which dtshard does not write, so it does not replace it",
+                folder.display()
+            ),
+            "choose another destination, or remove the folder yourself",
+        ));
+    }
     refuse_folder(folder, names, None)
 }
 

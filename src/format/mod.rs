@@ -8,6 +8,7 @@ pub mod checksum;
 pub mod dcp;
 mod dcp_hf;
 pub mod declared_layout;
+mod deepspeed;
 mod detect;
 mod entry;
 pub(crate) mod error;
@@ -112,6 +113,7 @@ formats! {
     Local => local::entry::ENTRY,
     Torchsnapshot => torchsnapshot::entry::ENTRY,
     TorchCheckpointing => torch_checkpointing::entry::ENTRY,
+    Deepspeed => deepspeed::entry::ENTRY,
 }
 
 impl Format {
@@ -284,7 +286,7 @@ impl Checkpoint {
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
     /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let find_checkpoint::CheckpointLocation { root, folders, skipped_folders } =
+        let find_checkpoint::CheckpointLocation { root, folders, skipped_folders, note } =
             find_checkpoint::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
@@ -314,6 +316,7 @@ impl Checkpoint {
             None => {}
         }
         check_total(&root, &catalog)?;
+        catalog.notes.extend(note);
         if parts.iter().all(|part| part.folder.as_os_str().is_empty()) && options.want != Want::Model {
             catalog.warnings.extend(find_checkpoint::warn_of_accelerate_folders(&root)?);
         }

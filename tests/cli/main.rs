@@ -11,6 +11,7 @@ mod architecture;
 mod bad_input;
 mod contract;
 mod conversions;
+mod deepspeed;
 mod dequantize;
 mod docs;
 mod flat_optimizer;

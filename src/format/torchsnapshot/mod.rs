@@ -22,6 +22,7 @@ mod read;
 mod tensor;
 mod yaml;
 
+pub use data::add_value;
 pub use read::read;
 
 /// The name of the manifest in the folder of a snapshot.

@@ -287,7 +287,7 @@ fn useless_or_oversized_flat_parameters_are_refused() {
 #[test]
 fn other_frameworks_are_refused_by_name() {
     for name in [
-        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "layer_00-model_states.pt",
         "latest_checkpointed_iteration.txt",
         "mp_rank_00",
         "_CHECKPOINT_METADATA",

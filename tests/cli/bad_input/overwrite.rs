@@ -248,7 +248,7 @@ fn folders_without_a_checkpoint_are_refused() {
     let out = env.path("out");
     env.write("out/config.json", "{}");
     assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);
-    // DeepSpeed's files are torch files in an unsupported format.
+    // DeepSpeed's files are torch files that dtshard cannot write again.
     fs::remove_file(out.join("config.json")).unwrap();
     fs::copy(fixture("torch_file/model.pt"), out.join("mp_rank_00_model_states.pt")).unwrap();
     assert_refused(&env, &[&"consolidate", &source, &out], &["out"]);

@@ -1,0 +1,28 @@
+//! Checkpoints of DeepSpeed: the folder that `engine.save_checkpoint` writes for ZeRO stages 1, 2 and 3.
+//!
+//! ```text
+//! latest                                           the name of the newest folder
+//! global_step10/
+//!   mp_rank_00_model_states.pt                     stages 1 and 2: the module, names and shapes
+//!   zero_pp_rank_0_mp_rank_00_model_states.pt      stage 3: names, shapes, buffers, a part of frozen parameters
+//!   zero_pp_rank_0_mp_rank_00_optim_states.pt      one partition: masters and optimizer state as vectors
+//! ```
+//!
+//! The vectors of a partition have elements of many parameters. Each parameter becomes a tensor of boxes, and each box is
+//! at an offset of a vector: nothing is put together in memory. Everything in the files is untrusted.
+//!
+//! Source: `engine.py`, `zero/stage_1_and_2.py`, `zero/stage3.py`, `bf16_optimizer.py` in `deepspeed/runtime`, and
+//! `deepspeed/utils/zero_to_fp32.py` (0.19.8).
+
+mod assemble;
+mod bytes;
+pub(super) mod entry;
+mod fields;
+mod folder;
+mod model;
+mod names;
+mod optimizer;
+mod partitions;
+mod read;
+
+pub use names::is_states;

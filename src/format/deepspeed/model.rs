@@ -1,0 +1,213 @@
+//! The model files: names, shapes, buffers, frozen and tied parameters, and the values that the training loop saved.
+
+use std::path::Path;
+
+use super::fields::Fields;
+use super::folder::{GATHER, StatesFiles, leftover, refused};
+use super::optimizer::Shapes;
+use crate::catalog::{Dict, Value};
+use crate::error::{Error, Result};
+use crate::format::torch::RankFile;
+
+/// The keys of a model file that DeepSpeed needs to load its own files. All other keys are the steps, the state of the
+/// learning rate scheduler, and the `client_state` of the training loop.
+pub const OWN_KEYS: [&str; 16] = [
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+    "sparse_tensor_module_names",
+    "universal_checkpoint_info",
+    "num_experts",
+    "ds_autoep_layers",
+];
+
+/// The content of the model files.
+pub struct ModelStates<'a> {
+    /// The file of each partition at stage 3, otherwise the only file.
+    pub files: Vec<Fields<'a>>,
+    pub module: &'a Dict,
+    /// The names of buffers.
+    pub buffers: Vec<&'a str>,
+    /// The names of tied parameters, each with the name under which the parameter is listed.
+    pub shared: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> ModelStates<'a> {
+    /// Reads the model files, one for each partition at stage 3.
+    ///
+    /// # Errors
+    /// `Unsupported` for kinds of checkpoints that dtshard does not read, `Malformed` for files that contradict each other
+    /// or their names.
+    pub fn read(folder: &Path, found: &StatesFiles, files: &'a [RankFile]) -> Result<Self> {
+        let files: Vec<Fields<'a>> = files.iter().map(Fields::of_file).collect::<Result<_>>()?;
+        let first = files[0];
+        refuse_by_keys(folder, &first)?;
+        let Some(module) = first.dict("module")? else {
+            return Err(refused(folder, "of pipeline parallelism (no `module` in the model file)", GATHER));
+        };
+        check_stage(&first, found)?;
+        for other in &files[1..] {
+            check_same_save(&first, other)?;
+        }
+        let names = |key: &str| match first.get(key) {
+            None => Ok(Vec::new()),
+            Some(_) => {
+                let wrong = || first.wrong(key, "a list of names", "other values");
+                first.list(key)?.iter().map(|name| name.as_str().ok_or_else(wrong)).collect()
+            }
+        };
+        let shared = match first.dict("shared_params")? {
+            None => Vec::new(),
+            Some(shared) => {
+                let wrong = || first.wrong("shared_params", "names of parameters", "other values");
+                let pair = |(key, with): &'a (Value, Value)| key.as_str().zip(with.as_str()).ok_or_else(wrong);
+                shared.dict.entries.iter().map(pair).collect::<Result<_>>()?
+            }
+        };
+        let buffers = names("buffer_names")?;
+        Ok(Self { module: module.dict, buffers, shared, files })
+    }
+
+    pub fn first(&self) -> &Fields<'a> {
+        &self.files[0]
+    }
+
+    /// Returns the names and shapes of the trained parameters of each group, in the order in which they are flattened;
+    /// `None` if the file does not list them, as at stage 0.
+    ///
+    /// # Errors
+    /// `Malformed` for damaged shapes.
+    pub fn param_shapes(&self) -> Result<Option<Vec<Shapes>>> {
+        const KEY: &str = "param_shapes";
+        let first = self.first();
+        if first.get(KEY).is_none() {
+            return Ok(None);
+        }
+        let groups = first.list(KEY)?.iter().enumerate();
+        groups.map(|(index, group)| first.shapes(&format!("{KEY}[{index}]"), group)).collect::<Result<_>>().map(Some)
+    }
+
+    /// Checks the number of partitions that the files record.
+    ///
+    /// # Errors
+    /// `Malformed` for another number.
+    pub fn check_partitions(&self, partitions: usize) -> Result<()> {
+        const KEY: &str = "dp_world_size";
+        match self.first().number(KEY)? {
+            Some(number) if number != partitions as u64 => {
+                let expected = format!("{partitions} (the number of optimizer files)");
+                Err(leftover(self.first().path(), KEY, expected, number.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the number of updates of the optimizer since the training began, without skipped updates.
+    pub fn updates(&self) -> Option<u64> {
+        let number = |key: &str| self.first().number(key).ok().flatten();
+        number("global_steps")?.checked_sub(number("skipped_steps").unwrap_or(0))
+    }
+}
+
+/// Returns a setting of `zero_optimization` in the configuration of the job.
+fn zero_setting<'a>(fields: &Fields<'a>, key: &str) -> Option<&'a Value> {
+    fields.get("ds_config")?.as_dict()?.get("zero_optimization")?.as_dict()?.get(key)
+}
+
+/// Returns the error for a kind of checkpoint that the values of a model file show, and that dtshard does not read.
+fn refuse_by_keys(folder: &Path, fields: &Fields<'_>) -> Result<()> {
+    if let Some(key) =
+        ["num_experts", "ds_autoep_layers"].into_iter().find(|key| fields.get(key).is_some_and(is_filled))
+    {
+        return Err(refused(folder, &format!("with experts (`{key}` in the model file)"), GATHER));
+    }
+    let degree = |key: &str| fields.get("checkpoint_parallel_dimensions")?.as_dict()?.get(key)?.as_i64();
+    if fields.number("mp_world_size")?.is_some_and(|size| size > 1)
+        || ["tp_degree", "pp_degree"].into_iter().any(|key| degree(key).is_some_and(|degree| degree > 1))
+    {
+        return Err(refused(folder, "of tensor or pipeline parallelism (`mp_world_size` in the model file)", GATHER));
+    }
+    if zero_setting(fields, "mics_shard_size").and_then(Value::as_i64).is_some_and(|size| size > 0) {
+        return Err(refused(folder, "of MiCS (`mics_shard_size`)", GATHER));
+    }
+    Ok(())
+}
+
+fn is_filled(value: &Value) -> bool {
+    !matches!(value, Value::List(items) if items.is_empty())
+}
+
+/// Checks that the stage in the configuration of the job is the stage that the names of the files show.
+fn check_stage(fields: &Fields<'_>, found: &StatesFiles) -> Result<()> {
+    let Some(stage) = zero_setting(fields, "stage").and_then(Value::as_i64) else { return Ok(()) };
+    let expected = match (found.is_stage3, found.optimizer.is_empty()) {
+        (true, _) if stage != 3 => "3, as the names of the model files say",
+        (false, false) if stage != 1 && stage != 2 => "1 or 2, as the names of the files say",
+        (false, true) if stage == 3 => "0, 1 or 2, as the name of the model file says",
+        _ => return Ok(()),
+    };
+    Err(leftover(fields.path(), "ds_config.zero_optimization.stage", expected, stage.to_string()))
+}
+
+/// Checks that two model files come from one save.
+fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
+    let name = first.path().file_name().unwrap_or_default().display();
+    for key in ["global_steps", "skipped_steps", "global_samples", "ds_version", "dp_world_size"] {
+        let (expected, found) = (first.get(key), other.get(key));
+        let is_same = match (expected, found) {
+            (Some(expected), Some(found)) => expected.same_but_tensors(found),
+            (expected, found) => expected.is_none() && found.is_none(),
+        };
+        if !is_same {
+            let show =
+                |value: Option<&Value>| value.map_or_else(|| String::from("none"), |value| format!("{value:.60}"));
+            return Err(leftover(other.path(), key, format!("{} as in {name}", show(expected)), show(found)));
+        }
+    }
+    for key in ["param_shapes", "frozen_param_shapes"] {
+        let (expected, found) = (first.get(key), other.get(key));
+        if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
+            return Err(leftover(other.path(), key, format!("the parameters and shapes in {name}"), "others"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that an optimizer file comes from the save of the model files. Returns a warning if it comes from a job with
+/// another configuration.
+///
+/// # Errors
+/// `Malformed` if another release of DeepSpeed wrote the file.
+pub fn check_optimizer_file(model: &Fields<'_>, file: &RankFile) -> Result<Option<String>> {
+    let own = Fields::of_file(file)?;
+    let name = model.path().file_name().unwrap_or_default().display();
+    let show = |fields: &Fields<'_>| fields.get("ds_version").and_then(Value::as_str).unwrap_or("none").to_owned();
+    let (expected, found) = (show(model), show(&own));
+    if expected != found {
+        return Err(leftover(own.path(), "ds_version", format!("{expected} as in {name}"), found));
+    }
+    let is_same = match (model.get("ds_config"), own.get("ds_config")) {
+        (Some(expected), Some(found)) => expected.same_but_tensors(found),
+        _ => true,
+    };
+    Ok((!is_same).then(|| {
+        format!(
+            "{}: `ds_config` differs from that in {name}: the files may come from different jobs",
+            own.path().display()
+        )
+    }))
+}
+
+/// Returns the error about names in `param_shapes` that are not unique, or that the module does not have.
+pub fn wrong_name(fields: &Fields<'_>, name: &str, expected: &str) -> Error {
+    fields.wrong("param_shapes", expected, format!("`{name}`"))
+}

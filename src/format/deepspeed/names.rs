@@ -1,0 +1,148 @@
+//! The names of the files in the folder of a DeepSpeed checkpoint.
+//!
+//! Source: `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name` in `deepspeed/runtime/engine.py`,
+//! `ckpt_layer_path` in `deepspeed/runtime/pipe/module.py`.
+
+/// The content of a file, as its name states it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// `mp_rank_00_model_states.pt`: the file of the model of ZeRO stages 0 to 2.
+    Model,
+    /// `zero_pp_rank_3_mp_rank_00_model_states.pt`: the file of the model that one rank of ZeRO stage 3 writes.
+    PartitionedModel,
+    /// `zero_pp_rank_3_mp_rank_00_optim_states.pt`: the masters and the optimizer state of one rank.
+    Optimizer,
+}
+
+/// The name of a model file or of an optimizer file, divided into its parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatesName {
+    pub role: Role,
+    /// The number of the partition: the data-parallel rank, which DeepSpeed calls `pp_rank`. 0 for [`Role::Model`].
+    pub partition: u32,
+    /// The model-parallel rank, which counts tensor-parallel ranks and stages of a pipeline.
+    pub model_parallel: u32,
+    /// True if the name begins with `bf16_`, as the names of optimizer files do if the job enabled bf16.
+    pub is_bf16: bool,
+}
+
+impl StatesName {
+    /// Parses the complete name of a file; returns `None` for all other files.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        let (rest, is_model) = match name.strip_suffix("_model_states.pt") {
+            Some(rest) => (rest, true),
+            // Early releases write no underscore before `optim_states`.
+            None => (name.strip_suffix("optim_states.pt").map(|rest| rest.strip_suffix('_').unwrap_or(rest))?, false),
+        };
+        let (rest, is_bf16) = match rest.strip_prefix("bf16_") {
+            Some(rest) => (rest, true),
+            None => (rest, false),
+        };
+        let (partition, rest) = match rest.strip_prefix("zero_pp_rank_") {
+            Some(rest) => {
+                let (digits, rest) = rest.split_once("_mp_rank_")?;
+                (Some(number(digits)?), rest)
+            }
+            None => (None, rest.strip_prefix("mp_rank_")?),
+        };
+        let role = match (is_model, partition) {
+            (true, None) => Role::Model,
+            (true, Some(_)) => Role::PartitionedModel,
+            (false, Some(_)) => Role::Optimizer,
+            (false, None) => return None,
+        };
+        if is_bf16 && is_model {
+            return None;
+        }
+        Some(Self { role, partition: partition.unwrap_or(0), model_parallel: number(rest)?, is_bf16 })
+    }
+
+    /// Returns the name of the file of another partition.
+    #[must_use]
+    pub fn of_partition(self, partition: u32) -> String {
+        let prefix = if self.is_bf16 { "bf16_" } else { "" };
+        let rank = self.model_parallel;
+        match self.role {
+            Role::Model => format!("mp_rank_{rank:02}_model_states.pt"),
+            Role::PartitionedModel => format!("zero_pp_rank_{partition}_mp_rank_{rank:02}_model_states.pt"),
+            Role::Optimizer => format!("{prefix}zero_pp_rank_{partition}_mp_rank_{rank:02}_optim_states.pt"),
+        }
+    }
+}
+
+fn number(digits: &str) -> Option<u32> {
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| digits.parse().ok()).flatten()
+}
+
+/// Returns whether DeepSpeed gives this name to the file of a layer, which only jobs with pipeline parallelism write:
+/// `layer_00-model_states.pt`, `layer_00-model_01-model_states.pt`.
+#[must_use]
+pub fn is_layer(name: &str) -> bool {
+    let layer = name.strip_suffix("-model_states.pt").and_then(|rest| rest.strip_prefix("layer_"));
+    layer.is_some_and(|layer| layer.starts_with(|first: char| first.is_ascii_digit()))
+}
+
+/// Returns whether DeepSpeed gives this name to a file of experts: `layer_0_expert_3_mp_rank_00_model_states.pt`,
+/// `expert_3_mp_rank_00_model_states.pt`, `expp_rank_0_mp_rank_00_optim_states.pt`.
+#[must_use]
+pub fn is_expert(name: &str) -> bool {
+    let is_model = name.ends_with("_model_states.pt")
+        && (name.starts_with("expert_") || name.starts_with("layer_") && name.contains("_expert_"));
+    is_model || name.starts_with("expp_rank_") && name.ends_with("optim_states.pt")
+}
+
+/// Returns whether DeepSpeed gives this name to one of several files of a checkpoint.
+#[must_use]
+pub fn is_states(name: &str) -> bool {
+    StatesName::parse(name).is_some() || is_layer(name) || is_expert(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_of_each_kind_is_parsed_and_rendered() {
+        for (name, role, partition, model_parallel, is_bf16) in [
+            ("mp_rank_00_model_states.pt", Role::Model, 0, 0, false),
+            ("mp_rank_12_model_states.pt", Role::Model, 0, 12, false),
+            ("zero_pp_rank_10_mp_rank_00_model_states.pt", Role::PartitionedModel, 10, 0, false),
+            ("zero_pp_rank_3_mp_rank_01_optim_states.pt", Role::Optimizer, 3, 1, false),
+            ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", Role::Optimizer, 3, 0, true),
+        ] {
+            let parsed = StatesName::parse(name).unwrap();
+            assert_eq!(parsed, StatesName { role, partition, model_parallel, is_bf16 }, "{name}");
+            assert_eq!(parsed.of_partition(partition), name);
+        }
+        let early = StatesName::parse("zero_pp_rank_3_mp_rank_00optim_states.pt").unwrap();
+        assert_eq!((early.role, early.partition), (Role::Optimizer, 3));
+    }
+
+    #[test]
+    fn other_names_are_not_parsed() {
+        for name in [
+            "best_model_states.pt",
+            "expp_rank_0_mp_rank_00_optim_states.pt",
+            "layer_00-model_states.pt",
+            "layer_0_expert_1_mp_rank_00_model_states.pt",
+            "zero_pp_rank_x_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_4294967296_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank__optim_states.pt",
+            "bf16_mp_rank_00_model_states.pt",
+            "mp_rank_00_optim_states.pt",
+            "_model_states.pt",
+            "optim_states.pt",
+        ] {
+            assert_eq!(StatesName::parse(name), None, "{name}");
+        }
+        assert!(is_layer("layer_00-model_states.pt") && !is_layer("my_layer-model_states.pt"));
+        assert!(is_expert("expert_3_mp_rank_00_model_states.pt"));
+        assert!(
+            is_expert("expp_rank_0_mp_rank_00_optim_states.pt")
+                && is_states("layer_0_expert_1_mp_rank_00_model_states.pt")
+        );
+        assert!(!is_states("best_model_states.pt"));
+    }
+}

@@ -1,0 +1,113 @@
+//! Reads the files of a checkpoint into a catalog.
+
+use std::path::Path;
+
+use super::assemble::Parts;
+use super::bytes::{check_padding, check_steps};
+use super::folder::{GATHER, StatesFiles, refused};
+use super::model::{ModelStates, OWN_KEYS, check_optimizer_file};
+use super::names::{Role, StatesName};
+use super::optimizer;
+use crate::catalog::{Catalog, Value};
+use crate::error::Result;
+use crate::format::foreign::{first_bytes, refuse_file};
+use crate::format::list;
+use crate::format::reading::ReadFindings;
+use crate::format::torch::{RankFile, dropped_objects, load};
+use torch_pickle::pickle::Unknown;
+
+/// Reads a checkpoint.
+///
+/// # Errors
+/// `Unsupported` for kinds of DeepSpeed checkpoints that dtshard does not read; `Missing`, `Malformed`, `Io`.
+pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
+    let mut names = list(folder)?;
+    names.sort_unstable();
+    let found = StatesFiles::find(folder, &names)?;
+    for path in found.model.values().chain(found.optimizer.values()) {
+        refuse_file(path, &first_bytes(path)?)?;
+    }
+    let unknown = reading.options.unknown();
+    let model_files = load::load(&mut reading.files, &found.model, unknown)?;
+    let model = ModelStates::read(folder, &found, &model_files)?;
+    // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
+    let optimizer_files = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
+    let mut catalog = if optimizer_files.is_empty() {
+        read_stage0(folder, &model)?
+    } else {
+        read_partitions(reading, folder, &found, &model, &optimizer_files)?
+    };
+    let all = model_files.iter().chain(&optimizer_files);
+    catalog.archives = all.map(|file| file.contents.file_range()).collect();
+    catalog.dropped = dropped_objects(&model_files);
+    let is_own = |dropped: &str| {
+        OWN_KEYS.iter().any(|key| {
+            dropped
+                .strip_prefix(key)
+                .is_some_and(|rest| !rest.starts_with(|next: char| next.is_alphanumeric() || next == '_'))
+        })
+    };
+    catalog.dropped.retain(|dropped| !is_own(dropped));
+    Ok(catalog)
+}
+
+fn read_partitions(
+    reading: &ReadFindings<'_>,
+    folder: &Path,
+    found: &StatesFiles,
+    model: &ModelStates<'_>,
+    files: &[RankFile],
+) -> Result<Catalog> {
+    let Some(shapes) = model.param_shapes()? else {
+        return Err(model.first().wrong("param_shapes", "the shapes of the parameters of each group", "none"));
+    };
+    let states = optimizer::read(folder, found, files, shapes)?;
+    model.check_partitions(files.len())?;
+    let mut warnings = Vec::new();
+    for file in files {
+        // One warning is enough: other files of the same job would repeat it.
+        let warning = check_optimizer_file(model.first(), file)?;
+        warnings.extend(warning.filter(|_| warnings.is_empty()));
+    }
+    // A metadata mirror has no data of tensors, so neither counters nor padding.
+    if reading.options.holdings.is_empty() {
+        let steps = check_steps(&reading.files, files, &states)?;
+        check_padding(&reading.files, files, &states)?;
+        warnings.extend(steps.and_then(|steps| other_steps(model, steps)));
+    }
+    let refs: Vec<&RankFile> = files.iter().collect();
+    let parts =
+        Parts { folder, model, is_stage3: found.is_stage3, whole_optimizer: None, optimizer: Some((&refs, &states)) };
+    let mut catalog = parts.catalog()?;
+    catalog.warnings.extend(warnings);
+    Ok(catalog)
+}
+
+/// Returns a warning if the optimizer has made another number of steps than the job.
+fn other_steps(model: &ModelStates<'_>, steps: f64) -> Option<String> {
+    let updates = model.updates()?;
+    #[allow(clippy::cast_precision_loss, reason = "no job makes 2^53 steps")]
+    let is_same = (updates as f64 - steps).abs() < 0.5;
+    (!is_same).then(|| {
+        format!(
+            "{}: the job made {updates} steps (global_steps without skipped_steps), and its optimizer {steps}: this is right \
+             only if the optimizer did not begin with the job",
+            model.first().path().display()
+        )
+    })
+}
+
+/// Reads a checkpoint of ZeRO stage 0, whose model file has the optimizer.
+fn read_stage0(folder: &Path, model: &ModelStates<'_>) -> Result<Catalog> {
+    let first = model.first();
+    let name = StatesName { role: Role::Optimizer, partition: 0, model_parallel: 0, is_bf16: false };
+    let Some(optimizer) = first.get("optimizer") else {
+        return Err(optimizer::missing(folder, &name.of_partition(0)));
+    };
+    let has = |key: &str| optimizer.as_dict().is_some_and(|dict| dict.get(key).is_some());
+    if ["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
+        return Err(refused(folder, "of ZeRO stage 0 with 16-bit parameters, whose masters have no names", GATHER));
+    }
+    let whole_optimizer: Option<&Value> = Some(optimizer);
+    Parts { folder, model, is_stage3: false, whole_optimizer, optimizer: None }.catalog()
+}

@@ -1,0 +1,475 @@
+//! Checkpoints that DeepSpeed wrote (`tests/fixtures/trainers/deepspeed`): every verb gives the values of the live engines,
+//! and damaged, mixed and unsupported checkpoints are refused.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dtshard::catalog::Value;
+use dtshard::format::{Checkpoint, Format, ReadOptions};
+
+use crate::common::corrupt::{dtshard, edit, edit_entries, edit_pickle, find, replace};
+use crate::common::env::TestEnv;
+use crate::common::{Tensors, Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, succeed};
+
+/// The cases that are read completely.
+const CASES: [&str; 12] = [
+    "zero0_fp32",
+    "zero1_fp32",
+    "zero1_bf16",
+    "zero1_aligned",
+    "zero2_fp16",
+    "zero2_skipped",
+    "zero2_bf16",
+    "zero2_round_robin",
+    "zero2_sgd",
+    "zero3_fp32",
+    "zero3_bf16",
+    "zero3_hpz",
+];
+const TAG: &str = "global_step2";
+const MODEL: &str = "mp_rank_00_model_states.pt";
+
+fn case(name: &str) -> PathBuf {
+    fixture(&format!("trainers/deepspeed/{name}"))
+}
+
+fn truth(name: &str) -> Tensors {
+    Truth::load(&format!("trainers/deepspeed/{name}.truth")).tensors
+}
+
+/// Returns the tensors of a checkpoint without the table that the training loop saved.
+fn tensors(path: &Path) -> Tensors {
+    let mut found = read(path);
+    found.retain(|name, _| !name.starts_with("nested."));
+    found
+}
+
+/// At stage 0, the optimizer has numbers for names.
+fn has_names(case: &str) -> bool {
+    !case.starts_with("zero0")
+}
+
+#[test]
+fn tensors_of_each_case_equal_those_of_the_live_engines() {
+    let env = TestEnv::new();
+    for name in CASES {
+        let expected = truth(name);
+        let made = env.make("consolidate", case(name), &format!("{name}_model"), "--assets none");
+        assert_same(&read_safetensors(&made.path), &below("model.", &expected), name);
+        if has_names(name) {
+            assert_same(&tensors(&case(name)), &expected, name);
+            let made = env.make("unshard", case(name), &format!("{name}.pt"), "--verify");
+            assert_same(&tensors(&made.path), &expected, name);
+        }
+    }
+}
+
+#[test]
+fn resharded_cases_equal_the_live_engines() {
+    let env = TestEnv::new();
+    for (name, options) in [
+        ("zero0_fp32", "--mesh dp=2 --to dcp"),
+        ("zero1_fp32", "--mesh dp=3 --to dcp"),
+        ("zero1_bf16", "--mesh dp=2 --to dcp"),
+        ("zero2_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
+        ("zero2_fp16", "--mesh dp=4 --to dcp"),
+        ("zero3_fp32", "--mesh dp=3 --to local"),
+        ("zero3_bf16", "--mesh dp=2,tp=2 --placements S(0),R --to torch-ranks"),
+    ] {
+        let made = env.make("reshard", case(name), name, &format!("{options} --verify"));
+        let found = tensors(&made.path);
+        let found: Tensors = if has_names(name) {
+            found
+        } else {
+            below("model.", &found).into_iter().map(|(n, t)| (format!("model.{n}"), t)).collect()
+        };
+        let mut expected = truth(name);
+        expected.retain(|tensor, _| has_names(name) || tensor.starts_with("model."));
+        assert_same(&found, &expected, name);
+        succeed("verify", &[&case(name), &made.path], "");
+    }
+}
+
+#[test]
+fn checkpoint_is_found_from_the_folder_above() {
+    for (path, options) in [
+        (case("zero3_fp32"), ""),
+        (case("zero3_fp32").join(TAG), ""),
+        (case("zero3_fp32").join(TAG), "--from deepspeed"),
+        (case("zero0_fp32"), "--from deepspeed"),
+        (case("zero1_fp32"), ""),
+    ] {
+        assert_eq!(inspect(&path, options)["format"], "deepspeed", "{}", path.display());
+        succeed("verify", &[&path], options);
+    }
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/deepspeed/zero1_fp32");
+    fs::rename(folder.join(TAG), folder.join("any tag")).unwrap();
+    fs::write(folder.join("latest"), "any tag").unwrap();
+    assert_eq!(inspect(&folder, "")["format"], "deepspeed");
+    fs::write(folder.join("latest"), "global_step9").unwrap();
+    dtshard(&[&"inspect", &folder]).assert_refused(&["latest", "global_step9"]);
+}
+
+fn state(name: &str) -> Value {
+    let checkpoint = Checkpoint::open(&case(name), &ReadOptions::default()).unwrap();
+    assert_eq!(checkpoint.format, Format::Deepspeed);
+    checkpoint.catalog.state
+}
+
+fn at<'a>(state: &'a Value, keys: &[&str]) -> &'a Value {
+    keys.iter().fold(state, |value, key| value.as_dict().unwrap().get(key).unwrap())
+}
+
+#[test]
+fn objects_of_the_training_loop_are_kept() {
+    for name in ["zero1_fp32", "zero3_bf16", "zero0_fp32"] {
+        let state = state(name);
+        let keys: Vec<&str> = state.as_dict().unwrap().entries.iter().map(|(key, _)| key.as_str().unwrap()).collect();
+        assert_eq!(keys[..2], ["model", "optimizer"], "{name}");
+        let mut others = keys[2..].to_vec();
+        others.sort_unstable();
+        assert_eq!(
+            others,
+            ["epoch", "global_samples", "global_steps", "lr_scheduler", "nested", "note", "skipped_steps"],
+            "{name}"
+        );
+        assert_eq!(at(&state, &["global_steps"]), &Value::Int(2));
+        assert_eq!(at(&state, &["note"]).as_str(), Some("client state"));
+        assert_eq!(at(&state, &["nested", "list"]).to_string(), "[1, 2.5, None]");
+        assert_eq!(at(&state, &["lr_scheduler", "last_epoch"]), &Value::Int(2));
+    }
+}
+
+#[test]
+fn parameter_groups_have_names_and_options() {
+    for name in ["zero1_fp32", "zero3_fp32"] {
+        let state = state(name);
+        let Value::List(groups) = at(&state, &["optimizer", "param_groups"]) else { panic!("a list") };
+        let names = |group: &Value| match group.as_dict().unwrap().get("params") {
+            Some(Value::List(names)) => names.iter().map(|name| name.as_str().unwrap().to_owned()).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        let all: Vec<Vec<String>> = groups.iter().map(names).collect();
+        assert_eq!(all.len(), 2);
+        assert!(all[0].iter().all(|name| name.ends_with(".weight") && !name.contains("norm")), "{all:?}");
+        assert!(all[1].contains(&String::from("scale")) && all[1].contains(&String::from("layers.0.norm.weight")));
+        let truth = Truth::load(&format!("trainers/deepspeed/{name}.truth")).json;
+        for (group, expected) in groups.iter().zip(truth["param_groups"].as_array().unwrap()) {
+            for key in ["lr", "weight_decay", "eps"] {
+                let Some(Value::Float(found)) = group.as_dict().unwrap().get(key) else { panic!("{key}") };
+                assert_eq!(found.to_bits(), expected[key].as_f64().unwrap().to_bits(), "{name} {key}");
+            }
+        }
+    }
+}
+
+/// At stage 3, nothing in the files says which parameter a name belongs to that `shared_params` lacks.
+#[test]
+fn tie_that_no_file_names_is_an_error_at_stage_3() {
+    let env = TestEnv::new();
+    let source = case("zero3_fp16");
+    let out = env.path("out");
+    dtshard(&[&"consolidate", &source, &out, &"--no-sync"]).assert_refused(&["last.0.up.weight", "shared_params"]);
+    let made = env.make("consolidate", &source, "known", "--exclude **.last.** --assets none");
+    let mut expected = below("model.", &truth("zero3_fp16"));
+    expected.retain(|name, _| !name.starts_with("last."));
+    assert_same(&read_safetensors(&made.path), &expected, "zero3_fp16");
+    // At stages 1 and 2, the tie is found by the elements of the module.
+    assert!(truth("zero2_bf16").contains_key("model.last.0.up.weight"));
+}
+
+// ------------------------------------------------------------------------------------------- folders of other trainers
+
+/// Writes the folder that the Hugging Face Trainer and accelerate write: the model a second time beside `latest`, in the dtype
+/// of training, with its configuration.
+fn with_second_model(env: &TestEnv, name: &str) -> PathBuf {
+    let folder = env.copy(&format!("trainers/deepspeed/{name}"));
+    fs::rename(env.vectors("model.safetensors", &[("emb.weight", 45)]), folder.join("model.safetensors")).unwrap();
+    for (name, text) in
+        [("config.json", "{\"torch_dtype\": \"float32\"}"), ("tokenizer.json", "{}"), ("zero_to_fp32.py", "x")]
+    {
+        fs::write(folder.join(name), text).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn masters_are_read_and_not_the_second_model() {
+    let env = TestEnv::new();
+    for name in ["zero3_bf16", "zero1_fp32", "zero0_fp32"] {
+        let source = with_second_model(&env, name);
+        for options in ["", "--from deepspeed "] {
+            let out = env.path("out");
+            let run = succeed("consolidate", &[&source, &out], options);
+            assert_same(&read_safetensors(&out), &below("model.", &truth(name)), name);
+            assert!(run.stderr.contains("model.safetensors beside it is not read"), "{}", run.stderr);
+            assert!(out.join("config.json").is_file() && out.join("tokenizer.json").is_file());
+            fs::remove_dir_all(out).unwrap();
+        }
+        assert_eq!(inspect(&source, "")["format"], "deepspeed");
+        let second = env.path(&format!("second_{name}"));
+        succeed("consolidate", &[&source, &second], "--from safetensors --assets none");
+        assert_eq!(read_safetensors(&second).len(), 1);
+        // Files of several formats beside the folder do not matter.
+        fs::copy(fixture("torch_file/model.pt"), source.join("pytorch_model.bin")).unwrap();
+        assert_eq!(inspect(&source, "")["format"], "deepspeed");
+        // Without `latest`, the second model is all that is left to find.
+        fs::remove_file(source.join("pytorch_model.bin")).unwrap();
+        fs::remove_file(source.join("latest")).unwrap();
+        assert_eq!(inspect(&source, "")["format"], "safetensors");
+        fs::remove_dir_all(source).unwrap();
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- damaged checkpoints
+
+/// A copy of a case that a test damages.
+struct Damaged {
+    env: TestEnv,
+    case: &'static str,
+}
+
+impl Damaged {
+    fn new(case: &'static str) -> Self {
+        Self { env: TestEnv::new(), case }
+    }
+
+    /// Makes a new copy of the case, changes it, and asserts that conversions refuse it with a message that contains all of
+    /// `words`.
+    #[track_caller]
+    fn refuse(&self, words: &[&str], change: impl FnOnce(&Path)) {
+        let root = self.env.copy(&format!("trainers/deepspeed/{}", self.case));
+        let folder = root.join(TAG);
+        change(&folder);
+        let out = self.env.path("out.pt");
+        dtshard(&[&"unshard", &folder, &out, &"--no-sync"]).assert_refused(words);
+        assert!(!out.exists());
+        dtshard(&[&"inspect", &folder]).assert_no_crash();
+        fs::remove_dir_all(root).unwrap();
+    }
+}
+
+/// Returns the name of the optimizer file of a partition.
+fn optim(partition: u32) -> String {
+    format!("zero_pp_rank_{partition}_mp_rank_00_optim_states.pt")
+}
+
+#[test]
+fn missing_surplus_and_doubled_files_are_errors() {
+    let damaged = Damaged::new("zero1_fp32");
+    let remove = |name: String| move |folder: &Path| fs::remove_file(folder.join(name)).unwrap();
+    damaged.refuse(&[&optim(0), "missing"], remove(optim(0)));
+    damaged.refuse(&["missing", &optim(1), "partition_count in zero_pp_rank_0"], remove(optim(1)));
+    damaged.refuse(&["missing", MODEL], remove(MODEL.into()));
+    damaged.refuse(&["missing", &optim(0)], |folder| {
+        fs::remove_file(folder.join(optim(0))).unwrap();
+        fs::remove_file(folder.join(optim(1))).unwrap();
+    });
+    let copy = |from: String, to: String| {
+        move |folder: &Path| {
+            fs::copy(folder.join(from), folder.join(to)).unwrap();
+        }
+    };
+    damaged.refuse(&["partitions 0 to 1", "partition_count", "partition 2"], copy(optim(0), optim(2)));
+    damaged.refuse(&["files of one run", &optim(0)], copy(optim(0), format!("bf16_{}", optim(0))));
+    damaged.refuse(&["files of one run"], copy(optim(0), "zero_pp_rank_00_mp_rank_00_optim_states.pt".into()));
+    damaged.refuse(&["files of one run"], copy(MODEL.into(), "zero_pp_rank_0_mp_rank_00_model_states.pt".into()));
+    let damaged = Damaged::new("zero3_bf16");
+    let model = |partition: u32| format!("zero_pp_rank_{partition}_mp_rank_00_model_states.pt");
+    damaged.refuse(&["missing", &model(1)], remove(model(1)));
+    damaged.refuse(&["missing", &model(2)], remove(model(2)));
+}
+
+#[test]
+fn kinds_that_are_not_read_are_refused_by_name() {
+    let damaged = Damaged::new("zero1_fp32");
+    let add = |name: &'static str| move |folder: &Path| fs::write(folder.join(name), "x").unwrap();
+    damaged.refuse(&["pipeline parallelism", "layer_00-model_states.pt"], add("layer_00-model_states.pt"));
+    damaged.refuse(&["experts"], add("layer_0_expert_1_mp_rank_00_model_states.pt"));
+    damaged.refuse(&["experts"], add("expp_rank_0_mp_rank_00_optim_states.pt"));
+    damaged.refuse(&["tensor or pipeline parallelism"], add("mp_rank_01_model_states.pt"));
+    damaged.refuse(&["NVMe"], |folder| fs::create_dir(folder.join("offloaded_tensors")).unwrap());
+    damaged.refuse(&["Universal", "ds_to_universal.py"], |folder| {
+        fs::create_dir(folder.join("zero")).unwrap();
+        (0..2).for_each(|partition| fs::remove_file(folder.join(optim(partition))).unwrap());
+    });
+    let edited = |from: &'static [u8], to: &'static [u8]| {
+        move |folder: &Path| edit_pickle(&folder.join(MODEL), |pickle| replace(pickle, from, to))
+    };
+    damaged.refuse(&["experts", "num_experts"], edited(b"X\x0c\0\0\0buffer_names", b"X\x0b\0\0\0num_experts"));
+    damaged.refuse(&["pipeline"], edited(b"module", b"modulE"));
+    for (name, words) in [("zero2_elastic", "elastic_checkpoint"), ("zero0_bf16", "stage 0 with 16-bit parameters")] {
+        let out = damaged.env.path("out.pt");
+        dtshard(&[&"unshard", &case(name), &out]).assert_refused(&[words]);
+    }
+    damaged.refuse(&["legacy torch file"], |folder| {
+        let legacy = [0x80, 2, 0x8A, 0x0A, 0x6C, 0xFC, 0x9C, 0x46, 0xF9, 0x20, 0x6A, 0xA8, 0x50, 0x19, 0x2E];
+        fs::write(folder.join(optim(1)), legacy).unwrap();
+    });
+}
+
+/// Copies a file of a checkpoint of the same kind into the folder.
+fn from_other(other: &'static str, name: &str) -> impl FnOnce(&Path) {
+    let name = name.to_owned();
+    move |folder| {
+        fs::copy(case(other).join(TAG).join(&name), folder.join(&name)).unwrap();
+    }
+}
+
+#[test]
+fn files_of_other_saves_are_errors() {
+    // The second group of the other case has other options, and its partitions other lengths.
+    Damaged::new("zero2_sgd").refuse(&[&optim(1)], from_other("zero2_round_robin", &optim(1)));
+    Damaged::new("zero2_round_robin").refuse(&["2 groups"], |folder| {
+        (0..2).for_each(|partition| from_other("zero1_fp32", &optim(partition))(folder));
+    });
+    Damaged::new("zero3_fp32").refuse(&["ZeRO stage 3", "stage 1 or 2"], from_other("zero1_fp32", &optim(0)));
+    Damaged::new("zero1_fp32").refuse(&["stage 1 or 2", "stage 3"], from_other("zero3_fp32", &optim(0)));
+    let damaged = Damaged::new("zero1_fp32");
+    damaged.refuse(&["ds_version", "0.19.8", "0.19.7"], |folder| {
+        edit_pickle(&folder.join(optim(1)), |pickle| {
+            let last = pickle.windows(6).rposition(|window| window == b"0.19.8").unwrap();
+            pickle[last + 5] = b'7';
+        });
+    });
+    damaged.refuse(&["ds_config.zero_optimization.stage", "found 0"], |folder| {
+        edit_pickle(&folder.join(MODEL), |pickle| set_number(pickle, b"stage", 0));
+    });
+    damaged.refuse(&["dp_world_size", "expected 2", "found 3"], |folder| {
+        edit_pickle(&folder.join(MODEL), |pickle| set_number(pickle, b"dp_world_size", 3));
+    });
+    damaged.refuse(&["partition_count"], |folder| {
+        edit_pickle(&folder.join(optim(0)), |pickle| {
+            let key = find(pickle, b"partition_count").unwrap();
+            let number = key + find(&pickle[key..], b"K\x02").unwrap();
+            pickle[number + 1] = 1;
+        });
+    });
+    let second = "zero_pp_rank_1_mp_rank_00_model_states.pt";
+    Damaged::new("zero3_fp32").refuse(&[second, "global_steps", "2 as in", "found 3"], |folder| {
+        edit_pickle(&folder.join(second), |pickle| set_number(pickle, b"global_steps", 3));
+    });
+    Damaged::new("zero3_fp32").refuse(&[second, "param_shapes"], |folder| {
+        edit_pickle(&folder.join(second), |pickle| {
+            let key = find(pickle, b"param_shapes").unwrap();
+            let number = key + find(&pickle[key..], b"K\x09").unwrap();
+            pickle[number + 1] = 8;
+        });
+    });
+}
+
+/// Changes the small number that follows a key in a pickle.
+fn set_number(pickle: &mut [u8], key: &[u8], number: u8) {
+    let at = find(pickle, key).unwrap() + key.len();
+    let at = at + pickle[at..].iter().position(|byte| *byte == b'K').unwrap();
+    pickle[at + 1] = number;
+}
+
+/// Changes an element of a storage. `is_it` says which storage, by its bytes, and returns the offset of the element.
+fn set_element(path: &Path, is_it: impl Fn(&[u8]) -> Option<usize>, value: f32) {
+    edit_entries(path, |entries| {
+        let found = entries.iter_mut().find_map(|entry| {
+            let at = if entry.name.contains("/data/") { is_it(&entry.data)? } else { return None };
+            Some((entry, at))
+        });
+        let (entry, at) = found.expect("such a storage");
+        entry.data[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        entry.crc = crc32fast::hash(&entry.data);
+    });
+}
+
+#[test]
+fn other_steps_and_padding_are_errors() {
+    let is_step = |data: &[u8]| (data.len() == 4 && data == 2_f32.to_le_bytes()).then_some(0);
+    for (name, file) in [("zero1_fp32", optim(1)), ("zero3_bf16", format!("bf16_{}", optim(2)))] {
+        Damaged::new(name).refuse(&[&file, "step", "expected 2", "found 3"], |folder| {
+            set_element(&folder.join(&file), is_step, 3.0);
+        });
+    }
+    // 229 trained elements in 3 partitions of 78: the last 5 elements of the last partition are padding.
+    let last = optim(2);
+    for nth in 0..3 {
+        Damaged::new("zero2_fp16").refuse(&[&last, "zeros as padding in elements 73 to 78", "element 77"], |folder| {
+            let vectors = std::cell::Cell::new(0);
+            let is_it = |data: &[u8]| {
+                let is_vector = data.len() == 78 * 4;
+                (is_vector && vectors.replace(vectors.get() + 1) == nth).then_some(77 * 4)
+            };
+            set_element(&folder.join(&last), is_it, 1.0);
+        });
+    }
+}
+
+#[test]
+fn warning_tells_of_an_optimizer_with_other_steps() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/deepspeed/zero1_fp32").join(TAG);
+    edit_pickle(&folder.join(MODEL), |pickle| set_number(pickle, b"global_steps", 7));
+    let run = expect(0, "inspect", &[&folder], "--brief");
+    assert!(run.stderr.contains("the job made 7 steps") && run.stderr.contains("its optimizer 2"), "{}", run.stderr);
+}
+
+#[test]
+fn partitions_that_do_not_fit_the_shapes_are_errors() {
+    // A parameter of another shape moves all others.
+    let damaged = Damaged::new("zero1_fp32");
+    let other_shape = |file: &'static str, to: u8| {
+        move |folder: &Path| {
+            edit_pickle(&folder.join(file), |pickle| {
+                let key = find(pickle, b"param_shapes").unwrap();
+                let number = key + find(&pickle[key..], b"K\x09").unwrap();
+                pickle[number + 1] = to;
+            });
+        }
+    };
+    for to in [0, 8, 10, 200] {
+        damaged.refuse(
+            &[&optim(0), "single_partition_of_fp32_groups[0]", "elements in partition 0"],
+            other_shape(MODEL, to),
+        );
+    }
+    let first = "zero_pp_rank_0_mp_rank_00_model_states.pt";
+    Damaged::new("zero3_fp32").refuse(&["param_shapes"], other_shape(first, 8));
+}
+
+#[test]
+fn hostile_sizes_do_not_crash() {
+    let env = TestEnv::new();
+    for (name, file) in [
+        ("zero1_fp32", MODEL),
+        ("zero1_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("zero3_bf16", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("zero3_bf16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ] {
+        let root = env.copy(&format!("trainers/deepspeed/{name}"));
+        let path = root.join(TAG).join(file);
+        let original = fs::read(&path).unwrap();
+        let mut at = 0;
+        for round in 0_usize.. {
+            // Replaces a small number by the largest one of 8 bytes.
+            let mut is_changed = false;
+            edit_pickle(&path, |pickle| {
+                let next = pickle[at..].windows(2).position(|window| window[0] == b'K' && window[1] < 80);
+                let Some(next) = next else { return };
+                at += next;
+                let hostile: &[u8] = if round.is_multiple_of(2) {
+                    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"
+                } else {
+                    b"\x8a\x08\x00\x00\x00\x00\x00\x00\x00\x80"
+                };
+                pickle.splice(at..at + 2, hostile.iter().copied());
+                at += 1;
+                is_changed = true;
+            });
+            if !is_changed {
+                break;
+            }
+            at += round % 7;
+            // The result does not matter: it must not be a panic.
+            let _ = Checkpoint::open(&root, &ReadOptions::default());
+            edit(&path, |bytes| bytes.clone_from(&original));
+        }
+        fs::remove_dir_all(root).unwrap();
+    }
+}
