@@ -39,7 +39,7 @@ pub struct TalkArgs {
 pub struct HtmlArgs {
     /// Also write a report to look at: an HTML page in one file
     ///
-    /// An existing file is replaced.
+    /// An existing HTML page is replaced; another file is an error.
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 }
@@ -74,7 +74,7 @@ pub struct DestinationArgs {
     pub dry_run: bool,
     /// With --dry-run, also write a report to look at: an HTML page in one file
     ///
-    /// An existing file is replaced.
+    /// An existing HTML page is replaced; another file is an error.
     #[arg(long, value_name = "FILE", requires = "dry_run", hide_short_help = true)]
     pub html: Option<PathBuf>,
     /// Return before all data is on disk

@@ -8,7 +8,7 @@ use dtshard::Result;
 /// Writes a report. An existing report is replaced.
 ///
 /// # Errors
-/// Those of [`dtshard::write_html`].
+/// The errors of [`dtshard::write_html`].
 pub fn write(file: &Path, page: &str) -> Result<()> {
     dtshard::write_html(file, &spelled(page))
 }

@@ -34,6 +34,21 @@ fn inspect_writes_a_page_beside_its_output() {
 }
 
 #[test]
+fn page_does_not_replace_a_file_of_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("model.safetensors");
+    fs::copy(fixture("titan.truth.safetensors"), &source).unwrap();
+    let before = fs::read(&source).unwrap();
+    let html = format!("--html {}", source.display());
+    for (verb, options) in [("inspect", ""), ("verify", ""), ("reshard", "--mesh fsdp=2 --dry-run")] {
+        let failed = expect(2, verb, &[&source], &format!("{options} {html}"));
+        assert!(failed.stderr.contains("is no HTML page"), "{}", failed.stderr);
+        assert_eq!(fs::read(&source).unwrap(), before);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
 fn missing_rank_is_a_hole_in_the_page() {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("source");
