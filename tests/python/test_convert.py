@@ -14,7 +14,7 @@ def test_conversion_is_verified_and_loads_in_pytorch(fixtures, tmp_path):
     source = fixtures / "titan"
     seen = []
     report = dtshard.convert(
-        "reshard", source, tmp_path / "dcp", to="dcp", mesh="dp=2,tp=2", include=["model.**"],
+        "reshard", source, tmp_path / "dcp", to="dcp", mesh={"dp": 2, "tp": 2}, include=["model.**"],
         placements={"**.q_proj.weight": "S(0),S(1)", "**": "S(0),R"}, progress=lambda *counts: seen.append(counts),
     )  # fmt: skip
     assert report["target"]["format"] == "dcp" and seen[-1][0] == seen[-1][1]

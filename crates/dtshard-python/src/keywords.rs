@@ -21,7 +21,7 @@ pub struct Arguments {
 
 impl Arguments {
     /// Parses the paths and keyword arguments of a call. `True` sets a flag, `None` and `False` leave an option out, a list
-    /// repeats an option, and a dict repeats it as `KEY=VALUE`.
+    /// repeats an option, and a dict repeats it as `KEY=VALUE`; a mesh takes a dict as one value.
     ///
     /// # Errors
     /// `TypeError` for a keyword that is no option of the verb; `dtshard.Error` for a wrong value.
@@ -35,7 +35,7 @@ impl Arguments {
             let keyword: String = keyword.extract()?;
             let long = keyword.trim_end_matches('_').replace('_', "-");
             let Some(option) = command.get_arguments().find(|option| option.get_long() == Some(&long)) else {
-                return Err(PyTypeError::new_err(format!("{verb} got an unexpected keyword argument '{keyword}'")));
+                return Err(PyTypeError::new_err(format!("unexpected keyword argument '{keyword}'")));
             };
             add_option(&mut arguments, &long, option.get_action().takes_values(), &value)?;
         }
@@ -85,9 +85,11 @@ fn add_option(arguments: &mut Vec<OsString>, long: &str, takes_values: bool, val
         }
     } else if value.is_none() {
     } else if let Ok(pairs) = value.cast::<PyDict>() {
-        for (key, value) in pairs {
-            arguments.push(format!("--{long}={}={}", key.str()?, value.str()?).into());
-        }
+        let pairs = pairs.iter().map(|(key, value)| Ok(format!("{}={}", key.str()?, value.str()?)));
+        let pairs = pairs.collect::<PyResult<Vec<_>>>()?;
+        // The pairs of a mesh are one value: its dims.
+        let values = if long.ends_with("mesh") { vec![pairs.join(",")] } else { pairs };
+        arguments.extend(values.into_iter().map(|value| format!("--{long}={value}").into()));
     } else if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
         if value.len()? == 0 && long == "include" {
             return Err(error::usage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import operator
 import os
@@ -103,7 +104,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self[name].torch()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._rows[name]
+        found = self._rows.get(name)
+        if found is None:
+            nearest = difflib.get_close_matches(name, self._rows, 3)
+            raise KeyError(f"{name}: no tensor has this name" + (f"; the nearest are {', '.join(nearest)}" if nearest else ""))
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -302,7 +302,10 @@ def _check(native: _dtshard.Checkpoint, missing: list[str], unexpected: list[str
         return ", ".join(f'"{name}"' for name in names[:10]) + more
 
     text = " ".join(f"{kind} key(s) in state_dict: {shown(names)}." for names, kind in kinds)
-    hint = "see what the checkpoint contains with dtshard.open(path); load only what matches with strict=False"
+    hint = (
+        "dtshard.open(path) has the names of the tensors in the checkpoint, and .objects those of other values; missing are "
+        "names that only the state dict has, unexpected are names that only the checkpoint has; strict=False loads what matches"
+    )
     stored = [row[0] for row in native.tensors()]
     prefixes = {name[: -len(missing[0])] for name in stored if missing and name.endswith(f".{missing[0]}")}
     if len(prefixes) == 1:
