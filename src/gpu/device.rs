@@ -2,7 +2,7 @@
 //! each task, this device is used. If a launcher makes all devices of the node visible to all tasks, each process uses
 //! the device with its local rank (its number on the node), as with `LOCAL_RANK` of torchrun.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::CStr;
 use std::fmt;
 use std::sync::Arc;
 
@@ -61,7 +61,8 @@ impl Device {
     pub fn with_ordinal(ordinal: u32) -> Result<Arc<Self>> {
         let context = CudaContext::new(ordinal as usize).map_err(failed("open the device"))?;
         let name = context.name().map_err(failed("get the name of the device"))?;
-        let uuid = context.uuid().map_err(failed("get the UUID of the device"))?.bytes.map(c_char::cast_unsigned);
+        let uuid =
+            context.uuid().map_err(failed("get the UUID of the device"))?.bytes.map(|byte| byte.to_ne_bytes()[0]);
         Ok(Arc::new(Self { context, name, uuid }))
     }
 

@@ -411,7 +411,7 @@ unsafe fn text(text: *const c_char) -> Option<String> {
     let mut bytes = Vec::new();
     for at in 0..LONGEST {
         // SAFETY: no earlier byte is 0, so this byte is still part of the string.
-        match unsafe { text.add(at).read_volatile() }.cast_unsigned() {
+        match unsafe { text.add(at).read_volatile() }.to_ne_bytes()[0] {
             0 => break,
             byte => bytes.push(byte),
         }

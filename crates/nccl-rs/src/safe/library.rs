@@ -72,7 +72,8 @@ impl UniqueId {
     /// Creates a unique id (`ncclGetUniqueId`). The call opens a port of this process.
     pub fn new(library: &Library) -> Result<Self> {
         let id = library.nccl().unique_id()?;
-        Ok(Self(id.internal.map(c_char::cast_unsigned)))
+        // C's char is signed on x86-64, and not on ARM.
+        Ok(Self(id.internal.map(|byte| byte.to_ne_bytes()[0])))
     }
 
     /// Returns the unique id whose bytes another rank has sent.
@@ -88,7 +89,7 @@ impl UniqueId {
     }
 
     pub(super) fn raw(self) -> ncclUniqueId {
-        ncclUniqueId { internal: self.0.map(u8::cast_signed) }
+        ncclUniqueId { internal: self.0.map(|byte| c_char::from_ne_bytes([byte])) }
     }
 }
 
