@@ -131,20 +131,6 @@ pub enum Command {
     Man(Man),
 }
 
-impl Command {
-    /// Returns the arguments that all verbs which write have in common, or `None` for a verb that does not write.
-    #[must_use]
-    pub fn convert(&self) -> Option<&ConvertArgs> {
-        match self {
-            Self::Reshard(args) => Some(&args.convert),
-            Self::Unshard(args) => Some(&args.convert),
-            Self::Flatten(args) => Some(&args.convert),
-            Self::Consolidate(args) => Some(&args.convert),
-            Self::Inspect(_) | Self::Verify(_) | Self::Maps(_) | Self::Completions(_) | Self::Man(_) => None,
-        }
-    }
-}
-
 #[derive(Args, Debug)]
 pub struct Inspect {
     /// Checkpoint to show: a folder or a file

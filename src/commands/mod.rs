@@ -66,7 +66,7 @@ pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
 /// `Usage` if the command line and the environment contradict each other.
 pub fn launch_of(command: &Command) -> Result<Launch> {
     let alone = || Ok(Launch::alone());
-    command.convert().map_or_else(alone, |args| {
+    command.conversion().map_or_else(alone, |(_, args)| {
         let share = &args.share;
         launch(share.part, share.parts, share.no_wait, &process_environment)
     })
@@ -77,15 +77,17 @@ pub fn launch_of(command: &Command) -> Result<Launch> {
 /// # Errors
 /// The errors of the verb.
 pub fn run(cli: Cli, launch: Launch, printer: &Printer) -> Result<Status> {
+    if let Some((target, args)) = cli.command.conversion() {
+        return convert::run(target, args, launch, printer);
+    }
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, printer),
-        Command::Reshard(args) => convert::run(args.target(), &args.convert, launch, printer),
-        Command::Unshard(args) => convert::run(args.target(), &args.convert, launch, printer),
-        Command::Flatten(args) => convert::run(args.target(), &args.convert, launch, printer),
-        Command::Consolidate(args) => convert::run(args.target(), &args.convert, launch, printer),
         Command::Verify(args) => verify::run(&args, printer),
         Command::Maps(args) => maps::run(&args, printer),
         Command::Completions(args) => completions::run(&args, printer),
         Command::Man(args) => man::run(&args, printer),
+        Command::Reshard(_) | Command::Unshard(_) | Command::Flatten(_) | Command::Consolidate(_) => {
+            unreachable!("the verbs that convert have a conversion")
+        }
     }
 }

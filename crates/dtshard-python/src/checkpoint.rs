@@ -37,8 +37,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a checkpoint with the options of `verify`. `rank` is the rank whose own values are read. With `names_optimizers`, the state of optimizers has parameter names as
-    /// keys, where they are known.
+    /// Opens a checkpoint with the options of `verify`. `rank` is the rank whose own values are read. With `names_optimizers`, the
+    /// state of optimizers has parameter names as keys, where they are known.
     ///
     /// # Errors
     /// `dtshard.Error`.
@@ -65,9 +65,7 @@ impl Checkpoint {
         })?;
         Ok(Self { inner, stop: call.stop(), process: std::process::id() })
     }
-}
 
-impl Checkpoint {
     /// Runs `work` on another thread; `progress` receives counts of bytes. It is an error in a process that was forked, because
     /// its copy of the checkpoint has no worker threads.
     fn call<T: Send>(

@@ -318,7 +318,7 @@ def _check(native: _dtshard.Checkpoint, missing: list[str], unexpected: list[str
 def fill(native: _dtshard.Checkpoint, jobs: Sequence[Job], progress: Progress | None = None) -> None:
     """Read parts of tensors into local tensors, directly where their memory allows it."""
     dtypes = {name: torch_dtype(long_dtype) for name, _, long_dtype, *_ in native.tensors()}
-    direct, staged = [], []
+    direct, direct_locals, staged = [], [], []
     for name, part, local in jobs:
         local = local.detach()
         if local.layout != torch.strided or local.is_quantized or local.is_nested:
@@ -329,10 +329,11 @@ def fill(native: _dtshard.Checkpoint, jobs: Sequence[Job], progress: Progress | 
         is_plain &= type(local) in (torch.Tensor, torch.nn.Parameter)
         if is_plain and not local.is_conj() and not local.is_neg():
             direct.append((name, part, 0, _bytes(local)))
+            direct_locals.append(local)
         else:
             staged.append((name, part, local))
     native.read(direct, progress)
-    for name, _, local in jobs:
+    for local in direct_locals:
         # As any operation in place does, so that autograd notices it.
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)
