@@ -234,11 +234,14 @@ impl<'a> ReportSource<'a> {
             warnings.extend(destination_state.iter().map(|warning| json!(warning)));
         }
         let warnings: Vec<String> = self.memory_warning(stats).into_iter().chain(destination_state).collect();
-        let page = self.page(stats, &warnings);
-        Forecast { text: self.dry_run_text(stats), document, warnings, page }
+        let facts = self.dry_run_facts(stats);
+        let lines: Vec<String> = facts.iter().map(|(name, value)| format!("{name:13} {value}\n")).collect();
+        let text = lines.concat();
+        let page = self.page(facts, &warnings);
+        Forecast { text, document, warnings, page }
     }
 
-    fn page(&self, stats: &Stats, warnings: &[String]) -> Page {
+    fn page(&self, facts: Vec<(&'static str, String)>, warnings: &[String]) -> Page {
         let Prepared { source, reservation, carried, .. } = self.conversion;
         let names: Vec<(String, u64)> =
             (reservation.files.iter().map(|file| (file.path.display().to_string(), file.len)))
@@ -257,14 +260,9 @@ impl<'a> ReportSource<'a> {
         let caption =
             "The files that a run would write. Files of equal length whose names differ only in numbers share a row.";
         let files = Section::new("Files of DST", caption, table);
-        let text = self.dry_run_text(stats);
-        let fact = |line: &str| {
-            let (name, value) = line.split_at_checked(13).unwrap_or((line, ""));
-            (name.trim().to_owned(), value.trim().to_owned())
-        };
         let problem = |warning: &String| Problem { subject: String::from("warning"), detail: warning.clone() };
         let notes = notes(self.conversion);
-        let noted = |note: String| (String::from("note"), note);
+        let facts = facts.into_iter().chain(notes.into_iter().map(|note| ("note", note)));
         Page {
             title: format!("Plan of a conversion of {}", source.given().0.display()),
             result: format!(
@@ -274,7 +272,7 @@ impl<'a> ReportSource<'a> {
                 human_bytes(self.conversion.len_bytes())
             ),
             problems: warnings.iter().map(problem).collect(),
-            facts: text.lines().map(fact).chain(notes.into_iter().map(noted)).collect(),
+            facts: facts.map(|(name, value)| (name.to_owned(), value)).collect(),
             sections: vec![files],
         }
     }
@@ -428,23 +426,27 @@ impl<'a> ReportSource<'a> {
         document
     }
 
-    fn dry_run_text(&self, stats: &Stats) -> String {
+    /// Returns the lines of `--dry-run`: names and values.
+    fn dry_run_facts(&self, stats: &Stats) -> Vec<(&'static str, String)> {
         let Prepared { source, reservation, carried, to, .. } = self.conversion;
         let (given, format) = source.given();
-        let mut lines = vec![
-            format!("source        {} ({format})", given.display()),
-            format!(
-                "target        {} ({to})",
-                self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),
+        let mut facts = vec![
+            ("source", format!("{} ({format})", given.display())),
+            (
+                "target",
+                format!(
+                    "{} ({to})",
+                    self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string())
+                ),
             ),
-            format!("files         {}", reservation.files.len() + carried.len()),
-            format!("tensors       {}", reservation.tensors.len()),
-            format!("bytes read    {}", human_bytes(stats.bytes_read)),
-            format!("bytes written {}", human_bytes(self.conversion.len_bytes())),
-            format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
-            format!(
-                "peak memory   {} (anonymous)",
-                human_bytes(peak_bytes(self.conversion, self.options, self.before, stats))
+            ("files", (reservation.files.len() + carried.len()).to_string()),
+            ("tensors", reservation.tensors.len().to_string()),
+            ("bytes read", human_bytes(stats.bytes_read)),
+            ("bytes written", human_bytes(self.conversion.len_bytes())),
+            ("runs", format!("{} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats)))),
+            (
+                "peak memory",
+                format!("{} (anonymous)", human_bytes(peak_bytes(self.conversion, self.options, self.before, stats))),
             ),
         ];
         if !self.loads.is_empty() {
@@ -452,19 +454,20 @@ impl<'a> ReportSource<'a> {
             // A message to all processes is sent once and received by each of them, so the total is the sum of the
             // received bytes.
             let ((_, most_sent), (received, most_received)) = (of_all(Load::sent), of_all(Load::received));
-            lines.push(format!(
-                "on the wire   {}; at most {} from a process, {} to one",
+            let text = format!(
+                "{}; at most {} from a process, {} to one",
                 human_bytes(received),
                 human_bytes(most_sent.unwrap_or(0)),
                 human_bytes(most_received.unwrap_or(0))
-            ));
+            );
+            facts.push(("on the wire", text));
         }
         let (left_out, _) = left_out(self.conversion);
         let lists = [("left out", left_out), ("cast", cast_text(stats))];
         for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            lines.push(escape_invisible(&format!("{what:13} {}", list.join(", "))));
+            facts.push((what, escape_invisible(&list.join(", "))));
         }
-        lines.join("\n") + "\n"
+        facts
     }
 }
 

@@ -15,7 +15,7 @@ const MOST_BARS: usize = 64;
 #[derive(Clone, Copy, Default, PartialEq)]
 struct Stored {
     bytes: u64,
-    empty: u64,
+    empty: usize,
 }
 
 /// Returns the section, or `None` if fewer than two ranks or files hold tensors.
@@ -33,7 +33,7 @@ pub fn section(view: &Inspection<'_>) -> Option<Section> {
             };
             stored.bytes = stored.bytes.saturating_add(bytes);
             // A tensor without elements is empty on every rank.
-            stored.empty += u64::from(bytes == 0 && entry.numel() > 0);
+            stored.empty += usize::from(bytes == 0 && entry.numel() > 0);
         }
     }
     let has_ranks = !by_rank.is_empty();
@@ -72,12 +72,12 @@ pub fn section(view: &Inspection<'_>) -> Option<Section> {
             " Each bar shows {per_bar} {noun}s: the dark part is the smallest, the light part the largest of them."
         ));
     }
-    let empty: u64 = holders.iter().map(|(_, stored)| stored.empty).sum();
+    let empty: usize = holders.iter().map(|(_, stored)| stored.empty).sum();
     if empty > 0 {
         let number = holders.iter().filter(|(_, stored)| stored.empty > 0).count();
         caption.push_str(&format!(
             " {} on {}: a tensor has fewer rows than ranks.",
-            shards(empty),
+            count(empty, "empty shard"),
             count(number, noun)
         ));
     }
@@ -89,16 +89,12 @@ pub fn section(view: &Inspection<'_>) -> Option<Section> {
 
 fn bar(holders: &[(String, Stored)]) -> Bar {
     let sizes = || holders.iter().map(|(_, stored)| stored.bytes);
-    let empty: u64 = holders.iter().map(|(_, stored)| stored.empty).sum();
+    let empty: usize = holders.iter().map(|(_, stored)| stored.empty).sum();
     let label = match holders {
         [(only, _)] => only.clone(),
         [(first, _), .., (last, _)] => format!("{first} .. {last}"),
         [] => String::new(),
     };
-    let remark = if empty > 0 { shards(empty) } else { String::new() };
+    let remark = if empty > 0 { count(empty, "empty shard") } else { String::new() };
     Bar { label, least: sizes().min().unwrap_or(0), most: sizes().max().unwrap_or(0), remark }
-}
-
-fn shards(number: u64) -> String {
-    format!("{number} empty shard{}", if number == 1 { "" } else { "s" })
 }

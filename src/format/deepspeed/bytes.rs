@@ -67,14 +67,14 @@ pub fn check_padding(files: &Files, own: &[RankFile], states: &OptimizerStates<'
 /// # Errors
 /// `Malformed` that names the file and both numbers; `Io`.
 pub fn check_steps(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>) -> Result<Option<f64>> {
-    let mut steps: Option<(Vec<u8>, usize)> = None;
+    let mut steps: Option<Vec<u8>> = None;
     for (index, group) in states.groups.iter().enumerate() {
         let scalars = group.state.iter().filter_map(|(key, value)| match value {
             StateValue::Scalars(views) => Some((*key, views)),
             _ => None,
         });
         for (key, views) in scalars {
-            let mut first: Option<Vec<u8>> = steps.clone().filter(|_| key == "step").map(|(first, _)| first);
+            let mut first: Option<Vec<u8>> = steps.clone().filter(|_| key == "step");
             for (file, view) in own.iter().zip(views) {
                 let bytes = read(files, file, view, 0..1)?;
                 if let Some(first) = first.as_ref().filter(|first| **first != bytes) {
@@ -89,7 +89,7 @@ pub fn check_steps(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>
                 first.get_or_insert(bytes);
             }
             if let (true, Some(first)) = (key == "step", first) {
-                steps.get_or_insert((first, index));
+                steps.get_or_insert(first);
             }
         }
     }
@@ -97,7 +97,7 @@ pub fn check_steps(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>
         StateValue::Scalars(views) if *key == "step" => Some(views[0].dtype),
         _ => None,
     });
-    Ok(steps.zip(dtype).and_then(|((bytes, _), dtype)| number(dtype, &bytes)))
+    Ok(steps.zip(dtype).and_then(|(bytes, dtype)| number(dtype, &bytes)))
 }
 
 /// Returns the number in the bytes of one element; `None` for dtypes that no optimizer uses for a counter.
