@@ -8,6 +8,7 @@
 //! of a [`Conversion`](crate::Conversion), and [`ExecuteOptions`](crate::ExecuteOptions) has the options for executing
 //! the plan of the conversion.
 
+pub use crate::catalog::Weights;
 pub use crate::checkpoint::{Contents, Writes};
 pub use crate::conversion::Target;
 pub use crate::convert::options::{

@@ -346,12 +346,23 @@ pub struct Catalog {
     /// True if plain tensors without a recorded layout may be parts of larger tensors, because other plain tensors of
     /// the checkpoint have a recorded layout, or because makani saved the checkpoint.
     pub plain_may_be_parts: bool,
+    /// The values that the parameters have, if the checkpoint has both; otherwise `None`.
+    pub weights: Option<Weights>,
     /// Problems that a reader found and the user should know.
     pub warnings: Vec<String>,
     /// Texts about actions of a reader that an option requested.
     pub notes: Vec<String>,
     /// Further details for the user, which are shown only on request.
     pub details: Vec<String>,
+}
+
+/// The values of parameters that a checkpoint of mixed-precision training has twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// The master weights, usually f32, which the optimizer updates.
+    Master,
+    /// The parameters of the module, in the dtype in which the model computes: the rounded master weights.
+    Module,
 }
 
 impl Catalog {
@@ -368,6 +379,7 @@ impl Catalog {
             flat: None,
             model_parallel_groups: Vec::new(),
             plain_may_be_parts: false,
+            weights: None,
             warnings: Vec::new(),
             notes: Vec::new(),
             details: Vec::new(),

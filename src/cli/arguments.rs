@@ -6,7 +6,7 @@ use super::{self as cli, Command, ConvertArgs, ExchangeArgs, MapArgs, SelectArgs
 use crate::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, Contents, ExchangeOptions, FlatOptions, FlattenOptions,
     InspectOptions, MapOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions,
-    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, TensorOrder, Tied, UnshardOptions, Writes,
+    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, TensorOrder, Tied, UnshardOptions, Weights, Writes,
 };
 use crate::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
@@ -34,6 +34,10 @@ impl SourceArgs {
             max_memory: self.max_memory.0,
             allow_missing: self.allow_missing,
             drop_unknown: self.drop_unknown,
+            weights: self.weights.map(|weights| match weights {
+                cli::source::WeightsArg::Master => Weights::Master,
+                cli::source::WeightsArg::Module => Weights::Module,
+            }),
             flat_layout: self.flat_layout.clone(),
             layout: SourceLayoutOptions {
                 src_mesh: self.layout.src_mesh.clone(),

@@ -43,6 +43,12 @@ pub struct SourceArgs {
     /// [default: they are an error]
     #[arg(long, hide_short_help = true)]
     pub drop_unknown: bool,
+    /// Choose the weights of a SRC that has each parameter twice, as DeepSpeed's checkpoints do: the master weights that
+    /// the optimizer updates, or those of the module, which are rounded to the dtype of the model
+    ///
+    /// [default: master, if SRC has master weights]
+    #[arg(long, value_name = "WHICH", hide_short_help = true)]
+    pub weights: Option<WeightsArg>,
     /// Read units, order and shapes of FSDP1 flat parameters from this file
     ///
     /// [default: flat_layout.json in SRC]
@@ -200,6 +206,13 @@ pub struct MapArgs {
 pub enum DequantizedDtype {
     Bf16,
     F32,
+}
+
+/// The weights that are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WeightsArg {
+    Master,
+    Module,
 }
 
 /// The treatment of optimizer state that a map cannot convert.

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use crate::catalog::Dtype;
+use crate::catalog::{Dtype, Weights};
 use crate::format::Format;
 use crate::layout::Split;
 use crate::storage::IoMode;
@@ -33,6 +33,9 @@ pub struct SourceOptions {
     pub allow_missing: bool,
     /// True if objects are left out whose Python class is not known to be plain data.
     pub drop_unknown: bool,
+    /// Weights to read from a checkpoint that has master weights beside the parameters of the module. `None` means the
+    /// master weights, if there are any.
+    pub weights: Option<Weights>,
     /// Path of the flat layout file, which describes the FSDP1 flat parameters of the source.
     pub flat_layout: Option<PathBuf>,
     /// Declared layout of the plain tensors in rank files.
@@ -49,6 +52,7 @@ impl Default for SourceOptions {
             max_memory: DEFAULT_MEMORY,
             allow_missing: false,
             drop_unknown: false,
+            weights: None,
             flat_layout: None,
             layout: SourceLayoutOptions::default(),
         }

@@ -9,7 +9,7 @@ use super::differing_values::{self, ResolvedConflicts, TargetFiles};
 use super::peers::Peers;
 use super::run::Run;
 use super::source_checks::{self, Replicas};
-use super::source_options::{check_root, check_series, read_options};
+use super::source_options::{check_root, check_series, check_weights, read_options};
 use super::{tied, weight_map};
 use crate::catalog::path::{self, LeafAction};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, state_dict};
@@ -405,7 +405,8 @@ pub fn open(args: &ConvertOptions, reading: ReadRequest<'_>, run: &Run<'_>) -> R
             (None, opened?)
         }
     };
-    let checked = check_series(&args.source, &[&checkpoint]);
+    let opened = [&checkpoint];
+    let checked = check_series(&args.source, &opened).and_then(|()| check_weights(&args.source, &opened));
     checked.inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
     announce(&checkpoint, run.progress);
     Ok((checkpoint, peers))

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::options::{SelectOptions, SourceOptions};
+use crate::catalog::Weights;
 use crate::error::{Error, Result};
 use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
@@ -25,6 +26,7 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
         show_incomplete: false,
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
+        weights: args.weights,
         declared_layout: None,
         holdings: std::sync::Arc::default(),
         flat: FlatKnowledge {
@@ -86,6 +88,30 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
             [] => String::from("leave options::series out"),
             folders => hint_for_folders(&checkpoint.root, folders),
         },
+    ))
+}
+
+/// Refuses `--weights` if no checkpoint has master weights beside the parameters of the module.
+///
+/// # Errors
+/// `Usage`.
+pub fn check_weights(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result<()> {
+    let Some(weights) = args.weights else { return Ok(()) };
+    if checkpoints.iter().any(|checkpoint| checkpoint.catalog.weights.is_some()) {
+        return Ok(());
+    }
+    let checkpoint = checkpoints[0];
+    let weights = match weights {
+        Weights::Master => "master",
+        Weights::Module => "module",
+    };
+    Err(Error::usage(
+        format!(
+            "options::weights {weights}: {} has format {}, which has only one value of each parameter",
+            checkpoint.root.display(),
+            checkpoint.format
+        ),
+        "leave options::weights out",
     ))
 }
 

@@ -23,6 +23,7 @@ use super::{
     Format, RankName, ReadOptions, SeriesChoice, deepspeed, folder_of, foreign, list, name_of, natural_order,
     relative_to_folder,
 };
+use crate::catalog::Weights;
 use crate::error::{Error, FormatError, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, FileKind};
@@ -48,6 +49,8 @@ pub struct CheckpointLocation {
     pub folders: Vec<(PathBuf, DetectedFiles)>,
     /// The names of folders beside the root that also belong to the checkpoint, and are not read.
     pub skipped_folders: Vec<String>,
+    /// The weights that the files have, if other files beside them have others; otherwise `None`.
+    pub weights: Option<Weights>,
     /// A text about files that have the model a second time and are not read; `None` if there are none.
     pub note: Option<String>,
 }
@@ -55,7 +58,7 @@ pub struct CheckpointLocation {
 impl CheckpointLocation {
     /// Returns the location of a checkpoint that is in one file or folder.
     fn single(root: PathBuf, found: DetectedFiles) -> Self {
-        Self { root, folders: vec![(PathBuf::new(), found)], skipped_folders: Vec::new(), note: None }
+        Self { root, folders: vec![(PathBuf::new(), found)], skipped_folders: Vec::new(), weights: None, note: None }
     }
 }
 
@@ -78,15 +81,12 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     let mut with_only_subfolder: Vec<PathBuf> = Vec::new();
     for _ in 0..MAX_DEPTH {
         if let Some(below) = deepspeed_below(&at, from)? {
-            let note = match look(&at, None) {
-                Ok(found) => found.map(|found| second_model(&at, &below, &found)),
-                // Several formats, or damaged files, do not matter: none of these files is read.
-                Err(error) if !matches!(error, Error::Storage(_)) => None,
-                Err(error) => return Err(error),
+            let second = match look(&at, None) {
+                // Several formats, or damaged files, do not matter if none of these files is read.
+                Err(error) if !matches!(error, Error::Storage(_)) && options.weights != Some(Weights::Module) => None,
+                second => second?,
             };
-            at.push(below);
-            let found = detect(&at, from)?;
-            return Ok(CheckpointLocation { note, ..CheckpointLocation::single(at, found) });
+            return with_second_model(at, &below, second, options);
         }
         if let Some(found) = look(&at, from)? {
             return Ok(CheckpointLocation::single(at, found));
@@ -144,16 +144,38 @@ fn deepspeed_below(folder: &Path, from: Option<Format>) -> Result<Option<String>
     Ok(is_deepspeed.then_some(below))
 }
 
-/// Returns the text about files in `folder` that have the model of the DeepSpeed checkpoint in the subfolder `below`.
-fn second_model(folder: &Path, below: &str, found: &DetectedFiles) -> String {
-    let names: Vec<String> = found.index.iter().chain(&found.paths).map(|path| name_of(path)).collect();
-    format!(
-        "{}: the model comes from {below}, which has its master weights and the optimizer; {} beside it is not read \
-         (options::from {} reads it instead)",
+/// Returns the location of the DeepSpeed checkpoint in the subfolder `below` of `folder`. `second` are files in `folder` that
+/// have the same model. ZeRO stage 3 saves no parameters of the module, so `second` has them.
+fn with_second_model(
+    folder: PathBuf,
+    below: &str,
+    second: Option<DetectedFiles>,
+    options: &ReadOptions,
+) -> Result<CheckpointLocation> {
+    let checkpoint = folder.join(below);
+    let Some(second) = second else {
+        let found = detect(&checkpoint, options.from)?;
+        return Ok(CheckpointLocation::single(checkpoint, found));
+    };
+    let names: Vec<String> = second.index.iter().chain(&second.paths).map(|path| name_of(path)).collect();
+    let names = short_list(&names, 1);
+    if options.weights == Some(Weights::Module) && !list(&checkpoint)?.iter().any(|name| deepspeed::has_module(name)) {
+        let note = format!(
+            "{}: the model comes from {names}, which has the parameters of the module; {below} has the optimizer, and is \
+             not read",
+            folder.display()
+        );
+        let single = CheckpointLocation::single(folder, second);
+        return Ok(CheckpointLocation { weights: options.weights, note: Some(note), ..single });
+    }
+    let note = format!(
+        "{}: the model comes from {below}, which has the optimizer, too; {names} beside it is not read (options::from {} \
+         reads it instead)",
         folder.display(),
-        short_list(&names, 1),
-        found.format
-    )
+        second.format
+    );
+    let found = detect(&checkpoint, options.from)?;
+    Ok(CheckpointLocation { note: Some(note), ..CheckpointLocation::single(checkpoint, found) })
 }
 
 /// Returns the names of the subfolders that may contain a checkpoint, in natural order. Links to folders are included.
@@ -246,7 +268,13 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
         }));
     }
     let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
-    Ok(Some(CheckpointLocation { root: folder.to_path_buf(), folders, skipped_folders: Vec::new(), note: None }))
+    Ok(Some(CheckpointLocation {
+        root: folder.to_path_buf(),
+        folders,
+        skipped_folders: Vec::new(),
+        weights: None,
+        note: None,
+    }))
 }
 
 /// Returns a warning for each model folder and each optimizer folder of accelerate inside the checkpoint folder `root`.

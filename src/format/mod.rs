@@ -65,7 +65,9 @@ use foldhash::fast::RandomState;
 use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, ChecksummedRange, FileLocation, StridedLocation, TensorEntry, contiguous_strides};
+use crate::catalog::{
+    Catalog, ChecksummedRange, FileLocation, StridedLocation, TensorEntry, Weights, contiguous_strides,
+};
 use crate::error::{Error, FormatError, Result};
 use crate::layout::parallelize::ParameterOrder;
 use crate::name_list::{FEW, short_list};
@@ -246,6 +248,9 @@ pub struct ReadOptions {
     pub drop_unknown: bool,
     /// The source of the information about flat parameters that rank files do not contain.
     pub flat: FlatKnowledge,
+    /// The weights to read from a checkpoint that has master weights beside the parameters of the module; `None` for the
+    /// master weights, if there are any.
+    pub weights: Option<Weights>,
     /// The layout of plain tensors on ranks, declared by the user because the files do not record it.
     pub declared_layout: Option<DeclaredLayout>,
     /// For each file of the metadata mirror, the byte ranges that the mirror contains; empty if the original files are
@@ -286,7 +291,7 @@ impl Checkpoint {
     /// `Unsupported` for formats that cannot be read, `Usage` if the path contains several checkpoints, `Malformed`
     /// and `Conflict` for damaged checkpoints, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let find_checkpoint::CheckpointLocation { root, folders, skipped_folders, note } =
+        let find_checkpoint::CheckpointLocation { root, folders, skipped_folders, weights, note } =
             find_checkpoint::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
@@ -316,6 +321,7 @@ impl Checkpoint {
             None => {}
         }
         check_total(&root, &catalog)?;
+        catalog.weights = catalog.weights.or(weights);
         catalog.notes.extend(note);
         if parts.iter().all(|part| part.folder.as_os_str().is_empty()) && options.want != Want::Model {
             catalog.warnings.extend(find_checkpoint::warn_of_accelerate_folders(&root)?);

@@ -1,10 +1,12 @@
 //! `verify` checks that a checkpoint is sound, and compares the values of two checkpoints. A difference or damage is a
-//! finding, not an error. This module opens the checkpoints; the module `soundness` checks one checkpoint, `comparison`
-//! compares two checkpoints, `findings` collects and prints the findings, and `report` shows them on an HTML page.
+//! finding, not an error. This module opens the checkpoints; the modules `soundness` and `rounded_weights` check one
+//! checkpoint, `comparison` compares two checkpoints, `findings` collects and prints the findings, and `report` shows them on
+//! an HTML page.
 
 mod comparison;
 mod findings;
 mod report;
+mod rounded_weights;
 mod saved_digests;
 mod soundness;
 
@@ -20,7 +22,7 @@ use crate::catalog::{TensorEntry, path};
 use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
-use crate::convert::source_options::{check_flat, check_series, read_options, refuse_without_tensors};
+use crate::convert::source_options::{check_flat, check_series, check_weights, read_options, refuse_without_tensors};
 use crate::convert::{Engine, Run, Setup, name_for_comparison, weight_map};
 use crate::error::Result;
 use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want, fsdp_flat};
@@ -71,6 +73,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<Opt
     }
     let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
     check_series(&args.source, &opened)?;
+    check_weights(&args.source, &opened)?;
     check_flat(&args.source, args.like.as_deref(), &opened)?;
     refuse_nothing(args, &source, run.progress)?;
     // Name errors are reported here, before hours of reading.
@@ -79,7 +82,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<Opt
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
         (None, Some(listing)) => names.same_digests(&source, listing, args, run, found)?,
-        (None, None) => {}
+        (None, None) => rounded_weights::same(args, &source, &names.source.catalog, run, found)?,
     }
     suggest_dtype(found, args);
     Ok(Some(source))

@@ -222,6 +222,120 @@ fn masters_are_read_and_not_the_second_model() {
     }
 }
 
+// ---------------------------------------------------------------------------------------------- the weights of the module
+
+#[test]
+fn weights_of_the_module_are_the_rounded_masters() {
+    let env = TestEnv::new();
+    for (name, dtype) in
+        [("zero1_bf16", "bf16"), ("zero1_aligned", "bf16"), ("zero2_bf16", "bf16"), ("zero2_fp16", "f16")]
+    {
+        let source = case(name);
+        let module = env.make("consolidate", &source, &format!("{name}_module"), "--weights module --assets none");
+        let masters = env.make("consolidate", &source, &format!("{name}_masters"), "--weights master --assets none");
+        let options = format!("--dtype {dtype} --assets none");
+        let rounded = env.make("consolidate", &source, &format!("{name}_rounded"), &options);
+        let (module, rounded) = (read_safetensors(&module.path), read_safetensors(&rounded.path));
+        let masters = read_safetensors(&masters.path);
+        assert_same(&masters, &below("model.", &truth(name)), name);
+        assert_eq!(module.len(), masters.len());
+        for (tensor, found) in &module {
+            let buffer_or_rounded = if found.dtype == masters[tensor].dtype { &masters } else { &rounded };
+            assert_eq!(found, &buffer_or_rounded[tensor], "{name} {tensor}");
+        }
+        assert!(module.values().any(|tensor| tensor.dtype != masters["emb.weight"].dtype), "{name}");
+    }
+    // Optimizer state is read with both.
+    let made = env.make("reshard", case("zero2_bf16"), "dcp", "--weights module --mesh dp=2 --to dcp");
+    let mut expected = truth("zero2_bf16");
+    expected.retain(|name, _| name.starts_with("optimizer."));
+    let mut found = tensors(&made.path);
+    found.retain(|name, _| name.starts_with("optimizer."));
+    assert_same(&found, &expected, "optimizer");
+}
+
+#[test]
+fn weights_are_said_if_they_differ() {
+    for (name, is_said) in [("zero2_bf16", true), ("zero2_fp16", true), ("zero1_fp32", false), ("zero3_bf16", false)] {
+        let run = succeed("inspect", &[&case(name)], "--brief");
+        assert_eq!(run.stderr.contains("have their master weights (f32)"), is_said, "{name}: {}", run.stderr);
+        let run = succeed("inspect", &[&case(name)], "--brief --weights master");
+        assert!(!run.stderr.contains("master"), "{name}: {}", run.stderr);
+    }
+}
+
+/// Stage 3 saves no parameters of the module. The Hugging Face Trainer and accelerate save them beside it.
+#[test]
+fn weights_of_the_module_at_stage_3_are_in_the_second_model() {
+    let env = TestEnv::new();
+    for name in ["zero3_bf16", "zero3_fp32"] {
+        let out = env.path("out");
+        dtshard(&[&"consolidate", &case(name), &out, &"--weights", &"module"]).assert_refused(&[
+            "--weights module",
+            "stage 3",
+            "save_16bit_model",
+        ]);
+        let source = with_second_model(&env, name);
+        let run = succeed("consolidate", &[&source, &out], "--weights module");
+        assert!(run.stderr.contains("the model comes from model.safetensors"), "{}", run.stderr);
+        assert_eq!(read_safetensors(&out).len(), 1);
+        fs::remove_dir_all(out).unwrap();
+        fs::remove_dir_all(source).unwrap();
+    }
+    let source = with_second_model(&env, "zero1_fp32");
+    let made = env.make("consolidate", &source, "own", "--weights module");
+    assert_same(&read_safetensors(&made.path), &below("model.", &truth("zero1_fp32")), "zero1_fp32");
+}
+
+/// DeepSpeed 0.17.6 writes no optimizer files at stage 1 with bf16 and f32 gradients.
+#[test]
+fn weights_of_the_module_need_no_optimizer_files() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/deepspeed/zero1_fp32").join(TAG);
+    (0..2).for_each(|partition| fs::remove_file(folder.join(optim(partition))).unwrap());
+    let out = env.path("out");
+    dtshard(&[&"consolidate", &folder, &out]).assert_refused(&["missing", &optim(0), "--weights module"]);
+    succeed("consolidate", &[&folder, &out], "--weights module");
+    assert_same(&read_safetensors(&out), &below("model.", &truth("zero1_fp32")), "zero1_fp32");
+}
+
+#[test]
+fn weights_of_a_checkpoint_with_one_value_are_an_error() {
+    let env = TestEnv::new();
+    let source = fixture("llama_tiny/ranks");
+    for weights in ["master", "module"] {
+        for (verb, out) in [("consolidate", Some(env.path("out"))), ("inspect", None), ("verify", None)] {
+            let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&verb, &source];
+            arguments.extend(out.as_ref().map(|out| out as &dyn AsRef<std::ffi::OsStr>));
+            arguments.extend([&"--weights" as &dyn AsRef<std::ffi::OsStr>, &weights]);
+            dtshard(&arguments).assert_refused(&["--weights", weights, "only one value of each parameter"]);
+        }
+    }
+}
+
+/// SGD has no counter of steps, so only the module shows that a partition comes from another save.
+#[test]
+fn verify_compares_master_weights_with_the_module() {
+    let env = TestEnv::new();
+    for (name, file, dtype) in [
+        ("zero2_sgd", optim(1), "f32"),
+        ("zero2_bf16", format!("bf16_{}", optim(0)), "bf16"),
+        ("zero2_fp16", optim(2), "f16"),
+    ] {
+        let folder = env.copy(&format!("trainers/deepspeed/{name}")).join(TAG);
+        succeed("verify", &[&folder], "");
+        // In the optimizer's files, the vectors of the state come before that of the master weights.
+        let before = std::cell::Cell::new(if name == "zero2_sgd" { 1 } else { 2 });
+        let is_masters = |data: &[u8]| data.len() > 64 && before.replace(before.get() - 1) == 0;
+        set_element(&folder.join(file), |data| is_masters(data).then_some(0), 0.5);
+        let run = expect(1, "verify", &[&folder], "");
+        assert!(run.stdout.contains(&format!("the master weights, as {dtype}, are not")), "{name}: {}", run.stdout);
+        assert_eq!(run.stdout.lines().count(), 1, "{name}: {}", run.stdout);
+        succeed("verify", &[&folder], "--weights module");
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
+
 // ------------------------------------------------------------------------------------------------- damaged checkpoints
 
 /// A copy of a case that a test damages.

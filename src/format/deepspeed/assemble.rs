@@ -1,6 +1,6 @@
 //! Makes the catalog of a checkpoint: parameters as boxes of the vectors of all partitions. No tensor data is read here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use indexmap::IndexMap;
@@ -13,8 +13,8 @@ use super::partitions::{Partitioned, Placed};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{
-    Catalog, Chunk, Dict, DictKind, FileLocation, Fqn, TensorEntry, TensorId, Unreadable, Value, checked_len_bytes,
-    contiguous_strides, path,
+    Catalog, Chunk, Dict, DictKind, FileLocation, Fqn, TensorEntry, TensorId, Unreadable, Value, Weights,
+    checked_len_bytes, contiguous_strides, path,
 };
 use crate::error::Result;
 use crate::format::torch::{RankFile, TensorNode, View};
@@ -96,6 +96,8 @@ pub struct Parts<'a> {
     pub folder: &'a Path,
     pub model: &'a ModelStates<'a>,
     pub is_stage3: bool,
+    /// The values that parameters get. Without optimizer files, the module has the only ones.
+    pub weights: Weights,
     /// At stage 0, the state dict of the optimizer, which the model file has.
     pub whole_optimizer: Option<&'a Value>,
     /// The optimizer files, and their content; `None` at stage 0.
@@ -109,14 +111,19 @@ impl Parts<'_> {
     /// `Malformed` for names that contradict each other, `Unsupported` for kinds of tensors that dtshard does not read.
     pub fn catalog(&self) -> Result<Catalog> {
         let mut catalog = Catalog::empty();
+        catalog.weights = Some(self.weights);
         let mut values: IndexMap<Fqn, TensorId> = IndexMap::new();
+        let mut known: HashSet<&str> = HashSet::new();
         let mut state = Vec::new();
         if let Some((files, optimizer)) = self.optimizer {
             for group in &optimizer.groups {
                 for param in &group.partitioned.params {
-                    let id = catalog.push_tensor(entry(files, &group.masters, &group.partitioned, param)?);
-                    if values.insert(param.fqn.clone(), id).is_some() {
+                    if !known.insert(param.fqn.as_str()) {
                         return Err(wrong_name(self.model.first(), param.fqn.as_str(), "each name once"));
+                    }
+                    if self.weights == Weights::Master {
+                        let id = catalog.push_tensor(entry(files, &group.masters, &group.partitioned, param)?);
+                        values.insert(param.fqn.clone(), id);
                     }
                     if !group.state.is_empty() {
                         let own = own_state(files, group, param, &mut catalog)?;
@@ -152,7 +159,8 @@ impl Parts<'_> {
         Ok(catalog)
     }
 
-    /// Returns the state dict of the model, in the order of `module`. `values` has the trained parameters.
+    /// Returns the state dict of the model, in the order of `module`. `values` has the master weights of the trained
+    /// parameters, if they are read.
     fn model_dict(&self, values: IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Result<Value> {
         let ModelStates { module, shared, .. } = self.model;
         let first = self.model.first();

@@ -25,4 +25,4 @@ mod optimizer;
 mod partitions;
 mod read;
 
-pub use names::is_states;
+pub use names::{has_module, is_states};

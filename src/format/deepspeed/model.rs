@@ -5,7 +5,7 @@ use std::path::Path;
 use super::fields::Fields;
 use super::folder::{GATHER, StatesFiles, leftover, refused};
 use super::optimizer::Shapes;
-use crate::catalog::{Dict, Value};
+use crate::catalog::{Dict, Dtype, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::RankFile;
 
@@ -109,6 +109,13 @@ impl<'a> ModelStates<'a> {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns the dtype of the first parameter of the module, which is that of all of them in mixed-precision training.
+    pub fn dtype(&self) -> Option<Dtype> {
+        let is_buffer = |key: &Value| key.as_str().is_some_and(|name| self.buffers.contains(&name));
+        let parameter = self.module.entries.iter().find(|(key, _)| !is_buffer(key));
+        parameter.and_then(|(_, value)| self.first().view(value)).map(|view| view.dtype)
     }
 
     /// Returns the number of updates of the optimizer since the training began, without skipped updates.

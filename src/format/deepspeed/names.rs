@@ -71,6 +71,13 @@ impl StatesName {
     }
 }
 
+/// Returns whether this is the name of a file that has the values of the module: at stage 3, the files of the model have
+/// none.
+#[must_use]
+pub fn has_module(name: &str) -> bool {
+    StatesName::parse(name).is_some_and(|parsed| parsed.role == Role::Model)
+}
+
 fn number(digits: &str) -> Option<u32> {
     let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| digits.parse().ok()).flatten()

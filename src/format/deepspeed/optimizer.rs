@@ -397,6 +397,9 @@ pub fn missing(folder: &Path, first: &str) -> Error {
         at: String::from("optimizer files"),
         expected: String::from("one file for each rank, with the master weights and the optimizer state"),
         missing: format!("{first} and the files of other ranks"),
-        hint: Some(String::from("copy the files of all ranks into the folder")),
+        hint: Some(String::from(
+            "copy the files of all ranks into the folder, or read only the parameters of the module with options::weights \
+             module",
+        )),
     })
 }

@@ -8,8 +8,8 @@ use super::folder::{GATHER, StatesFiles, refused};
 use super::model::{ModelStates, OWN_KEYS, check_optimizer_file};
 use super::names::{Role, StatesName};
 use super::optimizer;
-use crate::catalog::{Catalog, Value};
-use crate::error::Result;
+use crate::catalog::{Catalog, Weights};
+use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
 use crate::format::list;
 use crate::format::reading::ReadFindings;
@@ -33,7 +33,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
     let optimizer_files = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
     let mut catalog = if optimizer_files.is_empty() {
-        read_stage0(folder, &model)?
+        read_without_partitions(folder, &model, reading.options.weights)?
     } else {
         read_partitions(reading, folder, &found, &model, &optimizer_files)?
     };
@@ -76,11 +76,38 @@ fn read_partitions(
         warnings.extend(steps.and_then(|steps| other_steps(model, steps)));
     }
     let refs: Vec<&RankFile> = files.iter().collect();
-    let parts =
-        Parts { folder, model, is_stage3: found.is_stage3, whole_optimizer: None, optimizer: Some((&refs, &states)) };
+    let weights = reading.options.weights.unwrap_or(Weights::Master);
+    if weights == Weights::Module && found.is_stage3 {
+        return Err(without_module(folder));
+    }
+    let optimizer = Some((refs.as_slice(), &states));
+    let parts = Parts { folder, model, is_stage3: found.is_stage3, weights, whole_optimizer: None, optimizer };
     let mut catalog = parts.catalog()?;
     catalog.warnings.extend(warnings);
+    let masters = states.groups.first().and_then(|group| group.masters.first()).map(|master| master.dtype);
+    let is_said = reading.options.weights.is_some() || found.is_stage3;
+    if let (false, Some(master), Some(module)) = (is_said, masters, model.dtype())
+        && master != module
+    {
+        catalog.notes.push(format!(
+            "{}: parameters have their master weights ({master}), which the optimizer updates; options::weights module reads \
+             those of the module ({module})",
+            folder.display()
+        ));
+    }
     Ok(catalog)
+}
+
+/// Returns the error for a checkpoint of stage 3 whose module is requested.
+fn without_module(folder: &Path) -> Error {
+    Error::usage(
+        format!(
+            "options::weights module: {} is a checkpoint of ZeRO stage 3, which has master weights only",
+            folder.display()
+        ),
+        "leave options::weights out; or give the file that save_16bit_model wrote, or that accelerate wrote beside the \
+         checkpoint, as SRC",
+    )
 }
 
 /// Returns a warning if the optimizer has made another number of steps than the job.
@@ -97,17 +124,29 @@ fn other_steps(model: &ModelStates<'_>, steps: f64) -> Option<String> {
     })
 }
 
-/// Reads a checkpoint of ZeRO stage 0, whose model file has the optimizer.
-fn read_stage0(folder: &Path, model: &ModelStates<'_>) -> Result<Catalog> {
+/// Reads a checkpoint without optimizer files. At ZeRO stage 0, the model file has the optimizer.
+fn read_without_partitions(folder: &Path, model: &ModelStates<'_>, weights: Option<Weights>) -> Result<Catalog> {
     let first = model.first();
-    let name = StatesName { role: Role::Optimizer, partition: 0, model_parallel: 0, is_bf16: false };
+    let module =
+        Parts { folder, model, is_stage3: false, weights: Weights::Module, whole_optimizer: None, optimizer: None };
+    let is_module = weights == Some(Weights::Module);
     let Some(optimizer) = first.get("optimizer") else {
-        return Err(optimizer::missing(folder, &name.of_partition(0)));
+        let name = StatesName { role: Role::Optimizer, partition: 0, model_parallel: 0, is_bf16: false };
+        return if is_module { module.catalog() } else { Err(optimizer::missing(folder, &name.of_partition(0))) };
     };
     let has = |key: &str| optimizer.as_dict().is_some_and(|dict| dict.get(key).is_some());
-    if ["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
+    if !["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
+        // The module has f32 parameters, and they are the master weights.
+        let weights = weights.unwrap_or(Weights::Master);
+        return Parts { weights, whole_optimizer: Some(optimizer), ..module }.catalog();
+    }
+    if !is_module {
         return Err(refused(folder, "of ZeRO stage 0 with 16-bit parameters, whose masters have no names", GATHER));
     }
-    let whole_optimizer: Option<&Value> = Some(optimizer);
-    Parts { folder, model, is_stage3: false, whole_optimizer, optimizer: None }.catalog()
+    let mut catalog = module.catalog()?;
+    catalog.warnings.push(format!(
+        "{}: the optimizer is left out, because its state has no names of parameters",
+        first.path().display()
+    ));
+    Ok(catalog)
 }
