@@ -10,6 +10,7 @@ use super::folder::{GATHER, leftover, refused};
 use super::model::{ModelStates, OWN_KEYS, wrong_name};
 use super::optimizer::{OptimizerStates, StateValue};
 use super::partitions::{Partitioned, Placed};
+use super::whole_masters::{WholeGroup, WholeMaster};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{
@@ -98,10 +99,19 @@ pub struct Parts<'a> {
     pub is_stage3: bool,
     /// The values that parameters get. Without optimizer files, the module has the only ones.
     pub weights: Weights,
-    /// At stage 0, the state dict of the optimizer, which the model file has.
-    pub whole_optimizer: Option<&'a Value>,
-    /// The optimizer files, and their content; `None` at stage 0.
-    pub optimizer: Option<(&'a [&'a RankFile], &'a OptimizerStates<'a>)>,
+    pub optimizer: OptimizerParts<'a>,
+}
+
+/// The optimizer of a checkpoint.
+#[derive(Clone, Copy)]
+pub enum OptimizerParts<'a> {
+    None,
+    /// The state dict of the optimizer, as the model file has it at stage 0 with f32 parameters. Parameters have numbers.
+    Numbered(&'a Value),
+    /// The master weights and the state that the model file has at stage 0 with 16-bit parameters.
+    Whole(&'a [WholeGroup<'a>]),
+    /// The optimizer files of stages 1, 2 and 3, and their content.
+    Partitioned(&'a [&'a RankFile], &'a OptimizerStates<'a>),
 }
 
 impl Parts<'_> {
@@ -112,51 +122,69 @@ impl Parts<'_> {
     pub fn catalog(&self) -> Result<Catalog> {
         let mut catalog = Catalog::empty();
         catalog.weights = Some(self.weights);
-        let mut values: IndexMap<Fqn, TensorId> = IndexMap::new();
-        let mut known: HashSet<&str> = HashSet::new();
-        let mut state = Vec::new();
-        if let Some((files, optimizer)) = self.optimizer {
-            for group in &optimizer.groups {
-                for param in &group.partitioned.params {
-                    if !known.insert(param.fqn.as_str()) {
-                        return Err(wrong_name(self.model.first(), param.fqn.as_str(), "each name once"));
-                    }
-                    if self.weights == Weights::Master {
-                        let id = catalog.push_tensor(entry(files, &group.masters, &group.partitioned, param)?);
-                        values.insert(param.fqn.clone(), id);
-                    }
-                    if !group.state.is_empty() {
-                        let own = own_state(files, group, param, &mut catalog)?;
-                        state.push((Value::Str((&param.fqn).into()), own));
-                    }
-                }
+        let mut masters: IndexMap<Fqn, TensorId> = IndexMap::new();
+        let optimizer = match self.optimizer {
+            OptimizerParts::None => None,
+            OptimizerParts::Numbered(state) => Some(import(self.model.first().file, state, &mut catalog)),
+            OptimizerParts::Whole(groups) => Some(self.whole(groups, &mut masters, &mut catalog)),
+            OptimizerParts::Partitioned(files, states) => {
+                Some(self.partitioned(files, states, &mut masters, &mut catalog)?)
             }
-        }
-        let mut entries = vec![(Value::Str(MODEL.into()), self.model_dict(values, &mut catalog)?)];
-        if let Some(state) = self.whole_optimizer {
-            let own = import(self.model.first().file, state, &mut catalog);
-            entries.push((Value::Str(OPTIMIZER.into()), own));
-        }
-        if let Some((files, optimizer)) = self.optimizer {
-            let groups = optimizer.param_groups.iter().map(|(names, options)| {
-                let options = options.entries.iter().map(|(key, value)| match key.as_str() {
-                    Some(PARAMS) => {
-                        let names = names.iter().map(|name| Value::Str(name.into())).collect();
-                        (key.clone(), Value::List(names))
-                    }
-                    _ => (key.clone(), import(files[0], value, &mut catalog)),
-                });
-                dict(DictKind::Plain, options.collect())
-            });
-            let groups = Value::List(groups.collect());
-            let own =
-                vec![(Value::Str(STATE.into()), dict(DictKind::Plain, state)), (Value::Str(GROUPS.into()), groups)];
-            entries.push((Value::Str(OPTIMIZER.into()), dict(DictKind::Plain, own)));
-        }
+        };
+        let mut entries = vec![(Value::Str(MODEL.into()), self.model_dict(masters, &mut catalog)?)];
+        entries.extend(optimizer.map(|optimizer| (Value::Str(OPTIMIZER.into()), optimizer)));
         self.add_objects(&mut entries, &mut catalog);
         catalog.state = dict(DictKind::Plain, entries);
         name_tensors(&mut catalog);
         Ok(catalog)
+    }
+
+    /// Returns the state dict of an optimizer that has whole tensors. Adds the master weights to `masters`.
+    fn whole(&self, groups: &[WholeGroup<'_>], masters: &mut IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Value {
+        let file = self.model.first().file;
+        let (mut state, mut param_groups) = (Vec::new(), Vec::new());
+        for group in groups {
+            for WholeMaster { name, master, state: own } in &group.params {
+                masters.insert((*name).into(), catalog.push_tensor(whole(file, name, master)));
+                state.extend(own.map(|own| (Value::Str((*name).into()), import(file, own, catalog))));
+            }
+            let names = group.params.iter().map(|param| Value::Str(param.name.into()));
+            param_groups.push(param_group(file, group.options, names, catalog));
+        }
+        state_dict(state, param_groups)
+    }
+
+    /// Returns the state dict of an optimizer whose files are partitioned. Adds the master weights to `masters`, if they are
+    /// read.
+    fn partitioned(
+        &self,
+        files: &[&RankFile],
+        states: &OptimizerStates<'_>,
+        masters: &mut IndexMap<Fqn, TensorId>,
+        catalog: &mut Catalog,
+    ) -> Result<Value> {
+        let mut known: HashSet<&str> = HashSet::new();
+        let mut state = Vec::new();
+        for group in &states.groups {
+            for param in &group.partitioned.params {
+                if !known.insert(param.fqn.as_str()) {
+                    return Err(wrong_name(self.model.first(), param.fqn.as_str(), "each name once"));
+                }
+                if self.weights == Weights::Master {
+                    let id = catalog.push_tensor(entry(files, &group.masters, &group.partitioned, param)?);
+                    masters.insert(param.fqn.clone(), id);
+                }
+                if !group.state.is_empty() {
+                    let own = own_state(files, group, param, catalog)?;
+                    state.push((Value::Str((&param.fqn).into()), own));
+                }
+            }
+        }
+        let groups = states.param_groups.iter().map(|(names, options)| {
+            param_group(files[0], options, names.iter().map(|name| Value::Str(name.into())), catalog)
+        });
+        let groups = groups.collect();
+        Ok(state_dict(state, groups))
     }
 
     /// Returns the state dict of the model, in the order of `module`. `values` has the master weights of the trained
@@ -325,6 +353,25 @@ impl Parts<'_> {
             entries.push((key.clone(), value));
         }
     }
+}
+
+/// Returns the state dict of an optimizer.
+fn state_dict(state: Vec<(Value, Value)>, groups: Vec<Value>) -> Value {
+    let entries = vec![
+        (Value::Str(STATE.into()), dict(DictKind::Plain, state)),
+        (Value::Str(GROUPS.into()), Value::List(groups)),
+    ];
+    dict(DictKind::Plain, entries)
+}
+
+/// Returns a parameter group, which has names instead of numbers.
+fn param_group(file: &RankFile, options: &Dict, names: impl Iterator<Item = Value>, catalog: &mut Catalog) -> Value {
+    let mut names = Some(Value::List(names.collect()));
+    let options = options.entries.iter().map(|(key, value)| match key.as_str() {
+        Some(PARAMS) => (key.clone(), names.take().unwrap_or(Value::None)),
+        _ => (key.clone(), import(file, value, catalog)),
+    });
+    dict(DictKind::Plain, options.collect())
 }
 
 /// Returns the state of one parameter.

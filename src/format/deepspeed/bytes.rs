@@ -13,7 +13,10 @@ use crate::storage::Files;
 
 /// Reads elements of the storage of a view. `elements` counts from the first element of the view, and may go beyond its end,
 /// but not beyond the end of its storage.
-fn read(files: &Files, file: &RankFile, view: &View, elements: Range<u64>) -> Result<Vec<u8>> {
+///
+/// # Errors
+/// `Io`.
+pub fn read(files: &Files, file: &RankFile, view: &View, elements: Range<u64>) -> Result<Vec<u8>> {
     let itemsize = view.dtype.itemsize();
     // The location of a view without elements is empty, although its storage may have padding.
     let first = View { sizes: [1].as_slice().into(), strides: [1].as_slice().into(), ..view.clone() };

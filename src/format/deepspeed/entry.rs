@@ -17,7 +17,7 @@ use crate::format::traits::Read;
 /// The row for DeepSpeed's folders in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
     name: "deepspeed",
-    about: "folder that DeepSpeed's `save_checkpoint` writes (ZeRO stages 1, 2, 3)",
+    about: "folder that DeepSpeed's `save_checkpoint` writes (ZeRO stages 0 to 3)",
     files: "(none)",
     suffixes: &[],
     index_suffix: None,

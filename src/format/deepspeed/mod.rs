@@ -1,4 +1,4 @@
-//! Checkpoints of DeepSpeed: the folder that `engine.save_checkpoint` writes for ZeRO stages 1, 2 and 3.
+//! Checkpoints of DeepSpeed: the folder that `engine.save_checkpoint` writes for ZeRO stages 0 to 3.
 //!
 //! ```text
 //! latest                                           the name of the newest folder
@@ -24,5 +24,6 @@ mod names;
 mod optimizer;
 mod partitions;
 mod read;
+mod whole_masters;
 
 pub use names::{has_module, is_states};

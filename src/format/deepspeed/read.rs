@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use super::assemble::Parts;
+use super::assemble::{OptimizerParts, Parts};
 use super::bytes::{check_padding, check_steps};
-use super::folder::{GATHER, StatesFiles, refused};
+use super::folder::{StatesFiles, refused};
 use super::model::{ModelStates, OWN_KEYS, check_optimizer_file};
 use super::names::{Role, StatesName};
-use super::optimizer;
-use crate::catalog::{Catalog, Weights};
+use super::{optimizer, whole_masters};
+use crate::catalog::{Catalog, Dtype, Weights};
 use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
 use crate::format::list;
@@ -33,7 +33,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
     let optimizer_files = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
     let mut catalog = if optimizer_files.is_empty() {
-        read_without_partitions(folder, &model, reading.options.weights)?
+        read_without_partitions(reading, folder, &model)?
     } else {
         read_partitions(reading, folder, &found, &model, &optimizer_files)?
     };
@@ -80,20 +80,13 @@ fn read_partitions(
     if weights == Weights::Module && found.is_stage3 {
         return Err(without_module(folder));
     }
-    let optimizer = Some((refs.as_slice(), &states));
-    let parts = Parts { folder, model, is_stage3: found.is_stage3, weights, whole_optimizer: None, optimizer };
+    let optimizer = OptimizerParts::Partitioned(&refs, &states);
+    let parts = Parts { folder, model, is_stage3: found.is_stage3, weights, optimizer };
     let mut catalog = parts.catalog()?;
     catalog.warnings.extend(warnings);
     let masters = states.groups.first().and_then(|group| group.masters.first()).map(|master| master.dtype);
-    let is_said = reading.options.weights.is_some() || found.is_stage3;
-    if let (false, Some(master), Some(module)) = (is_said, masters, model.dtype())
-        && master != module
-    {
-        catalog.notes.push(format!(
-            "{}: parameters have their master weights ({master}), which the optimizer updates; options::weights module reads \
-             those of the module ({module})",
-            folder.display()
-        ));
+    if !found.is_stage3 {
+        catalog.notes.extend(note_of_master_weights(reading, folder, masters, model));
     }
     Ok(catalog)
 }
@@ -125,28 +118,58 @@ fn other_steps(model: &ModelStates<'_>, steps: f64) -> Option<String> {
 }
 
 /// Reads a checkpoint without optimizer files. At ZeRO stage 0, the model file has the optimizer.
-fn read_without_partitions(folder: &Path, model: &ModelStates<'_>, weights: Option<Weights>) -> Result<Catalog> {
-    let first = model.first();
-    let module =
-        Parts { folder, model, is_stage3: false, weights: Weights::Module, whole_optimizer: None, optimizer: None };
-    let is_module = weights == Some(Weights::Module);
+fn read_without_partitions(reading: &ReadFindings<'_>, folder: &Path, model: &ModelStates<'_>) -> Result<Catalog> {
+    let (first, weights) = (model.first(), reading.options.weights);
+    let module = Parts { folder, model, is_stage3: false, weights: Weights::Module, optimizer: OptimizerParts::None };
     let Some(optimizer) = first.get("optimizer") else {
+        if weights == Some(Weights::Module) {
+            return module.catalog();
+        }
         let name = StatesName { role: Role::Optimizer, partition: 0, model_parallel: 0, is_bf16: false };
-        return if is_module { module.catalog() } else { Err(optimizer::missing(folder, &name.of_partition(0))) };
+        return Err(optimizer::missing(folder, &name.of_partition(0)));
     };
     let has = |key: &str| optimizer.as_dict().is_some_and(|dict| dict.get(key).is_some());
     if !["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
         // The module has f32 parameters, and they are the master weights.
         let weights = weights.unwrap_or(Weights::Master);
-        return Parts { weights, whole_optimizer: Some(optimizer), ..module }.catalog();
+        return Parts { weights, optimizer: OptimizerParts::Numbered(optimizer), ..module }.catalog();
     }
-    if !is_module {
-        return Err(refused(folder, "of ZeRO stage 0 with 16-bit parameters, whose masters have no names", GATHER));
+    if weights == Some(Weights::Module) {
+        let mut catalog = module.catalog()?;
+        catalog.warnings.push(format!(
+            "{}: the optimizer is left out, because its state has no names of parameters",
+            first.path().display()
+        ));
+        return Ok(catalog);
     }
-    let mut catalog = module.catalog()?;
-    catalog.warnings.push(format!(
-        "{}: the optimizer is left out, because its state has no names of parameters",
-        first.path().display()
-    ));
+    // A metadata mirror has no values to compare.
+    if has("fp32_groups_flat") || !reading.options.holdings.is_empty() {
+        return Err(refused(
+            folder,
+            "of ZeRO stage 0 with 16-bit parameters, whose master weights have no names",
+            "read the parameters of the module, without the optimizer, with options::weights module",
+        ));
+    }
+    let groups = whole_masters::find_names(folder, &reading.files, model)?;
+    let mut catalog =
+        Parts { weights: Weights::Master, optimizer: OptimizerParts::Whole(&groups), ..module }.catalog()?;
+    catalog.notes.extend(note_of_master_weights(reading, folder, Some(Dtype::F32), model));
     Ok(catalog)
+}
+
+/// Returns the note that says which weights are read, unless an option chose them, or both have one dtype.
+fn note_of_master_weights(
+    reading: &ReadFindings<'_>,
+    folder: &Path,
+    masters: Option<Dtype>,
+    model: &ModelStates<'_>,
+) -> Option<String> {
+    let (master, module) = masters.zip(model.dtype())?;
+    (reading.options.weights.is_none() && master != module).then(|| {
+        format!(
+            "{}: parameters have their master weights ({master}), which the optimizer updates; options::weights module reads \
+             those of the module ({module})",
+            folder.display()
+        )
+    })
 }
