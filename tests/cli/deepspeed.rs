@@ -522,6 +522,8 @@ fn files_of_other_saves_are_errors() {
 /// Changes the small number that follows a key in a pickle.
 fn set_number(pickle: &mut [u8], key: &[u8], number: u8) {
     let at = find(pickle, key).unwrap() + key.len();
+    // The number of a memo entry can be the byte K.
+    let at = if pickle[at] == b'q' { at + 2 } else { at };
     let at = at + pickle[at..].iter().position(|byte| *byte == b'K').unwrap();
     pickle[at + 1] = number;
 }
@@ -591,6 +593,32 @@ fn partitions_that_do_not_fit_the_shapes_are_errors() {
     }
     let first = "zero_pp_rank_0_mp_rank_00_model_states.pt";
     Damaged::new("zero3_fp32").refuse(&["param_shapes"], other_shape(first, 8));
+}
+
+/// Renamed and reordered parameters of equal shapes have equal partitions: only the addresses show them.
+#[test]
+fn parameters_with_other_addresses_are_errors() {
+    for (name, file) in
+        [("zero1_fp32", optim(1)), ("zero2_sgd", optim(0)), ("zero1_bf16", format!("bf16_{}", optim(2)))]
+    {
+        Damaged::new(name).refuse(&[&file, "param_slice_mappings[0]", "elements", "param_shapes"], |folder| {
+            edit_pickle(&folder.join(&file), |pickle| {
+                let key = find(pickle, b"param_slice_mappings").unwrap();
+                let value = key + find(&pickle[key..], b"start").unwrap();
+                set_number(&mut pickle[value..], b"start", 200);
+            });
+        });
+    }
+    let swap = |folder: &Path| {
+        edit_pickle(&folder.join(MODEL), |pickle| {
+            let key = find(pickle, b"param_shapes").unwrap();
+            let first = key + find(&pickle[key..], b"layers.0.up.bias").unwrap();
+            let second = key + find(&pickle[key..], b"layers.1.up.bias").unwrap();
+            (pickle[first + 7], pickle[second + 7]) = (b'1', b'0');
+        });
+    };
+    Damaged::new("zero2_sgd")
+        .refuse(&[&optim(0), "param_slice_mappings[0][\"layers.0.up.bias\"]", "expected no elements"], swap);
 }
 
 #[test]

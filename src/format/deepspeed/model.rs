@@ -118,6 +118,11 @@ impl<'a> ModelStates<'a> {
         parameter.and_then(|(_, value)| self.first().view(value)).map(|view| view.dtype)
     }
 
+    /// Returns a setting of `zero_optimization` in the configuration of the job.
+    pub fn zero_setting(&self, key: &str) -> Option<&'a Value> {
+        zero_setting(self.first(), key)
+    }
+
     /// Returns the number of updates of the optimizer since the training began, without skipped updates.
     pub fn updates(&self) -> Option<u64> {
         let number = |key: &str| self.first().number(key).ok().flatten();

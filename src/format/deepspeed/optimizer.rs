@@ -20,7 +20,7 @@ const MASTERS_STAGE3: &str = "fp32_flat_groups";
 /// The key of the optimizer's own state dict at stages 1 and 2.
 const BASE_STATE: &str = "base_optimizer_state";
 /// The key of the whole content of an optimizer file, and, at stage 3, of the optimizer's own state dict inside it.
-const STATE_DICT: &str = "optimizer_state_dict";
+pub const STATE_DICT: &str = "optimizer_state_dict";
 
 /// The names and shapes of the parameters of one group, in the order in which they are flattened.
 pub type Shapes = Vec<(Fqn, Dims)>;

@@ -7,7 +7,7 @@ use super::bytes::{check_padding, check_steps};
 use super::folder::{StatesFiles, refused};
 use super::model::{ModelStates, OWN_KEYS, check_optimizer_file};
 use super::names::{Role, StatesName};
-use super::{optimizer, whole_masters};
+use super::{mappings, optimizer, whole_masters};
 use crate::catalog::{Catalog, Dtype, Weights};
 use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
@@ -63,6 +63,7 @@ fn read_partitions(
     };
     let states = optimizer::read(folder, found, files, shapes)?;
     model.check_partitions(files.len())?;
+    mappings::check(model, files, &states.groups)?;
     let mut warnings = Vec::new();
     for file in files {
         // One warning is enough: other files of the same job would repeat it.

@@ -109,6 +109,8 @@ const INERT: &[Row] = &[
         "ReduceOp", "ReduceOp.RedOpType", "RedOpType",
     ], Use::Class),
 
+    (&["deepspeed.utils.tensor_fragment"], &["fragment_address"], Use::Class),
+
     (&["numpy"], &["ndarray"], Use::Type),
     (&["numpy"], &["dtype"], Use::Class),
     (&["numpy"], NUMPY_SCALARS, Use::Type),
