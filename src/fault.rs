@@ -34,8 +34,8 @@ pub const POINTS: [&str; 24] = [
     "commit-left",
 ];
 
-/// The names of the crash points that only a run with `options::source per-rank` reaches, at the time when processes
-/// copy files of SRC.
+/// The names of the crash points that only a run whose `options::source` is `per-rank` reaches, at the time when
+/// processes copy files of SRC.
 pub const COPY_POINTS: [&str; 3] = ["source-copying", "source-copied", "source-recorded"];
 
 /// Kills the process if a test has selected the crash point `name`.

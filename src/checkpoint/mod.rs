@@ -118,7 +118,7 @@ pub struct Checkpoint {
     compared: Mutex<HashMap<TensorId, bool>>,
     /// The tensors by name. The map is built when a tensor is first looked up by name.
     by_name: OnceLock<HashMap<String, TensorId>>,
-    /// The names, as the files have them, of what was left out by a selection.
+    /// The names of the tensors and objects that a selection left out, as the files have them.
     left_out: Vec<String>,
     /// The weight map that was applied, as a JSON document.
     applied_map: Option<serde_json::Value>,

@@ -122,8 +122,8 @@ pub(crate) fn relative_to_root<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p
 /// The number of bytes that are collected before the hash function is called.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The maximum length in bytes of header bytes that are hashed directly. For such short header bytes, a separate digest
-/// would cost more time.
+/// The maximum number of header bytes that the fingerprint hashes directly. For more header bytes, it hashes a digest
+/// of them, which is computed only once for all files that share the header bytes.
 const SHORT_BYTES: usize = 128;
 
 /// The maximum number of list elements in one part of a list. This number does not depend on the number of threads.

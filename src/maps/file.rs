@@ -59,8 +59,8 @@ pub struct Side {
     pub model_types: Vec<String>,
     /// For each name that may be missing, the name of the tensor that it is tied to.
     pub tied: Vec<(String, String)>,
-    /// The encoding from which the tensors of this side were decoded, if the side is what the encoding decodes to. Such a side
-    /// cannot be converted to.
+    /// The encoding, such as `mxfp4`, whose decoded tensors this side describes. `None` if the side describes tensors as
+    /// files store them. A side with an encoding cannot be the target of a conversion.
     pub decoded: Option<String>,
     /// The names of the files in which models of this convention are published.
     pub files: Vec<FileName>,

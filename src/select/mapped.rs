@@ -401,7 +401,8 @@ impl<'a> Mapper<'a> {
         }
     }
 
-    /// Leaves out the state `leaves`, if the options say so. Otherwise returns the error about `cause`, one of these leaves.
+    /// Records `leaves` of the optimizer state as left out if `options::map_state` is `drop`. Otherwise returns an error
+    /// that names `cause`, one of the leaves.
     fn refuse_state(&mut self, leaves: &[Leaf], cause: Leaf, why: &str) -> Result<()> {
         if self.drops_state {
             self.outcome.dropped_state.extend(leaves.iter().map(|leaf| self.survey.raw_name(*leaf)));

@@ -1,4 +1,4 @@
-//! Renames by regular expressions: `options::rename 'REGEX=REPL'`.
+//! Renames by regular expressions. A value of `options::rename` has the form `REGEX=REPL`.
 //!
 //! The regular expression may match anywhere in a name, and every match is replaced, as in `re.sub` and `sed s///g`.
 //! The replacement refers to groups as `\1`, `${1}` or `${name}`. A bare `$1` is an error, because in the syntax of the

@@ -55,8 +55,8 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
 }
 
 /// Returns whether a folder is in this format: the folder has several rank files, or a rank file and `layout.json`. A
-/// single rank file without `layout.json` is an ordinary safetensors file. With options::from `local`, one rank file or
-/// `layout.json` is enough; with options::from `safetensors`, the result is false.
+/// single rank file without `layout.json` is an ordinary safetensors file. If `options::from` is `local`, one rank file
+/// or `layout.json` is enough. If `options::from` is `safetensors`, the result is false.
 pub fn matches_listing(listing: &FolderListing<'_>) -> bool {
     let count = listing.names.iter().filter(|name| rank_of(Path::new(name)).is_some()).count();
     let has_layout = listing.names.iter().any(|name| name == FILE_NAME);
