@@ -78,6 +78,7 @@ pub fn join_shards(checkpoint: &mut Checkpoint, model: &Catalog, side: &ShardedS
         rules: rules.into_iter().map(rule).collect(),
         ..DeclaredLayout::default()
     })?;
-    let chosen = if chosen.is_empty() { String::new() } else { format!("; {}", chosen.join(", ")) };
+    let chosen =
+        if chosen.is_empty() { String::new() } else { format!("; the shapes show that {}", chosen.join(", ")) };
     Ok(format!("the shards of {ranks} ranks are joined as the side {name} declares{chosen}"))
 }

@@ -458,9 +458,13 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, selected: &Sele
             None => return Ok(()),
         },
     };
-    let effect = if skipped.is_some() { "complete values would be reduced" } else { "no tensor would be reduced" };
+    let effect = if skipped.is_some() {
+        "and the other tensors have complete values, which need no reduction"
+    } else {
+        "so no tensor would be reduced"
+    };
     let given = layout.reduce.join(" options::reduce ");
-    Err(Error::usage(format!("options::reduce {given}: the gradients are left out, so {effect}"), hint))
+    Err(Error::usage(format!("options::reduce {given}: the gradients are left out, {effect}"), hint))
 }
 
 /// Returns the path of the gradients in the state dict of the source if none of them is selected, otherwise `None`.

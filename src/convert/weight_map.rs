@@ -531,22 +531,29 @@ fn not_encoded(text: &str, map: &WeightMap, to: Option<usize>, encoding: &str) -
     let names: Vec<&str> = map.sides.iter().filter(|side| side.decoded.is_none()).map(|side| &*side.name).collect();
     let side = to.map_or("", |to| &map.sides[to].name);
     Error::usage(
-        format!("options::map {text}: {side} is what {encoding} decodes to, and no format stores it"),
+        format!("options::map {text}: the side {side} describes decoded {encoding} weights, which no format stores"),
         format!("convert to one of {}", names.join(", ")),
     )
 }
 
-/// Returns the error about a side of SRC that contradicts what was decoded.
+/// Returns the error about a side of SRC that describes decoded weights although SRC is not decoded, or stored weights
+/// although SRC is decoded.
 fn other_encoding(text: &str, map: &WeightMap, from: usize) -> Error {
     let side = &map.sides[from];
     let (problem, hint) = match &side.decoded {
         Some(encoding) => (
-            format!("{} is what {encoding} decodes to, and SRC is not decoded", side.name),
+            format!(
+                "the side {} describes decoded {encoding} weights, but the weights of SRC are not decoded",
+                side.name
+            ),
             "decode SRC with options::dequantize, or name another side of SRC",
         ),
         None => (
-            format!("SRC is decoded, and {} is not what it decodes to", side.name),
-            "leave the side of SRC out: it is found by what is decoded",
+            format!(
+                "the side {} describes stored weights, but options::dequantize decodes the weights of SRC",
+                side.name
+            ),
+            "omit the side of SRC: dtshard finds the side that describes the decoded weights",
         ),
     };
     Error::usage(format!("options::map {text}: {problem}"), hint)
@@ -592,7 +599,7 @@ fn other_model(map: &WeightMap, model_type: &str, config: &Configuration) -> Err
             map.model_types().join(", "),
             config.name()
         ),
-        "choose the map of this model; `dtshard maps SRC` lists those that fit. If the conventions are the same, add the type to a \
+        "choose the map of this model; `dtshard maps SRC` lists the maps that fit. If the conventions are the same, add the type to a \
          copy of the map file",
     )
 }

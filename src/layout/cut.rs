@@ -25,12 +25,12 @@ pub enum SplitChoice<'a> {
 
 impl fmt::Display for SplitChoice<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Rule(rule) => &rule.origin,
-            Self::AllTensors => "the split of all tensors",
-            Self::Source => "the split in SRC",
-            Self::Like => "the split in options::like",
-        })
+        match self {
+            Self::Rule(rule) => write!(f, "from {}", rule.origin),
+            Self::AllTensors => f.write_str("set for all tensors"),
+            Self::Source => f.write_str("from SRC"),
+            Self::Like => f.write_str("from options::like"),
+        }
     }
 }
 

@@ -143,8 +143,9 @@ pub enum LayoutError {
     #[error("{fqn}: the rule `{rule}` sets {placement}, which does not fit the shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
-    /// A tensor cannot be split as requested. `by` names the origin of the split rule: a rule, an option or SRC.
-    #[error("{fqn}: {source} ({by})")]
+    /// A tensor cannot be split as requested. `by` describes the origin of the split rule: `from SRC`, `set for all
+    /// tensors`.
+    #[error("{fqn}: {source} (the split rule is {by})")]
     Cut { fqn: String, by: String, source: Box<LayoutError>, hint: &'static str },
 
     /// An error about a tensor, with the name of the tensor.

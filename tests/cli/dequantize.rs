@@ -141,9 +141,21 @@ fn sides_that_contradict_the_decoding_are_refused() {
     let env = TestEnv::new();
     let gpt_oss = fixture("maps/gpt-oss");
     for (source, options, cause) in [
-        ("packed", "--dequantize bf16 --map gpt-oss:hf:titan", "SRC is decoded, and hf is not what it decodes to"),
-        ("hf.safetensors", "--map gpt-oss:packed:titan", "packed is what mxfp4 decodes to, and SRC is not decoded"),
-        ("hf.safetensors", "--map gpt-oss:hf:packed", "packed is what mxfp4 decodes to, and no format stores it"),
+        (
+            "packed",
+            "--dequantize bf16 --map gpt-oss:hf:titan",
+            "the side hf describes stored weights, but --dequantize decodes the weights of SRC",
+        ),
+        (
+            "hf.safetensors",
+            "--map gpt-oss:packed:titan",
+            "the side packed describes decoded mxfp4 weights, but the weights of SRC are not decoded",
+        ),
+        (
+            "hf.safetensors",
+            "--map gpt-oss:hf:packed",
+            "the side packed describes decoded mxfp4 weights, which no format stores",
+        ),
         ("packed", "--map gpt-oss:titan", "_blocks: hf stores this part of a quantised weight, and titan does not"),
         ("hf.safetensors", "--dequantize bf16", "the model has no quantised weights"),
         ("hf.safetensors", "--config config.json", "--config has no effect without --map and --dequantize"),

@@ -35,7 +35,10 @@ pub fn default_format(args: &UnshardOptions, source: &ConversionSource) -> Resul
         TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
-            format!("options::unit: {format} does not record how the other tensors are sharded"),
+            format!(
+                "options::unit keeps all other tensors sharded as in SRC, but {format} does not record how they are \
+                 sharded"
+            ),
             "use options::unit only for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }

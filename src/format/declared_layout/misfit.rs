@@ -83,8 +83,8 @@ impl LayoutMisfit<'_> {
             PartError::Missing { rank } => {
                 return format!(
                     "check that the file of rank {rank} exists and that the save finished; if rank {rank} never had the \
-                     tensor, as with pipeline stages, declare R on that mesh dim; otherwise check the order of ranks in \
-                     the mesh (options::src_mesh_ranks)"
+                     tensor, as with pipeline stages, declare R on the mesh dim along which ranks lack the tensor; \
+                     otherwise check the order of ranks in the mesh (options::src_mesh_ranks)"
                 );
             }
             PartError::OutsideMesh { .. } => {
