@@ -27,19 +27,19 @@ const CASES: [&str; 13] = [
     "zero3_bf16",
     "zero3_hpz",
 ];
-const TAG: &str = "global_step2";
+pub const TAG: &str = "global_step2";
 const MODEL: &str = "mp_rank_00_model_states.pt";
 
-fn case(name: &str) -> PathBuf {
+pub fn case(name: &str) -> PathBuf {
     fixture(&format!("trainers/deepspeed/{name}"))
 }
 
-fn truth(name: &str) -> Tensors {
+pub fn truth(name: &str) -> Tensors {
     Truth::load(&format!("trainers/deepspeed/{name}.truth")).tensors
 }
 
 /// Returns the tensors of a checkpoint without the table that the training loop saved.
-fn tensors(path: &Path) -> Tensors {
+pub fn tensors(path: &Path) -> Tensors {
     let mut found = read(path);
     found.retain(|name, _| !name.starts_with("nested."));
     found
@@ -113,13 +113,13 @@ fn checkpoint_is_found_from_the_folder_above() {
     dtshard(&[&"inspect", &folder]).assert_refused(&["latest", "global_step9"]);
 }
 
-fn state(name: &str) -> Value {
+pub fn state(name: &str) -> Value {
     let checkpoint = Checkpoint::open(&case(name), &ReadOptions::default()).unwrap();
     assert_eq!(checkpoint.format, Format::Deepspeed);
     checkpoint.catalog.state
 }
 
-fn at<'a>(state: &'a Value, keys: &[&str]) -> &'a Value {
+pub fn at<'a>(state: &'a Value, keys: &[&str]) -> &'a Value {
     keys.iter().fold(state, |value, key| value.as_dict().unwrap().get(key).unwrap())
 }
 
@@ -387,20 +387,20 @@ fn master_weights_without_a_parameter_are_an_error() {
 // ------------------------------------------------------------------------------------------------- damaged checkpoints
 
 /// A copy of a case that a test damages.
-struct Damaged {
-    env: TestEnv,
+pub struct Damaged {
+    pub env: TestEnv,
     case: &'static str,
 }
 
 impl Damaged {
-    fn new(case: &'static str) -> Self {
+    pub fn new(case: &'static str) -> Self {
         Self { env: TestEnv::new(), case }
     }
 
     /// Makes a new copy of the case, changes it, and asserts that conversions refuse it with a message that contains all of
     /// `words`.
     #[track_caller]
-    fn refuse(&self, words: &[&str], change: impl FnOnce(&Path)) {
+    pub fn refuse(&self, words: &[&str], change: impl FnOnce(&Path)) {
         let root = self.env.copy(&format!("trainers/deepspeed/{}", self.case));
         let folder = root.join(TAG);
         change(&folder);
@@ -447,10 +447,13 @@ fn missing_surplus_and_doubled_files_are_errors() {
 fn kinds_that_are_not_read_are_refused_by_name() {
     let damaged = Damaged::new("zero1_fp32");
     let add = |name: &'static str| move |folder: &Path| fs::write(folder.join(name), "x").unwrap();
-    damaged.refuse(&["pipeline parallelism", "layer_00-model_states.pt"], add("layer_00-model_states.pt"));
+    damaged.refuse(&["module", "files of layers", "a dict"], |folder| {
+        let name = "layer_00-model_states.pt";
+        fs::copy(case("pipe_fp32").join(TAG).join(name), folder.join(name)).unwrap();
+    });
     damaged.refuse(&["experts"], add("layer_0_expert_1_mp_rank_00_model_states.pt"));
     damaged.refuse(&["experts"], add("expp_rank_0_mp_rank_00_optim_states.pt"));
-    damaged.refuse(&["tensor or pipeline parallelism"], add("mp_rank_01_model_states.pt"));
+    damaged.refuse(&["missing", "zero_pp_rank_0_mp_rank_01_optim_states.pt"], add("mp_rank_01_model_states.pt"));
     damaged.refuse(&["NVMe"], |folder| fs::create_dir(folder.join("offloaded_tensors")).unwrap());
     damaged.refuse(&["Universal", "ds_to_universal.py"], |folder| {
         fs::create_dir(folder.join("zero")).unwrap();
@@ -460,7 +463,7 @@ fn kinds_that_are_not_read_are_refused_by_name() {
         move |folder: &Path| edit_pickle(&folder.join(MODEL), |pickle| replace(pickle, from, to))
     };
     damaged.refuse(&["experts", "num_experts"], edited(b"X\x0c\0\0\0buffer_names", b"X\x0b\0\0\0num_experts"));
-    damaged.refuse(&["pipeline"], edited(b"module", b"modulE"));
+    damaged.refuse(&["module", "files of layers", "none"], edited(b"module", b"modulE"));
     let out = damaged.env.path("out.pt");
     dtshard(&[&"unshard", &case("zero2_elastic"), &out]).assert_refused(&["elastic_checkpoint"]);
     damaged.refuse(&["legacy torch file"], |folder| {
@@ -520,7 +523,7 @@ fn files_of_other_saves_are_errors() {
 }
 
 /// Changes the small number that follows a key in a pickle.
-fn set_number(pickle: &mut [u8], key: &[u8], number: u8) {
+pub fn set_number(pickle: &mut [u8], key: &[u8], number: u8) {
     let at = find(pickle, key).unwrap() + key.len();
     // The number of a memo entry can be the byte K.
     let at = if pickle[at] == b'q' { at + 2 } else { at };
@@ -529,7 +532,7 @@ fn set_number(pickle: &mut [u8], key: &[u8], number: u8) {
 }
 
 /// Changes an element of a storage. `is_it` says which storage, by its bytes, and returns the offset of the element.
-fn set_element(path: &Path, is_it: impl Fn(&[u8]) -> Option<usize>, value: f32) {
+pub fn set_element(path: &Path, is_it: impl Fn(&[u8]) -> Option<usize>, value: f32) {
     edit_entries(path, |entries| {
         let found = entries.iter_mut().find_map(|entry| {
             let at = if entry.name.contains("/data/") { is_it(&entry.data)? } else { return None };

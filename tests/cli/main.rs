@@ -12,6 +12,7 @@ mod bad_input;
 mod contract;
 mod conversions;
 mod deepspeed;
+mod deepspeed_parallel;
 mod dequantize;
 mod docs;
 mod flat_optimizer;

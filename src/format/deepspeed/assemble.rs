@@ -3,12 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use indexmap::IndexMap;
+use indexmap::{IndexMap, IndexSet};
 
 use super::fields::Fields;
-use super::folder::{GATHER, leftover, refused};
-use super::model::{ModelStates, OWN_KEYS, wrong_name};
-use super::optimizer::{OptimizerStates, StateValue};
+use super::folder::{GATHER, leftover, missing_layer, refused};
+use super::join::{Job, Joined, Param, Shard};
+use super::model::{ModelStates, Module, OWN_KEYS, StoredValue, wrong_name};
+use super::optimizer::StateValue;
 use super::partitions::{Partitioned, Placed};
 use super::whole_masters::{WholeGroup, WholeMaster};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
@@ -21,37 +22,82 @@ use crate::error::Result;
 use crate::format::torch::{RankFile, TensorNode, View};
 use crate::format::torchsnapshot::add_value;
 use crate::layout::{Rank, Region, Tile};
+use crate::storage::FileId;
+
+/// The beginning of the names of layers that several stages of a pipeline use.
+pub const TIED_LAYERS: &str = "tied_modules.";
 
 /// The keys of the model and of the optimizer in the state dict, as PyTorch's trainers name them.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// Makes the entry of a parameter, or of its state, whose elements are in the vectors `views` of `files`.
+/// The values of a shard: those of a parameter, or of its optimizer state, in the vectors of all partitions.
+struct Source<'a> {
+    files: &'a [&'a RankFile],
+    views: &'a [&'a View],
+    partitioned: &'a Partitioned,
+    placed: &'a Placed,
+}
+
+impl<'a> Source<'a> {
+    fn new(shard: &Shard<'a>, views: &'a [&'a View]) -> Self {
+        Self { files: &shard.group.files, views, partitioned: &shard.group.partitioned, placed: shard.placed }
+    }
+
+    /// Adds the chunks of a box of the shard. `to` is the position of the box in the tensor.
+    fn push(&self, from: &Region, to: &[u64], entry: &mut TensorEntry) {
+        let shape = &self.placed.shape;
+        let itemsize = entry.dtype.itemsize();
+        let all_strides = contiguous_strides(shape);
+        for piece in self.partitioned.pieces(self.placed) {
+            let view = self.views[piece.partition];
+            let location = self.files[piece.partition].contents.record_location(view);
+            let FileLocation::Record { file, record, within } = location else { continue };
+            let mut at = piece.at;
+            for region in Region::cut(shape, piece.elements) {
+                let start = at;
+                at += region.numel();
+                let Some(common) = region.intersect(from) else { continue };
+                // The elements of `region` follow one another, those of `common` may have gaps.
+                let steps = common.relative_to(&region.offsets);
+                let skipped: u64 = steps.offsets.iter().zip(&all_strides).map(|(step, stride)| step * stride).sum();
+                let within = within + (start + skipped) * itemsize;
+                let own_strides = contiguous_strides(&common.sizes);
+                let has_gaps =
+                    (0..shape.len()).any(|dim| common.sizes[dim] > 1 && own_strides[dim] != all_strides[dim]);
+                let mut moved = common.relative_to(&from.offsets);
+                moved.offsets.iter_mut().zip(to).for_each(|(offset, first)| *offset += first);
+                entry.chunks.push(Chunk {
+                    tile: Tile::from_region(&moved),
+                    location: FileLocation::Record { file, record, within },
+                    strides: has_gaps.then(|| all_strides.clone()),
+                    rank: None,
+                    view: None,
+                });
+            }
+        }
+    }
+}
+
+/// Makes the entry of a parameter, or of its state, from its parts. `sources` has one shard for each tensor-parallel rank.
 ///
 /// # Errors
 /// `Malformed` if the shape does not fit memory.
-fn entry(files: &[&RankFile], views: &[&View], partitioned: &Partitioned, param: &Placed) -> Result<TensorEntry> {
-    let dtype = views[0].dtype;
-    if checked_len_bytes(&param.shape, dtype).is_none() {
-        let fields = Fields::of_file(files[0])?;
-        let found = format!("{:?}", param.shape.as_slice());
-        return Err(fields.wrong(param.fqn.as_str(), "a shape that fits memory", found));
+fn entry(fqn: &Fqn, joined: &Joined, sources: &[Source<'_>]) -> Result<TensorEntry> {
+    let Joined { shape, parts, .. } = joined;
+    let dtype = sources[0].views[0].dtype;
+    if checked_len_bytes(shape, dtype).is_none() {
+        let fields = Fields::of_file(sources[0].files[0])?;
+        return Err(fields.wrong(fqn.as_str(), "a shape that fits memory", format!("{:?}", shape.as_slice())));
     }
-    let mut entry = TensorEntry::new(param.fqn.clone(), dtype, param.shape.clone());
-    let mut push = |region: &Region, location: FileLocation| {
-        entry.chunks.push(Chunk { tile: Tile::from_region(region), location, strides: None, rank: None, view: None });
-    };
-    if param.shape.contains(&0) {
-        push(&Region::whole(&param.shape), FileLocation::Empty);
+    let mut entry = TensorEntry::new(fqn.clone(), dtype, shape.clone());
+    if shape.contains(&0) {
+        let tile = Tile::from_region(&Region::whole(shape));
+        entry.chunks.push(Chunk { tile, location: FileLocation::Empty, strides: None, rank: None, view: None });
+        return Ok(entry);
     }
-    for piece in partitioned.pieces(param) {
-        let location = files[piece.partition].contents.record_location(views[piece.partition]);
-        let FileLocation::Record { file, record, within } = location else { continue };
-        let mut within = within + piece.at * dtype.itemsize();
-        for region in Region::cut(&param.shape, piece.elements) {
-            push(&region, FileLocation::Record { file, record, within });
-            within += region.numel() * dtype.itemsize();
-        }
+    for part in parts {
+        sources[part.shard].push(&part.from, &part.to, &mut entry);
     }
     Ok(entry)
 }
@@ -93,25 +139,31 @@ fn dict(kind: DictKind, entries: Vec<(Value, Value)>) -> Value {
 }
 
 /// The parts from which the catalog of a checkpoint is made.
+#[derive(Clone, Copy)]
 pub struct Parts<'a> {
     pub folder: &'a Path,
-    pub model: &'a ModelStates<'a>,
+    /// The jobs of all model-parallel ranks.
+    pub jobs: &'a [Job<'a>],
+    /// The trained parameters of all jobs; empty at stage 0.
+    pub params: &'a [Param<'a>],
+    /// The state dict of the module on each tensor-parallel rank, of all stages of the pipeline.
+    pub modules: &'a [&'a Module<'a>],
+    pub is_pipeline: bool,
     pub is_stage3: bool,
     /// The values that parameters get. Without optimizer files, the module has the only ones.
     pub weights: Weights,
-    pub optimizer: OptimizerParts<'a>,
+    pub stage0: Stage0<'a>,
 }
 
-/// The optimizer of a checkpoint.
+/// The optimizer of ZeRO stage 0, which the model file has.
 #[derive(Clone, Copy)]
-pub enum OptimizerParts<'a> {
+pub enum Stage0<'a> {
+    /// The checkpoint is of another stage, or the optimizer is not read.
     None,
-    /// The state dict of the optimizer, as the model file has it at stage 0 with f32 parameters. Parameters have numbers.
+    /// The state dict of the optimizer of f32 parameters, which have numbers.
     Numbered(&'a Value),
-    /// The master weights and the state that the model file has at stage 0 with 16-bit parameters.
+    /// The master weights and the state of 16-bit parameters.
     Whole(&'a [WholeGroup<'a>]),
-    /// The optimizer files of stages 1, 2 and 3, and their content.
-    Partitioned(&'a [&'a RankFile], &'a OptimizerStates<'a>),
 }
 
 impl Parts<'_> {
@@ -123,13 +175,10 @@ impl Parts<'_> {
         let mut catalog = Catalog::empty();
         catalog.weights = Some(self.weights);
         let mut masters: IndexMap<Fqn, TensorId> = IndexMap::new();
-        let optimizer = match self.optimizer {
-            OptimizerParts::None => None,
-            OptimizerParts::Numbered(state) => Some(import(self.model.first().file, state, &mut catalog)),
-            OptimizerParts::Whole(groups) => Some(self.whole(groups, &mut masters, &mut catalog)),
-            OptimizerParts::Partitioned(files, states) => {
-                Some(self.partitioned(files, states, &mut masters, &mut catalog)?)
-            }
+        let optimizer = match self.stage0 {
+            Stage0::None => self.partitioned(&mut masters, &mut catalog)?,
+            Stage0::Numbered(state) => Some(import(self.model().first().file, state, &mut catalog)),
+            Stage0::Whole(groups) => Some(self.whole(groups, &mut masters, &mut catalog)),
         };
         let mut entries = vec![(Value::Str(MODEL.into()), self.model_dict(masters, &mut catalog)?)];
         entries.extend(optimizer.map(|optimizer| (Value::Str(OPTIMIZER.into()), optimizer)));
@@ -141,7 +190,7 @@ impl Parts<'_> {
 
     /// Returns the state dict of an optimizer that has whole tensors. Adds the master weights to `masters`.
     fn whole(&self, groups: &[WholeGroup<'_>], masters: &mut IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Value {
-        let file = self.model.first().file;
+        let file = self.model().first().file;
         let (mut state, mut param_groups) = (Vec::new(), Vec::new());
         for group in groups {
             for WholeMaster { name, master, state: own } in &group.params {
@@ -154,90 +203,93 @@ impl Parts<'_> {
         state_dict(state, param_groups)
     }
 
-    /// Returns the state dict of an optimizer whose files are partitioned. Adds the master weights to `masters`, if they are
-    /// read.
-    fn partitioned(
-        &self,
-        files: &[&RankFile],
-        states: &OptimizerStates<'_>,
-        masters: &mut IndexMap<Fqn, TensorId>,
-        catalog: &mut Catalog,
-    ) -> Result<Value> {
-        let mut known: HashSet<&str> = HashSet::new();
+    /// Returns the state dict of the optimizer in the optimizer files; `None` if there are none. Adds the master weights to
+    /// `masters`, if they are read.
+    fn partitioned(&self, masters: &mut IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Result<Option<Value>> {
+        let Some(first) = &self.jobs[0].optimizer else { return Ok(None) };
         let mut state = Vec::new();
-        for group in &states.groups {
-            for param in &group.partitioned.params {
-                if !known.insert(param.fqn.as_str()) {
-                    return Err(wrong_name(self.model.first(), param.fqn.as_str(), "each name once"));
-                }
-                if self.weights == Weights::Master {
-                    let id = catalog.push_tensor(entry(files, &group.masters, &group.partitioned, param)?);
-                    masters.insert(param.fqn.clone(), id);
-                }
-                if !group.state.is_empty() {
-                    let own = own_state(files, group, param, catalog)?;
-                    state.push((Value::Str((&param.fqn).into()), own));
-                }
+        for param in self.params {
+            if self.weights == Weights::Master {
+                let sources: Vec<Source<'_>> =
+                    param.shards.iter().map(|shard| Source::new(shard, &shard.group.masters)).collect();
+                let id = catalog.push_tensor(entry(param.fqn, &param.joined, &sources)?);
+                masters.insert(param.fqn.clone(), id);
+            }
+            if !param.shards[0].group.state.is_empty() {
+                let own = own_state(param, catalog)?;
+                state.push((Value::Str(param.fqn.into()), own));
             }
         }
-        let groups = states.param_groups.iter().map(|(names, options)| {
-            param_group(files[0], options, names.iter().map(|name| Value::Str(name.into())), catalog)
+        let groups = first.param_groups.iter().zip(self.param_names()).map(|((_, options), names)| {
+            param_group(first.first, options, names.iter().map(|name| Value::Str((*name).into())), catalog)
         });
         let groups = groups.collect();
-        Ok(state_dict(state, groups))
+        Ok(Some(state_dict(state, groups)))
+    }
+
+    /// Returns the names of the parameters of each parameter group, in all jobs.
+    fn param_names(&self) -> Vec<IndexSet<&Fqn>> {
+        let mut all: Vec<IndexSet<&Fqn>> = Vec::new();
+        for optimizer in self.jobs.iter().filter_map(|job| job.optimizer.as_ref()) {
+            all.resize_with(all.len().max(optimizer.param_groups.len()), IndexSet::new);
+            for (into, (names, _)) in all.iter_mut().zip(&optimizer.param_groups) {
+                into.extend(names);
+            }
+        }
+        all
+    }
+
+    /// Returns the model files of the first job.
+    fn model(&self) -> &ModelStates<'_> {
+        &self.jobs[0].model
     }
 
     /// Returns the state dict of the model, in the order of `module`. `values` has the master weights of the trained
     /// parameters, if they are read.
     fn model_dict(&self, values: IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Result<Value> {
-        let ModelStates { module, shared, .. } = self.model;
-        let first = self.model.first();
+        let module = self.modules[0];
+        let shared = || self.jobs.iter().flat_map(|job| &job.model.shared);
+        let first = self.model().first();
         let mut values = values;
         let trained = values.len();
-        let mut names: Vec<&str> = Vec::with_capacity(module.entries.len());
-        for (key, _) in &module.entries {
-            names.push(key.as_str().ok_or_else(|| first.wrong("module", "names of tensors", key.type_name()))?);
+        // Only the first stage that uses a tied layer may have a file of it, and the file has another name for it.
+        let is_tied_layer = |name: &Fqn| self.is_pipeline && name.as_str().starts_with(TIED_LAYERS);
+        if let Some(lost) = values.keys().find(|name| !module.contains_key(name.as_str()) && !is_tied_layer(name)) {
+            let layer = lost.as_str().split_once('.').and_then(|(layer, _)| layer.parse().ok());
+            return Err(match layer.filter(|_| self.is_pipeline) {
+                Some(layer) => missing_layer(self.folder, layer, lost.as_str()),
+                None => wrong_name(first, lost.as_str(), "only names of `module`"),
+            });
         }
-        if let Some(lost) = values.keys().find(|name| module.get(name.as_str()).is_none()) {
-            return Err(wrong_name(first, lost.as_str(), "only names of `module`"));
-        }
-        let ties: HashMap<&str, &str> = shared.iter().copied().collect();
+        let ties: HashSet<&str> = shared().map(|(alias, _)| *alias).collect();
         // At stages 1 and 2, a further name of a parameter is a view of the same elements of `module`.
-        let by_view: HashMap<TensorId, TensorId> = if self.is_stage3 {
+        let by_view: HashMap<(FileId, TensorId), TensorId> = if self.is_stage3 {
             HashMap::new()
         } else {
             let known = values.iter().filter(|(_, id)| catalog.tensor(**id).numel() > 0);
-            known
-                .filter_map(|(name, id)| match module.get(name.as_str()) {
-                    Some(Value::Tensor(own)) => Some((*own, *id)),
-                    _ => None,
-                })
-                .collect()
+            known.filter_map(|(name, id)| Some((module.get(name.as_str())?.tensor()?, *id))).collect()
         };
-        let mut imported: HashMap<TensorId, TensorId> = HashMap::new();
-        for name in &names {
-            if values.contains_key(&Fqn::from(*name)) || ties.contains_key(name) {
+        let mut imported: HashMap<(FileId, TensorId), TensorId> = HashMap::new();
+        for (name, stored) in module {
+            let name: &str = name;
+            if values.contains_key(&Fqn::from(name)) || ties.contains(name) {
                 continue;
             }
-            let value = module.get(name).expect("a name of the module");
-            let known = match value {
-                Value::Tensor(id) => by_view.get(id).or_else(|| imported.get(id)).copied(),
-                _ => None,
-            };
-            let id = match known {
-                Some(id) => id,
+            let own = stored.tensor();
+            let id = match own.and_then(|own| by_view.get(&own).or_else(|| imported.get(&own))) {
+                Some(id) => *id,
                 None => {
-                    let id = catalog.push_tensor(self.untrained(name, value)?);
+                    let id = catalog.push_tensor(self.untrained(name, *stored)?);
                     // At stage 3, all parameters have equal views, which have no elements.
-                    if let (Value::Tensor(own), true) = (value, catalog.tensor(id).numel() > 0) {
-                        imported.insert(*own, id);
+                    if let Some(own) = own.filter(|_| catalog.tensor(id).numel() > 0) {
+                        imported.insert(own, id);
                     }
                     id
                 }
             };
-            values.insert((*name).into(), id);
+            values.insert(name.into(), id);
         }
-        for (alias, with) in shared {
+        for (alias, with) in shared() {
             let Some(id) = values.get(&Fqn::from(*with)).copied() else {
                 return Err(first.wrong(
                     "shared_params",
@@ -247,15 +299,18 @@ impl Parts<'_> {
             };
             values.insert((*alias).into(), id);
         }
-        let others = values.keys().skip(trained).filter(|name| module.get(name.as_str()).is_none());
-        let order: Vec<Fqn> = names.iter().map(|name| Fqn::from(*name)).chain(others.cloned()).collect();
+        let tied = values.keys().take(trained).filter(|name| !module.contains_key(name.as_str()));
+        let others = values.keys().skip(trained).filter(|name| !module.contains_key(name.as_str()));
+        let own = module.keys().map(|name| Fqn::from(&**name));
+        let order: Vec<Fqn> = tied.cloned().chain(own).chain(others.cloned()).collect();
         let entries = order.iter().map(|name| (Value::Str(name.into()), Value::Tensor(values[name])));
         Ok(dict(DictKind::Ordered, entries.collect()))
     }
 
     /// Makes the entry of a frozen parameter or of a buffer.
-    fn untrained(&self, name: &str, value: &Value) -> Result<TensorEntry> {
-        let first = self.model.first();
+    fn untrained(&self, name: &str, stored: StoredValue<'_>) -> Result<TensorEntry> {
+        let StoredValue { fields, value } = stored;
+        let first = self.model().first();
         let frozen = |fields: &Fields<'_>| -> Result<Option<Value>> {
             let fragments = fields.dict("frozen_param_fragments")?;
             Ok(fragments.and_then(|fragments| fragments.dict.get(name).cloned()))
@@ -263,39 +318,40 @@ impl Parts<'_> {
         if self.is_stage3 && frozen(first)?.is_some() {
             return self.frozen(name);
         }
-        let Some(view) = first.view(value) else {
+        let Some(view) = fields.view(value) else {
             let kind = match value {
-                Value::Tensor(id) => match &first.file.contents.tensors[id.0 as usize] {
+                Value::Tensor(id) => match &fields.file.contents.tensors[id.0 as usize] {
                     TensorNode::Unreadable(kind) => kind.clone(),
                     _ => UnreadableKind::Tensor(String::from("a distributed tensor")),
                 },
                 other => UnreadableKind::Object(other.type_name().into_owned()),
             };
-            return Ok(unreadable(first.file, name, kind));
+            return Ok(unreadable(fields.file, name, kind));
         };
-        let is_placeholder = self.is_stage3 && view.sizes.as_slice() == [0] && !self.model.buffers.contains(&name);
+        let is_placeholder = self.is_stage3 && view.sizes.as_slice() == [0] && !self.model().buffers.contains(&name);
         if is_placeholder {
             let kind = UnreadableKind::Tensor(String::from(
                 "a parameter without a value in the files, probably a further name of another parameter: at stage 3, \
                  only `shared_params` says of which one, and it does not list this name",
             ));
-            return Ok(unreadable(first.file, name, kind));
+            return Ok(unreadable(fields.file, name, kind));
         }
-        Ok(whole(first.file, name, view))
+        Ok(whole(fields.file, name, view))
     }
 
     /// Makes the entry of a frozen parameter at stage 3, of which each model file has a part.
     fn frozen(&self, name: &str) -> Result<TensorEntry> {
-        let first = self.model.first();
+        let ModelStates { files, .. } = self.model();
+        let first = self.model().first();
         let at = format!("frozen_param_shapes[{name:?}]");
         let shapes =
             first.get("frozen_param_shapes").map(|value| first.shapes("frozen_param_shapes", value)).transpose()?;
         let param = shapes.into_iter().flatten().find(|(own, _)| own.as_str() == name);
         let Some(param) = param else { return Err(first.wrong(&at, "a shape", "none")) };
-        let partitioned = Partitioned::by_parameter(vec![param], self.model.files.len() as u64)
+        let partitioned = Partitioned::by_parameter(vec![param], files.len() as u64)
             .ok_or_else(|| first.wrong(&at, "fewer than 2^64 elements", "more"))?;
         let mut views: Vec<&View> = Vec::new();
-        for (partition, fields) in self.model.files.iter().enumerate() {
+        for (partition, fields) in files.iter().enumerate() {
             let at = format!("frozen_param_fragments[{name:?}]");
             let fragment = fields.dict("frozen_param_fragments")?.and_then(|fragments| fragments.dict.get(name));
             let Some(fragment) = fragment else {
@@ -315,14 +371,17 @@ impl Parts<'_> {
             }
             views.push(view);
         }
-        let files: Vec<&RankFile> = self.model.files.iter().map(|fields| fields.file).collect();
-        entry(&files, &views, &partitioned, &partitioned.params[0])
+        let files: Vec<&RankFile> = files.iter().map(|fields| fields.file).collect();
+        let placed = &partitioned.params[0];
+        let source = Source { files: &files, views: &views, partitioned: &partitioned, placed };
+        entry(&placed.fqn, &Joined::whole(&placed.shape), &[source])
     }
 
     /// Adds the values of the training loop. At stage 3, each rank saved its own values.
     fn add_objects(&self, entries: &mut Vec<(Value, Value)>, catalog: &mut Catalog) {
         let mut keys: Vec<&Value> = Vec::new();
-        for fields in &self.model.files {
+        let files = || self.jobs.iter().flat_map(|job| &job.model.files);
+        for fields in files() {
             for (key, value) in &fields.dict.entries {
                 let is_own = key.as_str().is_some_and(|key| OWN_KEYS.contains(&key));
                 if !is_own && !matches!(value, Value::None) && !keys.iter().any(|known| known.same_but_tensors(key)) {
@@ -335,14 +394,14 @@ impl Parts<'_> {
                 catalog.warnings.push(format!(
                     "{}: the value `{}` of the training loop is left out, because the state dict has the {} of the \
                      checkpoint under this key",
-                    self.model.first().path().display(),
+                    self.model().first().path().display(),
                     key.as_str().unwrap_or_default(),
                     key.as_str().unwrap_or_default(),
                 ));
                 continue;
             }
             let mut by_rank = Vec::new();
-            for (rank, fields) in (0..).zip(&self.model.files) {
+            for (rank, fields) in (0..).zip(files()) {
                 let own = fields.dict.entries.iter().find(|(own, _)| own.same_but_tensors(key));
                 let Some((_, value)) = own else { continue };
                 let start = catalog.tensors.len();
@@ -375,18 +434,17 @@ fn param_group(file: &RankFile, options: &Dict, names: impl Iterator<Item = Valu
 }
 
 /// Returns the state of one parameter.
-fn own_state(
-    files: &[&RankFile],
-    group: &super::optimizer::FlatGroup<'_>,
-    param: &Placed,
-    catalog: &mut Catalog,
-) -> Result<Value> {
+fn own_state(param: &Param<'_>, catalog: &mut Catalog) -> Result<Value> {
+    let group = param.shards[0].group;
+    let files = &group.files;
     let mut entries = Vec::with_capacity(group.state.len());
     for (key, value) in &group.state {
         let value = match value {
             StateValue::Plain(value) => (*value).clone(),
-            StateValue::Vectors(views) => {
-                Value::Tensor(catalog.push_tensor(entry(files, views, &group.partitioned, param)?))
+            StateValue::Vectors(_) => {
+                let sources: Vec<Source<'_>> =
+                    param.shards.iter().filter_map(|shard| Some(Source::new(shard, shard.vectors(key)?))).collect();
+                Value::Tensor(catalog.push_tensor(entry(param.fqn, &param.joined, &sources)?))
             }
             StateValue::Scalars(views) => Value::Tensor(catalog.push_tensor(whole(files[0], "", views[0]))),
             StateValue::Unknown(what) => {

@@ -3,12 +3,16 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::folder::leftover;
+use super::join::{Param, Shard};
 use super::optimizer::{OptimizerStates, StateValue};
-use crate::catalog::{Dtype, FileLocation};
+use crate::catalog::{Dtype, FileLocation, contiguous_strides};
 use crate::error::Result;
 use crate::format::archive;
 use crate::format::torch::{RankFile, View};
+use crate::layout::{Region, unravel};
 use crate::storage::Files;
 
 /// Reads elements of the storage of a view. `elements` counts from the first element of the view, and may go beyond its end,
@@ -37,9 +41,9 @@ fn stored(view: &View) -> u64 {
 ///
 /// # Errors
 /// `Malformed` that names the file, the vector and the element; `Io`.
-pub fn check_padding(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>) -> Result<()> {
+pub fn check_padding(files: &Files, states: &OptimizerStates<'_>) -> Result<()> {
     for (index, group) in states.groups.iter().enumerate() {
-        for (partition, file) in own.iter().enumerate() {
+        for (partition, file) in group.files.iter().enumerate() {
             let zeros = group.partitioned.zeros(partition as u64);
             if zeros.is_empty() {
                 continue;
@@ -64,28 +68,31 @@ pub fn check_padding(files: &Files, own: &[RankFile], states: &OptimizerStates<'
     Ok(())
 }
 
-/// Checks that all partitions and groups have equal counters. Returns the number of steps of the optimizer, if the files
-/// record it.
+/// Checks that all partitions and groups of all jobs have equal counters. Returns the number of steps of the optimizer, if
+/// the files record it.
 ///
 /// # Errors
 /// `Malformed` that names the file and both numbers; `Io`.
-pub fn check_steps(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>) -> Result<Option<f64>> {
+pub fn check_steps(files: &Files, all: &[&OptimizerStates<'_>]) -> Result<Option<f64>> {
     let mut steps: Option<Vec<u8>> = None;
-    for (index, group) in states.groups.iter().enumerate() {
+    let groups = || all.iter().flat_map(|states| states.groups.iter().enumerate());
+    let Some((_, first_group)) = groups().next() else { return Ok(None) };
+    for (index, group) in groups() {
         let scalars = group.state.iter().filter_map(|(key, value)| match value {
             StateValue::Scalars(views) => Some((*key, views)),
             _ => None,
         });
         for (key, views) in scalars {
             let mut first: Option<Vec<u8>> = steps.clone().filter(|_| key == "step");
-            for (file, view) in own.iter().zip(views) {
+            for (file, view) in group.files.iter().zip(views) {
                 let bytes = read(files, file, view, 0..1)?;
                 if let Some(first) = first.as_ref().filter(|first| **first != bytes) {
                     let show = |bytes: &[u8]| {
                         number(view.dtype, bytes)
                             .map_or_else(|| String::from("another value"), |number| number.to_string())
                     };
-                    let name = own[0].path.file_name().unwrap_or_default().display();
+                    let of = if key == "step" { first_group } else { group };
+                    let name = of.files[0].path.file_name().unwrap_or_default().display();
                     let expected = format!("{} as in {name}", show(first));
                     return Err(leftover(&file.path, &format!("group {index}, {key}"), expected, show(&bytes)));
                 }
@@ -96,16 +103,127 @@ pub fn check_steps(files: &Files, own: &[RankFile], states: &OptimizerStates<'_>
             }
         }
     }
-    let dtype = states.groups.iter().flat_map(|group| &group.state).find_map(|(key, value)| match value {
+    let dtype = groups().flat_map(|(_, group)| &group.state).find_map(|(key, value)| match value {
         StateValue::Scalars(views) if *key == "step" => Some(views[0].dtype),
         _ => None,
     });
     Ok(steps.zip(dtype).and_then(|(bytes, dtype)| number(dtype, &bytes)))
 }
 
-/// Returns the number in the bytes of one element; `None` for dtypes that no optimizer uses for a counter.
+/// Checks that all copies of parameters, and of their optimizer state, have equal elements.
+///
+/// # Errors
+/// `Malformed` that names the file, the parameter and the element; `Io`.
+pub fn check_copies(files: &Files, params: &[Param<'_>]) -> Result<()> {
+    let check = |param: &Param<'_>| {
+        for [(first, box_of_first), (other, box_of_other)] in &param.copies {
+            let state = first.group.state.iter().map(|(key, _)| *key);
+            let vectors = state.filter_map(|key| Some((key, first.vectors(key)?, other.vectors(key)?)));
+            let masters = ("the master weights", first.group.masters.as_slice(), other.group.masters.as_slice());
+            for (name, own, others) in std::iter::once(masters).chain(vectors) {
+                let at = format!("{name} of `{}`", param.fqn);
+                compare(files, &at, (first, own, box_of_first), (other, others, box_of_other))?;
+            }
+        }
+        Ok(())
+    };
+    params.par_iter().map(check).collect::<Vec<Result<()>>>().into_iter().collect()
+}
+
+/// A box of a shard, and the vectors that have its elements.
+type BoxOfShard<'a> = (&'a Shard<'a>, &'a [&'a View], &'a Region);
+
+/// Compares two boxes of equal sizes.
+fn compare(files: &Files, at: &str, first: BoxOfShard<'_>, other: BoxOfShard<'_>) -> Result<()> {
+    const BLOCK: u64 = 1 << 20;
+    let sizes = &first.2.sizes;
+    // The elements of the inner dims follow one another in both shards, if the boxes have all of them.
+    let is_whole = |dim: usize, (shard, _, own): BoxOfShard<'_>| shard.placed.shape[dim] == own.sizes[dim];
+    let inner = (1..sizes.len()).rev().take_while(|dim| is_whole(*dim, first) && is_whole(*dim, other)).last();
+    let outer = inner.unwrap_or(sizes.len()).saturating_sub(1);
+    let len: u64 = sizes[outer..].iter().product();
+    let rows = if first.2.is_empty() { 0 } else { sizes[..outer].iter().product() };
+    for row in 0..rows {
+        let steps = unravel(row, &sizes[..outer]);
+        let start = |(shard, _, own): BoxOfShard<'_>| {
+            let strides = contiguous_strides(&shard.placed.shape);
+            let at = |dim: usize| own.offsets[dim] + steps.get(dim).copied().unwrap_or(0);
+            (0..strides.len()).map(|dim| at(dim) * strides[dim]).sum::<u64>()
+        };
+        let starts = [start(first), start(other)];
+        let mut done = 0;
+        while done < len {
+            let (a, own) = block(files, first, starts[0] + done, (len - done).min(BLOCK))?;
+            let (b, found) = block(files, other, starts[1] + done, a)?;
+            let itemsize = usize::try_from(own.len() as u64 / a).expect("a few bytes");
+            if let Some(byte) = own.iter().zip(&found).position(|(own, found)| own != found) {
+                let path = &file_of(first, starts[0] + done).path;
+                let name = path.file_name().unwrap_or_default().display();
+                let element = starts[1] + done + (byte / itemsize) as u64;
+                let other = &file_of(other, starts[1] + done).path;
+                let expected = format!("the values in {name}, because the ranks have copies of it");
+                return Err(leftover(other, at, expected, format!("another value in element {element}")));
+            }
+            done += b;
+        }
+    }
+    Ok(())
+}
+
+fn file_of((shard, ..): BoxOfShard<'_>, element: u64) -> &RankFile {
+    let piece = shard.group.partitioned.piece_from(shard.placed, element).expect("an element of the shard");
+    shard.group.files[piece.partition]
+}
+
+/// Reads at most `most` elements of a shard, all of one partition, from `element` on. Returns their number and their bytes.
+fn block(files: &Files, (shard, views, _): BoxOfShard<'_>, element: u64, most: u64) -> Result<(u64, Vec<u8>)> {
+    let piece = shard.group.partitioned.piece_from(shard.placed, element).expect("an element of the shard");
+    let count = (piece.elements.end - element).min(most);
+    let own = piece.at..piece.at + count;
+    Ok((count, read(files, shard.group.files[piece.partition], views[piece.partition], own)?))
+}
+
+/// Returns whether a tensor of the module has the master weights of a shard, rounded to its dtype. Only the first elements
+/// are compared.
+pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View) -> Result<bool> {
+    const COMPARED: u64 = 1024;
+    let [dtype, master] = [view.dtype, shard.group.masters[0].dtype];
+    if view.strides != contiguous_strides(&view.sizes) || view.sizes.contains(&0) {
+        return Ok(true);
+    }
+    let numel = view.sizes.iter().product::<u64>().min(COMPARED);
+    let whole = Region::whole(&view.sizes);
+    let mut done = 0;
+    while done < numel {
+        let (count, own) = block(files, (shard, &shard.group.masters, &whole), done, numel - done)?;
+        let stored = read(files, file, view, done..done + count)?;
+        let own = own.chunks_exact(usize::try_from(master.itemsize()).expect("a few bytes"));
+        let stored = stored.chunks_exact(usize::try_from(dtype.itemsize()).expect("a few bytes"));
+        for (own, stored) in own.zip(stored) {
+            let is_same = match (number(master, own), number(dtype, stored)) {
+                // The values of fp16 and bf16 have a distance of at most 2^-7 of the value, or 2^-24.
+                (Some(own), Some(stored)) => (own - stored).abs() <= stored.abs() / 128.0 + 1e-7 || own.is_nan(),
+                _ => own == stored,
+            };
+            if !is_same {
+                return Ok(false);
+            }
+        }
+        done += count;
+    }
+    Ok(true)
+}
+
+/// Returns the number in the bytes of one element; `None` for dtypes of which no counter and no parameter is.
 fn number(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     Some(match dtype {
+        Dtype::Bf16 => f64::from(f32::from_bits(u32::from(u16::from_le_bytes(bytes.try_into().ok()?)) << 16)),
+        Dtype::F16 => {
+            let bits = u16::from_le_bytes(bytes.try_into().ok()?);
+            // The exponent of f64 has another bias; multiplying by 2^1008 corrects it, also for subnormal numbers.
+            let magnitude = f64::from_bits(u64::from(bits & 0x7FFF) << 42) * f64::from_bits(2031 << 52);
+            if bits >> 15 == 1 { -magnitude } else { magnitude }
+        }
         Dtype::F32 => f64::from(f32::from_le_bytes(bytes.try_into().ok()?)),
         Dtype::F64 => f64::from_le_bytes(bytes.try_into().ok()?),
         #[allow(clippy::cast_precision_loss, reason = "no job makes 2^53 steps")]

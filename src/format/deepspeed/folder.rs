@@ -1,18 +1,22 @@
 //! The files of one checkpoint, found by their names. Names show most kinds of checkpoints that dtshard does not read,
 //! and files that another run left in the folder.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::names::{Role, StatesName, is_expert, is_layer};
+use super::names::{LayerName, Role, StatesName, is_expert};
 use crate::error::{Error, FormatError, Result};
 use crate::format::shortfall::list_missing_names;
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 
-/// The files of a checkpoint, by the number of the partition.
+/// The files of one model-parallel rank, by the number of the partition. They form a ZeRO job of their own, which knows
+/// nothing of other model-parallel ranks.
 #[derive(Debug, Default)]
 pub struct StatesFiles {
+    /// The model-parallel rank: the number of the stage of the pipeline, times the number of tensor-parallel ranks, plus
+    /// the tensor-parallel rank.
+    pub rank: u32,
     /// The model files: one for ZeRO stages 0 to 2, and one for each partition for stage 3.
     pub model: BTreeMap<u32, PathBuf>,
     pub optimizer: BTreeMap<u32, PathBuf>,
@@ -34,17 +38,155 @@ pub const GATHER: &str = "load it in a job like the one that saved it, and save 
 
 const LEFTOVERS: &str = "move the files of one of the two runs to another folder";
 
-impl StatesFiles {
-    /// Groups the names in a folder by their roles.
+/// The files of a checkpoint.
+#[derive(Debug)]
+pub struct FolderFiles {
+    /// The files of each model-parallel rank, from rank 0 on.
+    pub jobs: Vec<StatesFiles>,
+    /// The files of the layers of a pipeline, in ascending order; empty without pipeline parallelism.
+    pub layers: BTreeMap<LayerName, PathBuf>,
+}
+
+impl FolderFiles {
+    /// Groups the names in a folder by model-parallel ranks, and by their roles.
     ///
     /// # Errors
     /// `Unsupported` for kinds of checkpoints that dtshard does not read, `Malformed` for files of several runs,
-    /// `Missing` if a partition has no file.
+    /// `Missing` if a partition or a model-parallel rank has no file.
     pub fn find(folder: &Path, names: &[String]) -> Result<Self> {
         refuse_by_names(folder, names)?;
-        let mut known: BTreeMap<(u8, u32), (StatesName, &String)> = BTreeMap::new();
+        let mut by_rank: BTreeMap<u32, Vec<(StatesName, &String)>> = BTreeMap::new();
         for name in names {
             let Some(parsed) = StatesName::parse(name) else { continue };
+            by_rank.entry(parsed.model_parallel).or_default().push((parsed, name));
+        }
+        if by_rank.is_empty() {
+            by_rank.insert(0, Vec::new());
+        }
+        let ranks = by_rank.keys().next_back().map_or(0, |last| last.saturating_add(1));
+        if by_rank.len() as u64 != u64::from(ranks) {
+            let example = by_rank.values().flatten().next().expect("a rank has a file").0;
+            let name = |model_parallel| StatesName { model_parallel, partition: 0, ..example }.of_partition(0);
+            let absent = (0..ranks).filter(|rank| !by_rank.contains_key(rank)).map(name);
+            let missing = list_missing_names(u64::from(ranks) - by_rank.len() as u64, absent);
+            let expected = format!("files of {} (the highest number in the names, plus one)", model_parallel(ranks));
+            return Err(missing_files(folder, "files of model-parallel ranks", expected, &missing));
+        }
+        let jobs: Vec<StatesFiles> = by_rank
+            .into_iter()
+            .map(|(rank, names)| StatesFiles::of_rank(folder, rank, names))
+            .collect::<Result<_>>()?;
+        check_alike(folder, &jobs)?;
+        Ok(Self { jobs, layers: find_layers(folder, names)? })
+    }
+
+    /// Checks that there are files of `ranks` model-parallel ranks. `why` says where this number comes from.
+    ///
+    /// # Errors
+    /// `Missing` with the names of missing files, `Malformed` for surplus files.
+    pub fn check_ranks(&self, folder: &Path, ranks: u64, why: &str) -> Result<()> {
+        let found = self.jobs.len() as u64;
+        if found > ranks {
+            let path = self.jobs.last().and_then(|job| job.model.values().next()).expect("each rank has a model file");
+            let expected = format!("model-parallel ranks 0 to {} ({why})", ranks.saturating_sub(1));
+            return Err(leftover(path, "the name of the file", expected, format!("rank {}", found - 1)));
+        }
+        if found == ranks {
+            return Ok(());
+        }
+        let example =
+            self.jobs[0].model.values().next().and_then(|path| StatesName::parse(path.file_name()?.to_str()?));
+        let example = example.expect("files are found by their names");
+        let absent = (found..ranks).map_while(|rank| u32::try_from(rank).ok());
+        let names = absent.map(|model_parallel| StatesName { model_parallel, ..example }.of_partition(0));
+        let missing = list_missing_names(ranks - found, names);
+        Err(missing_files(folder, "files of model-parallel ranks", format!("{ranks} ranks ({why})"), &missing))
+    }
+
+    /// Returns the number of tensor-parallel ranks of each stage of the pipeline. Without pipeline parallelism, all
+    /// model-parallel ranks are tensor-parallel ranks.
+    ///
+    /// # Errors
+    /// `Malformed` if the number of model-parallel ranks is not a multiple of it.
+    pub fn tensor_parallel(&self, folder: &Path) -> Result<usize> {
+        let Some((last, path)) = self.layers.last_key_value() else { return Ok(self.jobs.len()) };
+        let ranks = last.tensor_parallel.map_or(1, |rank| rank as usize + 1);
+        if self.jobs.len().is_multiple_of(ranks) {
+            return Ok(ranks);
+        }
+        let name = path.file_name().unwrap_or_default().display();
+        let expected = format!("a multiple of {ranks}, because {name} is of tensor-parallel rank {}", ranks - 1);
+        Err(leftover(folder, "the number of model-parallel ranks", expected, self.jobs.len().to_string()))
+    }
+}
+
+fn model_parallel(ranks: u32) -> String {
+    count(ranks as usize, "model-parallel rank")
+}
+
+/// Checks that the files of all model-parallel ranks have the same roles, and the same number of partitions.
+fn check_alike(folder: &Path, jobs: &[StatesFiles]) -> Result<()> {
+    let partitions = jobs.iter().map(|job| job.optimizer.len().max(job.model.len())).max().unwrap_or_default();
+    let name =
+        |path: Option<&PathBuf>| path.and_then(|path| path.file_name()).unwrap_or_default().display().to_string();
+    let first = &jobs[0];
+    for job in jobs {
+        let is_bf16 = |job: &StatesFiles| name(job.optimizer.values().next()).starts_with("bf16_");
+        if (first.is_stage3, is_bf16(first)) != (job.is_stage3, is_bf16(job)) {
+            let [own, other] = if first.is_stage3 == job.is_stage3 {
+                [first, job].map(|job| name(job.optimizer.values().next()))
+            } else {
+                [first, job].map(|job| name(job.model.values().next()))
+            };
+            return Err(mixed(folder, &own, &other));
+        }
+        let with = jobs.iter().find_map(|job| job.optimizer.values().next());
+        if let (true, Some(with)) = (job.optimizer.is_empty(), with) {
+            let name = with.file_name().and_then(|name| StatesName::parse(name.to_str()?));
+            let name = name.expect("files are found by their names");
+            let missing = [StatesName { model_parallel: job.rank, ..name }.of_partition(0)];
+            let expected = String::from("the files of every model-parallel rank");
+            return Err(missing_files(folder, "optimizer files", expected, &missing));
+        }
+        let partitions = u32::try_from(partitions).unwrap_or(u32::MAX);
+        job.check_partitions(folder, partitions, "as many as of the other model-parallel ranks")?;
+    }
+    Ok(())
+}
+
+/// Returns the files of the layers of a pipeline.
+fn find_layers(folder: &Path, names: &[String]) -> Result<BTreeMap<LayerName, PathBuf>> {
+    let mut layers: BTreeMap<LayerName, PathBuf> = BTreeMap::new();
+    for name in names {
+        let Some(parsed) = LayerName::parse(name) else { continue };
+        if let Some(other) = layers.insert(parsed, folder.join(name)) {
+            return Err(mixed(folder, &other.file_name().unwrap_or_default().display().to_string(), name));
+        }
+    }
+    let of = |is_parallel: bool| layers.keys().find(move |name| name.tensor_parallel.is_some() == is_parallel);
+    if let (Some(one), Some(other)) = (of(false), of(true)) {
+        return Err(mixed(folder, &one.file_name(), &other.file_name()));
+    }
+    // Each tensor-parallel rank has a file of each layer. Layers without a state dict have no files at all.
+    let ranks = layers.keys().filter_map(|name| name.tensor_parallel).max().map_or(0, |last| u64::from(last) + 1);
+    let numbers: BTreeSet<u32> = layers.keys().map(|name| name.layer).collect();
+    let lacking = (numbers.len() as u64).saturating_mul(ranks).saturating_sub(layers.len() as u64);
+    if lacking > 0 {
+        let ranks = || (0..=u32::MAX).take_while(|rank| u64::from(*rank) < ranks);
+        let needed = numbers.iter().flat_map(|layer| ranks().map(|rank| (*layer, Some(rank))));
+        let absent = needed.map(|(layer, tensor_parallel)| LayerName { layer, tensor_parallel });
+        let absent = absent.filter(|name| !layers.contains_key(name)).map(LayerName::file_name);
+        let expected = String::from("a file of each layer for every tensor-parallel rank");
+        return Err(missing_files(folder, "files of layers", expected, &list_missing_names(lacking, absent)));
+    }
+    Ok(layers)
+}
+
+impl StatesFiles {
+    /// Groups the names of the files of one model-parallel rank.
+    fn of_rank(folder: &Path, rank: u32, names: Vec<(StatesName, &String)>) -> Result<Self> {
+        let mut known: BTreeMap<(u8, u32), (StatesName, &String)> = BTreeMap::new();
+        for (parsed, name) in names {
             if let Some((_, other)) = known.insert((parsed.role as u8, parsed.partition), (parsed, name)) {
                 return Err(mixed(folder, other, name));
             }
@@ -59,10 +201,9 @@ impl StatesFiles {
         let paths = |role: Role| {
             of(role).map(|(parsed, name)| (parsed.partition, folder.join(name))).collect::<BTreeMap<_, _>>()
         };
-        let files = Self { model: paths(role), optimizer: paths(Role::Optimizer), is_stage3 };
+        let files = Self { rank, model: paths(role), optimizer: paths(Role::Optimizer), is_stage3 };
         if files.model.is_empty() {
-            let first = of(Role::Optimizer).next().map(|(parsed, _)| parsed.model_parallel).unwrap_or_default();
-            let name = StatesName { role: Role::Model, partition: 0, model_parallel: first, is_bf16: false };
+            let name = StatesName { role: Role::Model, partition: 0, model_parallel: rank, is_bf16: false };
             let missing = vec![format!("{} (or the model files of ZeRO stage 3)", name.of_partition(0))];
             return Err(missing_files(folder, "model files", String::from("the file of the model"), &missing));
         }
@@ -111,6 +252,13 @@ impl StatesFiles {
     }
 }
 
+/// Returns the error for a layer of a pipeline whose file is missing, although the layer has a trained parameter.
+pub fn missing_layer(folder: &Path, layer: u32, param: &str) -> Error {
+    let missing = [LayerName { layer, tensor_parallel: None }.file_name()];
+    let expected = format!("the file of the layer that has the trained parameter `{param}`");
+    missing_files(folder, "files of layers", expected, &missing)
+}
+
 fn missing_files(folder: &Path, at: &str, expected: String, missing: &[String]) -> Error {
     Error::Format(FormatError::Missing {
         path: folder.to_path_buf(),
@@ -148,12 +296,6 @@ fn refuse_by_names(folder: &Path, names: &[String]) -> Result<()> {
     let find = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name));
     if let Some(name) = find(&is_expert) {
         return Err(refused(folder, &format!("with experts ({name})"), GATHER));
-    }
-    if let Some(name) = find(&is_layer) {
-        return Err(refused(folder, &format!("of pipeline parallelism ({name})"), GATHER));
-    }
-    if let Some(name) = find(&|name| StatesName::parse(name).is_some_and(|parsed| parsed.model_parallel > 0)) {
-        return Err(refused(folder, &format!("of tensor or pipeline parallelism ({name})"), GATHER));
     }
     let has_optimizer = || find(&|name| StatesName::parse(name).is_some_and(|name| name.role == Role::Optimizer));
     if find(&|name| name == "zero").is_some() && has_optimizer().is_none() {

@@ -19,6 +19,7 @@ mod bytes;
 pub(super) mod entry;
 mod fields;
 mod folder;
+mod join;
 mod mappings;
 mod model;
 mod names;

@@ -1,13 +1,17 @@
 //! The model files: names, shapes, buffers, frozen and tied parameters, and the values that the training loop saved.
 
+use std::borrow::Cow;
 use std::path::Path;
+
+use indexmap::IndexMap;
 
 use super::fields::Fields;
 use super::folder::{GATHER, StatesFiles, leftover, refused};
 use super::optimizer::Shapes;
-use crate::catalog::{Dict, Dtype, Value};
+use crate::catalog::{Dtype, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::RankFile;
+use crate::storage::FileId;
 
 /// The keys of a model file that DeepSpeed needs to load its own files. All other keys are the steps, the state of the
 /// learning rate scheduler, and the `client_state` of the training loop.
@@ -30,11 +34,32 @@ pub const OWN_KEYS: [&str; 16] = [
     "ds_autoep_layers",
 ];
 
-/// The content of the model files.
+/// The values of the state dict of the module by their names, in order.
+pub type Module<'a> = IndexMap<Cow<'a, str>, StoredValue<'a>>;
+
+/// A value of the state dict of the module: a tensor, or an object of the user.
+#[derive(Clone, Copy)]
+pub struct StoredValue<'a> {
+    /// The root of the file that has the value.
+    pub fields: Fields<'a>,
+    pub value: &'a Value,
+}
+
+impl StoredValue<'_> {
+    /// Returns the tensor, with the file that has it; `None` for an object.
+    pub fn tensor(&self) -> Option<(FileId, TensorId)> {
+        match self.value {
+            Value::Tensor(id) => Some((self.fields.file.contents.file_range().file, *id)),
+            _ => None,
+        }
+    }
+}
+
+/// The content of the model files of one model-parallel rank.
 pub struct ModelStates<'a> {
     /// The file of each partition at stage 3, otherwise the only file.
     pub files: Vec<Fields<'a>>,
-    pub module: &'a Dict,
+    pub module: Module<'a>,
     /// The names of buffers.
     pub buffers: Vec<&'a str>,
     /// The names of tied parameters, each with the name under which the parameter is listed.
@@ -42,17 +67,28 @@ pub struct ModelStates<'a> {
 }
 
 impl<'a> ModelStates<'a> {
-    /// Reads the model files, one for each partition at stage 3.
+    /// Reads the model files, one for each partition at stage 3. With pipeline parallelism (`has_layers`), they have no
+    /// module, which [`read_layers`] reads.
     ///
     /// # Errors
     /// `Unsupported` for kinds of checkpoints that dtshard does not read, `Malformed` for files that contradict each other
     /// or their names.
-    pub fn read(folder: &Path, found: &StatesFiles, files: &'a [RankFile]) -> Result<Self> {
+    pub fn read(folder: &Path, found: &StatesFiles, files: &'a [RankFile], has_layers: bool) -> Result<Self> {
         let files: Vec<Fields<'a>> = files.iter().map(Fields::of_file).collect::<Result<_>>()?;
         let first = files[0];
         refuse_by_keys(folder, &first)?;
-        let Some(module) = first.dict("module")? else {
-            return Err(refused(folder, "of pipeline parallelism (no `module` in the model file)", GATHER));
+        let module = match first.dict("module")? {
+            Some(_) if has_layers => {
+                return Err(leftover(first.path(), "module", "none, because the folder has files of layers", "a dict"));
+            }
+            None if !has_layers => {
+                return Err(first.wrong(
+                    "module",
+                    "the state dict of the module, or files of layers beside it",
+                    "none",
+                ));
+            }
+            module => module,
         };
         check_stage(&first, found)?;
         for other in &files[1..] {
@@ -74,7 +110,12 @@ impl<'a> ModelStates<'a> {
             }
         };
         let buffers = names("buffer_names")?;
-        Ok(Self { module: module.dict, buffers, shared, files })
+        let mut values = Module::new();
+        for (key, value) in module.iter().flat_map(|module| &module.dict.entries) {
+            let name = key.as_str().ok_or_else(|| first.wrong("module", "names of tensors", key.type_name()))?;
+            values.insert(name.into(), StoredValue { fields: first, value });
+        }
+        Ok(Self { module: values, buffers, shared, files })
     }
 
     pub fn first(&self) -> &Fields<'a> {
@@ -113,9 +154,8 @@ impl<'a> ModelStates<'a> {
 
     /// Returns the dtype of the first parameter of the module, which is that of all of them in mixed-precision training.
     pub fn dtype(&self) -> Option<Dtype> {
-        let is_buffer = |key: &Value| key.as_str().is_some_and(|name| self.buffers.contains(&name));
-        let parameter = self.module.entries.iter().find(|(key, _)| !is_buffer(key));
-        parameter.and_then(|(_, value)| self.first().view(value)).map(|view| view.dtype)
+        let parameter = self.module.iter().find(|(name, _)| !self.buffers.contains(&&***name));
+        parameter.and_then(|(_, stored)| stored.fields.view(stored.value)).map(|view| view.dtype)
     }
 
     /// Returns a setting of `zero_optimization` in the configuration of the job.
@@ -142,12 +182,6 @@ fn refuse_by_keys(folder: &Path, fields: &Fields<'_>) -> Result<()> {
     {
         return Err(refused(folder, &format!("with experts (`{key}` in the model file)"), GATHER));
     }
-    let degree = |key: &str| fields.get("checkpoint_parallel_dimensions")?.as_dict()?.get(key)?.as_i64();
-    if fields.number("mp_world_size")?.is_some_and(|size| size > 1)
-        || ["tp_degree", "pp_degree"].into_iter().any(|key| degree(key).is_some_and(|degree| degree > 1))
-    {
-        return Err(refused(folder, "of tensor or pipeline parallelism (`mp_world_size` in the model file)", GATHER));
-    }
     if zero_setting(fields, "mics_shard_size").and_then(Value::as_i64).is_some_and(|size| size > 0) {
         return Err(refused(folder, "of MiCS (`mics_shard_size`)", GATHER));
     }
@@ -170,10 +204,52 @@ fn check_stage(fields: &Fields<'_>, found: &StatesFiles) -> Result<()> {
     Err(leftover(fields.path(), "ds_config.zero_optimization.stage", expected, stage.to_string()))
 }
 
-/// Checks that two model files come from one save.
+/// Reads the files of the layers of a pipeline, which belong to one tensor-parallel rank. `files` has the number of each
+/// layer. The name of a parameter in the module begins with this number.
+///
+/// # Errors
+/// `Malformed` for files that are not state dicts.
+pub fn read_layers<'a>(files: impl Iterator<Item = (u32, &'a RankFile)>) -> Result<Module<'a>> {
+    let mut module = Module::new();
+    for (layer, file) in files {
+        let fields = Fields::of_file(file)?;
+        for (key, value) in &fields.dict.entries {
+            let key =
+                key.as_str().ok_or_else(|| fields.wrong("the state dict", "names of tensors", key.type_name()))?;
+            module.insert(format!("{layer}.{key}").into(), StoredValue { fields, value });
+        }
+    }
+    Ok(module)
+}
+
+/// Checks that the model files of two model-parallel ranks come from one save.
+///
+/// # Errors
+/// `Malformed` that names the file and both values.
+pub fn check_same_job(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
+    check_same_values(first, other, &["mp_world_size", "checkpoint_parallel_dimensions"])?;
+    check_same_values(first, other, &SAVE_KEYS)
+}
+
+/// The values that are equal in all model files of one save.
+const SAVE_KEYS: [&str; 5] = ["global_steps", "skipped_steps", "global_samples", "ds_version", "dp_world_size"];
+
+/// Checks that two model files of one model-parallel rank come from one save.
 fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
+    check_same_values(first, other, &SAVE_KEYS)?;
     let name = first.path().file_name().unwrap_or_default().display();
-    for key in ["global_steps", "skipped_steps", "global_samples", "ds_version", "dp_world_size"] {
+    for key in ["param_shapes", "frozen_param_shapes"] {
+        let (expected, found) = (first.get(key), other.get(key));
+        if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
+            return Err(leftover(other.path(), key, format!("the parameters and shapes in {name}"), "others"));
+        }
+    }
+    Ok(())
+}
+
+fn check_same_values(first: &Fields<'_>, other: &Fields<'_>, keys: &[&str]) -> Result<()> {
+    let name = first.path().file_name().unwrap_or_default().display();
+    for key in keys {
         let (expected, found) = (first.get(key), other.get(key));
         let is_same = match (expected, found) {
             (Some(expected), Some(found)) => expected.same_but_tensors(found),
@@ -183,12 +259,6 @@ fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
             let show =
                 |value: Option<&Value>| value.map_or_else(|| String::from("none"), |value| format!("{value:.60}"));
             return Err(leftover(other.path(), key, format!("{} as in {name}", show(expected)), show(found)));
-        }
-    }
-    for key in ["param_shapes", "frozen_param_shapes"] {
-        let (expected, found) = (first.get(key), other.get(key));
-        if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
-            return Err(leftover(other.path(), key, format!("the parameters and shapes in {name}"), "others"));
         }
     }
     Ok(())

@@ -83,12 +83,32 @@ fn number(digits: &str) -> Option<u32> {
     is_number.then(|| digits.parse().ok()).flatten()
 }
 
-/// Returns whether DeepSpeed gives this name to the file of a layer, which only jobs with pipeline parallelism write:
-/// `layer_00-model_states.pt`, `layer_00-model_01-model_states.pt`.
-#[must_use]
-pub fn is_layer(name: &str) -> bool {
-    let layer = name.strip_suffix("-model_states.pt").and_then(|rest| rest.strip_prefix("layer_"));
-    layer.is_some_and(|layer| layer.starts_with(|first: char| first.is_ascii_digit()))
+/// The name of the file of a layer, which only jobs with pipeline parallelism write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LayerName {
+    pub layer: u32,
+    /// The tensor-parallel rank; `None` if the job has no tensor parallelism.
+    pub tensor_parallel: Option<u32>,
+}
+
+impl LayerName {
+    /// Parses the complete name of a file, `layer_00-model_states.pt` or `layer_00-model_01-model_states.pt`; returns
+    /// `None` for all other files.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        let rest = name.strip_suffix("-model_states.pt")?.strip_prefix("layer_")?;
+        match rest.split_once("-model_") {
+            None => Some(Self { layer: number(rest)?, tensor_parallel: None }),
+            Some((layer, rank)) => Some(Self { layer: number(layer)?, tensor_parallel: Some(number(rank)?) }),
+        }
+    }
+
+    /// Returns the name of the file.
+    #[must_use]
+    pub fn file_name(self) -> String {
+        let rank = self.tensor_parallel.map_or_else(String::new, |rank| format!("-model_{rank:02}"));
+        format!("layer_{:02}{rank}-model_states.pt", self.layer)
+    }
 }
 
 /// Returns whether DeepSpeed gives this name to a file of experts: `layer_0_expert_3_mp_rank_00_model_states.pt`,
@@ -103,7 +123,7 @@ pub fn is_expert(name: &str) -> bool {
 /// Returns whether DeepSpeed gives this name to one of several files of a checkpoint.
 #[must_use]
 pub fn is_states(name: &str) -> bool {
-    StatesName::parse(name).is_some() || is_layer(name) || is_expert(name)
+    StatesName::parse(name).is_some() || LayerName::parse(name).is_some() || is_expert(name)
 }
 
 #[cfg(test)]
@@ -144,7 +164,16 @@ mod tests {
         ] {
             assert_eq!(StatesName::parse(name), None, "{name}");
         }
-        assert!(is_layer("layer_00-model_states.pt") && !is_layer("my_layer-model_states.pt"));
+        for (name, layer, tensor_parallel) in
+            [("layer_00-model_states.pt", 0, None), ("layer_123-model_07-model_states.pt", 123, Some(7))]
+        {
+            let parsed = LayerName::parse(name).unwrap();
+            assert_eq!(parsed, LayerName { layer, tensor_parallel });
+            assert_eq!(parsed.file_name(), name);
+        }
+        for name in ["my_layer-model_states.pt", "layer_-model_states.pt", "layer_1-x_0-model_states.pt"] {
+            assert_eq!(LayerName::parse(name), None, "{name}");
+        }
         assert!(is_expert("expert_3_mp_rank_00_model_states.pt"));
         assert!(
             is_expert("expp_rank_0_mp_rank_00_optim_states.pt")

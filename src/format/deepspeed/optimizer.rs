@@ -28,6 +28,8 @@ pub type Shapes = Vec<(Fqn, Dims)>;
 /// The optimizer files of all partitions.
 #[derive(Debug)]
 pub struct OptimizerStates<'a> {
+    /// The file of the first partition, which has the options of `param_groups`.
+    pub first: &'a RankFile,
     /// The groups whose parameters are flattened together: the parameter groups at stages 1 and 2, the sub-groups at
     /// stage 3.
     pub groups: Vec<FlatGroup<'a>>,
@@ -38,6 +40,8 @@ pub struct OptimizerStates<'a> {
 /// The masters and the state of the parameters that are flattened together.
 #[derive(Debug)]
 pub struct FlatGroup<'a> {
+    /// The file of each partition.
+    pub files: Vec<&'a RankFile>,
     pub partitioned: Partitioned,
     /// For each partition, its vector of masters.
     pub masters: Vec<&'a View>,
@@ -109,9 +113,9 @@ pub fn read<'a>(
         let partitioned = place(&first.fields, shapes, index, files.len() as u64, is_stage3)?;
         let masters = masters(folder, &partitions, index, &partitioned, is_stage3)?;
         let state = state(&partitions, number, &partitioned)?;
-        groups.push(FlatGroup { partitioned, masters, state });
+        groups.push(FlatGroup { files: files.iter().collect(), partitioned, masters, state });
     }
-    Ok(OptimizerStates { groups, param_groups })
+    Ok(OptimizerStates { first: &files[0], groups, param_groups })
 }
 
 impl<'a> PartitionFile<'a> {

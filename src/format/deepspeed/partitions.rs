@@ -108,26 +108,32 @@ impl Partitioned {
         if self.is_by_parameter { self.len } else { self.total.saturating_sub(partition * self.len).min(self.len) }
     }
 
-    /// Returns the pieces of a parameter, in the order of their elements.
-    pub fn pieces(&self, param: &Placed) -> impl Iterator<Item = Piece> + use<> {
+    /// Returns the part of a parameter from an element to the end of the piece that has the element; `None` if the
+    /// parameter has no such element.
+    #[must_use]
+    pub fn piece_from(&self, param: &Placed, first: u64) -> Option<Piece> {
         let Placed { start, numel, .. } = *param;
-        let (len, is_by_parameter) = (self.len, self.is_by_parameter);
-        let own = numel.div_ceil(self.partitions);
+        if first >= numel {
+            return None;
+        }
+        let (partition, at, count) = if self.is_by_parameter {
+            let own = numel.div_ceil(self.partitions);
+            (first / own, start + first % own, own - first % own)
+        } else {
+            let (partition, at) = ((start + first) / self.len, (start + first) % self.len);
+            (partition, at, self.len - at)
+        };
+        let partition = usize::try_from(partition).expect("fewer partitions than files");
+        Some(Piece { partition, at, elements: first..first.saturating_add(count).min(numel) })
+    }
+
+    /// Returns the pieces of a parameter, in the order of their elements.
+    pub fn pieces(&self, param: &Placed) -> impl Iterator<Item = Piece> {
         let mut element = 0;
         std::iter::from_fn(move || {
-            if element >= numel {
-                return None;
-            }
-            let first = element;
-            let (partition, at, count) = if is_by_parameter {
-                (first / own, start, own)
-            } else {
-                let (partition, at) = ((start + first) / len, (start + first) % len);
-                (partition, at, len - at)
-            };
-            element = first.saturating_add(count).min(numel);
-            let partition = usize::try_from(partition).expect("fewer partitions than files");
-            Some(Piece { partition, at, elements: first..element })
+            let piece = self.piece_from(param, element)?;
+            element = piece.elements.end;
+            Some(piece)
         })
     }
 

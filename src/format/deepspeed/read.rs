@@ -1,19 +1,26 @@
 //! Reads the files of a checkpoint into a catalog.
 
-use std::path::Path;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::{Path, PathBuf};
 
-use super::assemble::{OptimizerParts, Parts};
-use super::bytes::{check_padding, check_steps};
-use super::folder::{StatesFiles, refused};
-use super::model::{ModelStates, OWN_KEYS, check_optimizer_file};
-use super::names::{Role, StatesName};
-use super::{mappings, optimizer, whole_masters};
-use crate::catalog::{Catalog, Dtype, Weights};
+use indexmap::IndexSet;
+
+use super::assemble::{Parts, Stage0, TIED_LAYERS};
+use super::bytes::{check_copies, check_padding, check_steps, is_rounded};
+use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
+use super::join::{Job, Param, Shard, params};
+use super::model::{ModelStates, Module, OWN_KEYS, check_optimizer_file, check_same_job, read_layers};
+use super::names::{LayerName, Role, StatesName};
+use super::optimizer::{self, OptimizerStates};
+use super::{mappings, whole_masters};
+use crate::catalog::optimizer::{GROUPS, PARAMS};
+use crate::catalog::{Catalog, Dict, Dtype, Value, Weights};
 use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
 use crate::format::list;
 use crate::format::reading::ReadFindings;
 use crate::format::torch::{RankFile, dropped_objects, load};
+use crate::quantity::count;
 use torch_pickle::pickle::Unknown;
 
 /// Reads a checkpoint.
@@ -23,23 +30,66 @@ use torch_pickle::pickle::Unknown;
 pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let mut names = list(folder)?;
     names.sort_unstable();
-    let found = StatesFiles::find(folder, &names)?;
-    for path in found.model.values().chain(found.optimizer.values()) {
-        refuse_file(path, &first_bytes(path)?)?;
+    let found = FolderFiles::find(folder, &names)?;
+    let tensor_parallel = found.tensor_parallel(folder)?;
+    if tensor_parallel > 1 {
+        let kind = format!("of {tensor_parallel} tensor-parallel ranks (mp_rank_{:02})", tensor_parallel - 1);
+        return Err(refused(folder, &kind, GATHER));
     }
-    let unknown = reading.options.unknown();
-    let model_files = load::load(&mut reading.files, &found.model, unknown)?;
-    let model = ModelStates::read(folder, &found, &model_files)?;
-    // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
-    let optimizer_files = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
-    let mut catalog = if optimizer_files.is_empty() {
-        read_without_partitions(reading, folder, &model)?
-    } else {
-        read_partitions(reading, folder, &found, &model, &optimizer_files)?
+    let mut files = Vec::with_capacity(found.jobs.len());
+    for own in &found.jobs {
+        files.push(JobFiles::load(reading, own)?);
+    }
+    let layers = load_layers(reading, &found.layers)?;
+    let mut warnings = Vec::new();
+    let mut jobs = Vec::with_capacity(files.len());
+    for (own, files) in found.jobs.iter().zip(&files) {
+        jobs.push(read_job(folder, own, files, !layers.is_empty(), &mut warnings)?);
+    }
+    check_jobs(folder, &found, &jobs)?;
+    let params = params(&jobs, tensor_parallel)?;
+    let mut pipeline = Vec::new();
+    for rank in (0..tensor_parallel).filter(|_| !layers.is_empty()) {
+        let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
+        let mut module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
+        remove_tied_layers(reading, &params, rank, &mut module)?;
+        pipeline.push(module);
+    }
+    let is_pipeline = !layers.is_empty();
+    let modules: Vec<&Module<'_>> =
+        if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
+    let is_stage3 = found.jobs[0].is_stage3;
+    let weights = reading.options.weights.unwrap_or(Weights::Master);
+    let parts = Parts {
+        folder,
+        jobs: &jobs,
+        params: &params,
+        modules: &modules,
+        is_pipeline,
+        is_stage3,
+        weights,
+        stage0: Stage0::None,
     };
-    let all = model_files.iter().chain(&optimizer_files);
+    let mut catalog = if found.jobs[0].optimizer.is_empty() {
+        read_without_partitions(reading, parts)?
+    } else {
+        if weights == Weights::Module && (is_stage3 || is_pipeline || jobs.len() > 1) {
+            return Err(without_module(folder, is_stage3));
+        }
+        warnings.extend(check_bytes(reading, &jobs, &params)?);
+        let mut catalog = parts.catalog()?;
+        let masters = params.first().map(|param| param.shards[0].group.masters[0].dtype);
+        if !is_stage3 && jobs.len() == 1 {
+            catalog.notes.extend(note_of_master_weights(reading, folder, masters, &jobs[0].model));
+        }
+        catalog
+    };
+    catalog.warnings.extend(warnings);
+    let layers = layers.iter().map(|(_, file)| file);
+    let all = files.iter().flat_map(|files| files.model.iter().chain(&files.optimizer)).chain(layers);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
-    catalog.dropped = dropped_objects(&model_files);
+    let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_objects(&files.model)).collect();
+    catalog.dropped = dropped.into_iter().collect();
     let is_own = |dropped: &str| {
         OWN_KEYS.iter().any(|key| {
             dropped
@@ -51,57 +101,145 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     Ok(catalog)
 }
 
-fn read_partitions(
-    reading: &ReadFindings<'_>,
+/// The files of one model-parallel rank, read except for tensor data.
+struct JobFiles {
+    model: Vec<RankFile>,
+    optimizer: Vec<RankFile>,
+}
+
+impl JobFiles {
+    fn load(reading: &mut ReadFindings<'_>, found: &StatesFiles) -> Result<Self> {
+        for path in found.model.values().chain(found.optimizer.values()) {
+            refuse_file(path, &first_bytes(path)?)?;
+        }
+        let unknown = reading.options.unknown();
+        let model = load::load(&mut reading.files, &found.model, unknown)?;
+        // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
+        let optimizer = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
+        Ok(Self { model, optimizer })
+    }
+}
+
+/// Reads the files of one model-parallel rank.
+fn read_job<'a>(
     folder: &Path,
     found: &StatesFiles,
-    model: &ModelStates<'_>,
-    files: &[RankFile],
-) -> Result<Catalog> {
+    files: &'a JobFiles,
+    has_layers: bool,
+    warnings: &mut Vec<String>,
+) -> Result<Job<'a>> {
+    let model = ModelStates::read(folder, found, &files.model, has_layers)?;
+    if files.optimizer.is_empty() {
+        return Ok(Job { model, optimizer: None });
+    }
     let Some(shapes) = model.param_shapes()? else {
         return Err(model.first().wrong("param_shapes", "the shapes of the parameters of each group", "none"));
     };
-    let states = optimizer::read(folder, found, files, shapes)?;
-    model.check_partitions(files.len())?;
-    mappings::check(model, files, &states.groups)?;
-    let mut warnings = Vec::new();
-    for file in files {
+    let states = optimizer::read(folder, found, &files.optimizer, shapes)?;
+    model.check_partitions(files.optimizer.len())?;
+    mappings::check(&model, &files.optimizer, &states.groups)?;
+    for file in &files.optimizer {
         // One warning is enough: other files of the same job would repeat it.
         let warning = check_optimizer_file(model.first(), file)?;
         warnings.extend(warning.filter(|_| warnings.is_empty()));
     }
-    // A metadata mirror has no data of tensors, so neither counters nor padding.
-    if reading.options.holdings.is_empty() {
-        let steps = check_steps(&reading.files, files, &states)?;
-        check_padding(&reading.files, files, &states)?;
-        warnings.extend(steps.and_then(|steps| other_steps(model, steps)));
-    }
-    let refs: Vec<&RankFile> = files.iter().collect();
-    let weights = reading.options.weights.unwrap_or(Weights::Master);
-    if weights == Weights::Module && found.is_stage3 {
-        return Err(without_module(folder));
-    }
-    let optimizer = OptimizerParts::Partitioned(&refs, &states);
-    let parts = Parts { folder, model, is_stage3: found.is_stage3, weights, optimizer };
-    let mut catalog = parts.catalog()?;
-    catalog.warnings.extend(warnings);
-    let masters = states.groups.first().and_then(|group| group.masters.first()).map(|master| master.dtype);
-    if !found.is_stage3 {
-        catalog.notes.extend(note_of_master_weights(reading, folder, masters, model));
-    }
-    Ok(catalog)
+    Ok(Job { model, optimizer: Some(states) })
 }
 
-/// Returns the error for a checkpoint of stage 3 whose module is requested.
-fn without_module(folder: &Path) -> Error {
-    Error::usage(
-        format!(
-            "options::weights module: {} is a checkpoint of ZeRO stage 3, which has master weights only",
-            folder.display()
-        ),
-        "leave options::weights out; or give the file that save_16bit_model wrote, or that accelerate wrote beside the \
-         checkpoint, as SRC",
-    )
+/// Checks that the files of all model-parallel ranks come from one save, and that no rank is missing.
+fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>]) -> Result<()> {
+    const KEY: &str = "mp_world_size";
+    let first = jobs[0].model.first();
+    if let Some(ranks) = first.number(KEY)? {
+        let name = first.path().file_name().unwrap_or_default().display();
+        found.check_ranks(folder, ranks, &format!("{KEY} in {name}"))?;
+    }
+    for job in &jobs[1..] {
+        check_same_job(first, job.model.first())?;
+        if let (Some(expected), Some(found)) = (&jobs[0].optimizer, &job.optimizer) {
+            check_same_options(expected, found)?;
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the parameter groups of two model-parallel ranks have the same options.
+fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_>) -> Result<()> {
+    let options = |states: &OptimizerStates<'_>| {
+        let of_group = |dict: &Dict| {
+            let own = dict.entries.iter().filter(|(key, _)| key.as_str() != Some(PARAMS)).cloned();
+            Value::Dict(Dict { entries: own.collect(), ..Dict::default() })
+        };
+        states.param_groups.iter().map(|(_, dict)| of_group(dict)).collect::<Vec<Value>>()
+    };
+    let (expected_options, options) = (options(expected), options(found));
+    if Value::List(expected_options.clone()).same_but_tensors(&Value::List(options.clone())) {
+        return Ok(());
+    }
+    let name = expected.first.path.file_name().unwrap_or_default().display();
+    let expected = format!("{} with the options in {name}", count(expected_options.len(), "group"));
+    Err(leftover(&found.first.path, GROUPS, expected, format!("{} with other options", count(options.len(), "group"))))
+}
+
+/// Loads the files of the layers of a pipeline.
+fn load_layers(
+    reading: &mut ReadFindings<'_>,
+    found: &BTreeMap<LayerName, PathBuf>,
+) -> Result<Vec<(LayerName, RankFile)>> {
+    for path in found.values() {
+        refuse_file(path, &first_bytes(path)?)?;
+    }
+    let numbered: BTreeMap<u32, PathBuf> = (0..).zip(found.values().cloned()).collect();
+    let files = load::load(&mut reading.files, &numbered, reading.options.unknown())?;
+    Ok(found.keys().copied().zip(files).collect())
+}
+
+/// Removes the layers that several stages use from the state dict of a pipeline. The first stage that uses such a layer
+/// writes a file of it, in which the layer has the number of a layer; `param_shapes` has it under the name of the tie.
+fn remove_tied_layers(
+    reading: &ReadFindings<'_>,
+    params: &[Param<'_>],
+    rank: usize,
+    module: &mut Module<'_>,
+) -> Result<()> {
+    let trained: HashSet<&str> = params.iter().map(|param| param.fqn.as_str()).collect();
+    let tied = params.iter().filter_map(|param| {
+        let (_, key) = param.fqn.as_str().strip_prefix(TIED_LAYERS)?.split_once('.')?;
+        Some((key, param.shards[rank]))
+    });
+    let mut by_key: HashMap<&str, Vec<Shard<'_>>> = HashMap::new();
+    tied.for_each(|(key, shard)| by_key.entry(key).or_default().push(shard));
+    let mut removed = HashSet::new();
+    for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
+        let key = name.split_once('.').map_or("", |(_, key)| key);
+        for shard in by_key.get(key).into_iter().flatten() {
+            let Some(view) = stored.fields.view(stored.value) else { continue };
+            let can_read = reading.options.holdings.is_empty();
+            if view.sizes == shard.placed.shape
+                && (!can_read || is_rounded(&reading.files, shard, stored.fields.file, view)?)
+            {
+                removed.insert(name.to_string());
+            }
+        }
+    }
+    module.retain(|name, _| !removed.contains(&**name));
+    Ok(())
+}
+
+/// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number of steps
+/// than the job.
+fn check_bytes(reading: &ReadFindings<'_>, jobs: &[Job<'_>], params: &[Param<'_>]) -> Result<Option<String>> {
+    // A metadata mirror has no data of tensors, so neither counters nor padding.
+    if !reading.options.holdings.is_empty() {
+        return Ok(None);
+    }
+    let all: Vec<&OptimizerStates<'_>> = jobs.iter().filter_map(|job| job.optimizer.as_ref()).collect();
+    let steps = check_steps(&reading.files, &all)?;
+    for states in all {
+        check_padding(&reading.files, states)?;
+    }
+    check_copies(&reading.files, params)?;
+    Ok(steps.and_then(|steps| other_steps(&jobs[0].model, steps)))
 }
 
 /// Returns a warning if the optimizer has made another number of steps than the job.
@@ -118,10 +256,29 @@ fn other_steps(model: &ModelStates<'_>, steps: f64) -> Option<String> {
     })
 }
 
+/// Returns the error for a checkpoint whose module is requested, and is not in the files, or not as a whole.
+fn without_module(folder: &Path, is_stage3: bool) -> Error {
+    let kind = if is_stage3 {
+        "of ZeRO stage 3, which has master weights only"
+    } else {
+        "of several model-parallel ranks, of which dtshard reads the master weights only"
+    };
+    Error::usage(
+        format!("options::weights module: {} is a checkpoint {kind}", folder.display()),
+        "leave options::weights out; or give the file that save_16bit_model wrote, or that accelerate wrote beside the \
+         checkpoint, as SRC",
+    )
+}
+
 /// Reads a checkpoint without optimizer files. At ZeRO stage 0, the model file has the optimizer.
-fn read_without_partitions(reading: &ReadFindings<'_>, folder: &Path, model: &ModelStates<'_>) -> Result<Catalog> {
+fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Result<Catalog> {
+    let Parts { folder, jobs, .. } = parts;
+    let model = &jobs[0].model;
     let (first, weights) = (model.first(), reading.options.weights);
-    let module = Parts { folder, model, is_stage3: false, weights: Weights::Module, optimizer: OptimizerParts::None };
+    let module = Parts { weights: Weights::Module, ..parts };
+    if jobs.len() > 1 || parts.is_pipeline {
+        return Err(refused(folder, "of several model-parallel ranks without optimizer files", GATHER));
+    }
     let Some(optimizer) = first.get("optimizer") else {
         if weights == Some(Weights::Module) {
             return module.catalog();
@@ -133,7 +290,7 @@ fn read_without_partitions(reading: &ReadFindings<'_>, folder: &Path, model: &Mo
     if !["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
         // The module has f32 parameters, and they are the master weights.
         let weights = weights.unwrap_or(Weights::Master);
-        return Parts { weights, optimizer: OptimizerParts::Numbered(optimizer), ..module }.catalog();
+        return Parts { weights, stage0: Stage0::Numbered(optimizer), ..module }.catalog();
     }
     if weights == Some(Weights::Module) {
         let mut catalog = module.catalog()?;
@@ -152,8 +309,7 @@ fn read_without_partitions(reading: &ReadFindings<'_>, folder: &Path, model: &Mo
         ));
     }
     let groups = whole_masters::find_names(folder, &reading.files, model)?;
-    let mut catalog =
-        Parts { weights: Weights::Master, optimizer: OptimizerParts::Whole(&groups), ..module }.catalog()?;
+    let mut catalog = Parts { weights: Weights::Master, stage0: Stage0::Whole(&groups), ..module }.catalog()?;
     catalog.notes.extend(note_of_master_weights(reading, folder, Some(Dtype::F32), model));
     Ok(catalog)
 }

@@ -11,7 +11,7 @@ use indexmap::IndexMap;
 use super::bytes::read;
 use super::fields::Fields;
 use super::folder::{leftover, refused};
-use super::model::ModelStates;
+use super::model::{ModelStates, StoredValue};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Dtype, Value, contiguous_strides};
 use crate::error::{Error, Result};
@@ -58,7 +58,7 @@ struct Alike<'a> {
 /// # Errors
 /// `Unsupported` if several parameters are alike, so that the name is not known; `Malformed` if no parameter has the rounded
 /// values; `Io`.
-pub fn find_names<'a>(folder: &Path, files: &Files, model: &ModelStates<'a>) -> Result<Vec<WholeGroup<'a>>> {
+pub fn find_names<'a>(folder: &Path, files: &Files, model: &'a ModelStates<'a>) -> Result<Vec<WholeGroup<'a>>> {
     let first = model.first();
     let optimizer = first.dict("optimizer")?.expect("the optimizer is a dict");
     let Some(own) = optimizer.dict(OWN)? else {
@@ -131,13 +131,13 @@ fn views<'a>(optimizer: &Fields<'a>) -> Result<Vec<Vec<&'a View>>> {
 }
 
 /// Returns the parameters of the module by their likeness. A tied parameter is listed once, with the first of its names.
-fn parameters<'a>(files: &Files, model: &ModelStates<'a>) -> Result<IndexMap<Likeness, Alike<'a>>> {
+fn parameters<'a>(files: &Files, model: &'a ModelStates<'a>) -> Result<IndexMap<Likeness, Alike<'a>>> {
     let mut found: IndexMap<Likeness, Alike<'a>> = IndexMap::new();
     let mut seen = HashSet::new();
-    for (key, value) in &model.module.entries {
-        let Some(name) = key.as_str().filter(|name| !model.buffers.contains(name)) else { continue };
-        let (Value::Tensor(id), Some(view)) = (value, model.first().view(value)) else { continue };
-        if !matches!(view.dtype, Dtype::Bf16 | Dtype::F16) || !is_dense(view) || !seen.insert(*id) {
+    for (name, StoredValue { fields, value }) in &model.module {
+        let (Value::Tensor(id), Some(view)) = (value, fields.view(value)) else { continue };
+        let is_16_bit = matches!(view.dtype, Dtype::Bf16 | Dtype::F16);
+        if !is_16_bit || model.buffers.contains(&&**name) || !is_dense(view) || !seen.insert(*id) {
             continue;
         }
         let bytes = read(files, model.first().file, view, 0..compared(view))?;

@@ -1,0 +1,165 @@
+//! Checkpoints of DeepSpeed jobs with several model-parallel ranks (`tests/fixtures/trainers/deepspeed`): every verb gives the
+//! whole tensors of the live engines, and damaged checkpoints are refused by the name of the file.
+
+use std::fs;
+use std::path::Path;
+
+use dtshard::catalog::Value;
+
+use crate::common::corrupt::{edit_pickle, find, replace};
+use crate::common::env::TestEnv;
+use crate::common::{assert_same, below, read_safetensors, succeed};
+use crate::deepspeed::{Damaged, at, case, set_element, set_number, state, tensors, truth};
+
+/// The cases that are read completely.
+const CASES: [&str; 2] = ["pipe_fp32", "pipe_bf16"];
+
+#[test]
+fn whole_tensors_equal_those_of_the_live_engines() {
+    let env = TestEnv::new();
+    for name in CASES {
+        let expected = truth(name);
+        let made = env.make("consolidate", case(name), &format!("{name}_model"), "--assets none");
+        assert_same(&read_safetensors(&made.path), &below("model.", &expected), name);
+        assert_same(&tensors(&case(name)), &expected, name);
+    }
+}
+
+#[test]
+fn resharded_cases_equal_the_live_engines() {
+    let env = TestEnv::new();
+    for (name, options) in [
+        ("pipe_fp32", "--mesh dp=3 --to dcp"),
+        ("pipe_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
+    ] {
+        let made = env.make("reshard", case(name), name, &format!("{options} --verify"));
+        assert_same(&tensors(&made.path), &truth(name), name);
+        succeed("verify", &[&case(name), &made.path], "");
+        succeed("verify", &[&case(name)], "");
+    }
+}
+
+/// Returns the names in a parameter group.
+fn group(state: &Value, index: usize) -> Vec<String> {
+    let Value::List(groups) = at(state, &["optimizer", "param_groups"]) else { panic!("a list") };
+    let Some(Value::List(names)) = groups[index].as_dict().unwrap().get("params") else { panic!("a list of names") };
+    names.iter().map(|name| name.as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn parameter_groups_have_the_names_of_all_stages() {
+    let state = state("pipe_fp32");
+    let weights = ["tied_modules.emb.weight", "1.up.weight", "1.down.weight", "3.up.weight", "3.down.weight"];
+    assert_eq!(group(&state, 0), weights);
+    assert_eq!(group(&state, 1), ["1.up.bias", "3.up.bias", "5.weight", "5.bias"]);
+    let names: Vec<&str> =
+        at(&state, &["model"]).as_dict().unwrap().entries.iter().map(|(name, _)| name.as_str().unwrap()).collect();
+    assert_eq!(names[..3], ["tied_modules.emb.weight", "1.gain", "1.up.weight"]);
+    assert_eq!(at(&state, &["note"]).as_str(), Some("client state"));
+}
+
+// ------------------------------------------------------------------------------------------------- damaged checkpoints
+
+fn model(rank: u32) -> String {
+    format!("mp_rank_{rank:02}_model_states.pt")
+}
+
+fn optim(partition: u32, rank: u32) -> String {
+    format!("zero_pp_rank_{partition}_mp_rank_{rank:02}_optim_states.pt")
+}
+
+fn layer(number: u32) -> String {
+    format!("layer_{number:02}-model_states.pt")
+}
+
+fn remove(names: Vec<String>) -> impl FnOnce(&Path) {
+    move |folder| names.iter().for_each(|name| fs::remove_file(folder.join(name)).unwrap())
+}
+
+fn copy(from: String, to: String) -> impl FnOnce(&Path) {
+    move |folder| _ = fs::copy(folder.join(from), folder.join(to)).unwrap()
+}
+
+#[test]
+fn missing_and_doubled_ranks_are_errors() {
+    let damaged = Damaged::new("pipe_fp32");
+    damaged.refuse(&["missing", &model(1)], remove(vec![model(1)]));
+    damaged.refuse(&["missing", &optim(1, 1)], remove(vec![optim(1, 1)]));
+    damaged.refuse(&["missing", &optim(0, 1)], remove(vec![optim(0, 1), optim(1, 1)]));
+    let all = |rank: u32| vec![model(rank), optim(0, rank), optim(1, rank)];
+    damaged.refuse(&["missing", &model(1), "mp_world_size in mp_rank_00"], remove(all(1)));
+    damaged.refuse(&["missing", &model(0)], remove(all(0)));
+    damaged.refuse(&["missing", &layer(1), "1.up.weight"], remove(vec![layer(1)]));
+    damaged
+        .refuse(&["files of one run", "mp_rank_1_model_states.pt"], copy(model(1), "mp_rank_1_model_states.pt".into()));
+    damaged.refuse(&["files of one run", "layer_1-model_states.pt"], copy(layer(1), "layer_1-model_states.pt".into()));
+    damaged.refuse(&["missing", "layer_00-model_00-model_states.pt"], |folder| {
+        for number in [0, 1, 2, 3, 4, 5] {
+            let name = format!("layer_{number:02}-model_01-model_states.pt");
+            fs::rename(folder.join(layer(number)), folder.join(name)).unwrap();
+        }
+    });
+    damaged.refuse(&[&model(2), "mp_world_size", "ranks 0 to 1"], |folder| {
+        for (from, to) in all(1).into_iter().zip(all(2)) {
+            copy(from, to)(folder);
+        }
+    });
+    // The number of a rank is untrusted, too.
+    damaged.refuse(&["missing"], copy(model(1), "mp_rank_4294967295_model_states.pt".into()));
+    damaged.refuse(&["missing"], |folder| {
+        for number in [0, 1, 2, 3, 4, 5] {
+            let name = format!("layer_{number:02}-model_4294967295-model_states.pt");
+            fs::rename(folder.join(layer(number)), folder.join(name)).unwrap();
+        }
+    });
+}
+
+#[test]
+fn copies_that_differ_are_errors() {
+    // The last stage has a copy of the embedding, in partitions of 24 and 24 elements, of which the last 3 are padding.
+    let damaged = Damaged::new("pipe_fp32");
+    for partition in [0, 1] {
+        for nth in 0..3 {
+            let file = optim(partition, 1);
+            let words = [file.as_str(), "tied_modules.emb.weight", "copies", "mp_rank_00_optim_states.pt"];
+            damaged.refuse(&words, |folder| {
+                let vectors = std::cell::Cell::new(0);
+                let is_it =
+                    |data: &[u8]| (data.len() == 24 * 4 && vectors.replace(vectors.get() + 1) == nth).then_some(20 * 4);
+                set_element(&folder.join(&file), is_it, 7.5);
+            });
+        }
+    }
+    damaged.refuse(&[&model(1), "tied_modules.emb.weight", "[9, 5] as in"], |folder| {
+        edit_pickle(&folder.join(model(1)), |pickle| {
+            let key = find(pickle, b"param_shapes").unwrap();
+            let shape = key + find(&pickle[key..], b"K\x09K\x05").unwrap();
+            (pickle[shape + 1], pickle[shape + 3]) = (5, 9);
+        });
+    });
+}
+
+#[test]
+fn ranks_of_other_saves_are_errors() {
+    let damaged = Damaged::new("pipe_fp32");
+    damaged.refuse(&[&model(1), "global_steps", "2 as in mp_rank_00", "found 3"], |folder| {
+        edit_pickle(&folder.join(model(1)), |pickle| set_number(pickle, b"global_steps", 3));
+    });
+    let is_step = |data: &[u8]| (data.len() == 4 && data == 2_f32.to_le_bytes()).then_some(0);
+    damaged.refuse(&[&optim(0, 1), "step", "expected 2 as in zero_pp_rank_0_mp_rank_00", "found 3"], |folder| {
+        set_element(&folder.join(optim(0, 1)), is_step, 3.0);
+    });
+    damaged.refuse(&["partition_count", &optim(1, 1)], |folder| {
+        edit_pickle(&folder.join(optim(1, 1)), |pickle| {
+            let key = find(pickle, b"partition_count").unwrap();
+            let numbers = key + find(&pickle[key..], b"K\x02K\x02").unwrap();
+            (pickle[numbers + 1], pickle[numbers + 3]) = (1, 1);
+        });
+    });
+    damaged.refuse(&[&optim(0, 1), "param_groups", "2 groups"], |folder| {
+        // The options of the last stage only.
+        for partition in [0, 1] {
+            edit_pickle(&folder.join(optim(partition, 1)), |pickle| replace(pickle, b"amsgrad", b"AMSGRAD"));
+        }
+    });
+}
