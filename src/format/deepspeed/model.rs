@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 use super::fields::Fields;
 use super::folder::{GATHER, StatesFiles, leftover, refused};
 use super::optimizer::Shapes;
-use crate::catalog::{Dtype, TensorId, Value};
+use crate::catalog::{Dict, Dtype, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::RankFile;
 use crate::storage::FileId;
@@ -228,7 +228,8 @@ pub fn read_layers<'a>(files: impl Iterator<Item = (u32, &'a RankFile)>) -> Resu
 /// `Malformed` that names the file and both values.
 pub fn check_same_job(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
     check_same_values(first, other, &["mp_world_size", "checkpoint_parallel_dimensions"])?;
-    check_same_values(first, other, &SAVE_KEYS)
+    check_same_values(first, other, &SAVE_KEYS)?;
+    check_same_config(first, other)
 }
 
 /// The values that are equal in all model files of one save.
@@ -237,6 +238,7 @@ const SAVE_KEYS: [&str; 5] = ["global_steps", "skipped_steps", "global_samples",
 /// Checks that two model files of one model-parallel rank come from one save.
 fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
     check_same_values(first, other, &SAVE_KEYS)?;
+    check_same_config(first, other)?;
     let name = first.path().file_name().unwrap_or_default().display();
     for key in ["param_shapes", "frozen_param_shapes"] {
         let (expected, found) = (first.get(key), other.get(key));
@@ -256,37 +258,57 @@ fn check_same_values(first: &Fields<'_>, other: &Fields<'_>, keys: &[&str]) -> R
             (expected, found) => expected.is_none() && found.is_none(),
         };
         if !is_same {
-            let show =
-                |value: Option<&Value>| value.map_or_else(|| String::from("none"), |value| format!("{value:.60}"));
             return Err(leftover(other.path(), key, format!("{} as in {name}", show(expected)), show(found)));
         }
     }
     Ok(())
 }
 
-/// Checks that an optimizer file comes from the save of the model files. Returns a warning if it comes from a job with
-/// another configuration.
+/// Checks that an optimizer file comes from the save of the model files.
 ///
 /// # Errors
-/// `Malformed` if another release of DeepSpeed wrote the file.
-pub fn check_optimizer_file(model: &Fields<'_>, file: &RankFile) -> Result<Option<String>> {
+/// `Malformed` that names the file and both values, if it has another release of DeepSpeed or another configuration.
+pub fn check_optimizer_file(model: &Fields<'_>, file: &RankFile) -> Result<()> {
     let own = Fields::of_file(file)?;
-    let name = model.path().file_name().unwrap_or_default().display();
-    let show = |fields: &Fields<'_>| fields.get("ds_version").and_then(Value::as_str).unwrap_or("none").to_owned();
-    let (expected, found) = (show(model), show(&own));
-    if expected != found {
-        return Err(leftover(own.path(), "ds_version", format!("{expected} as in {name}"), found));
-    }
-    let is_same = match (model.get("ds_config"), own.get("ds_config")) {
-        (Some(expected), Some(found)) => expected.same_but_tensors(found),
-        _ => true,
+    check_same_values(model, &own, &["ds_version"])?;
+    check_same_config(model, &own)
+}
+
+/// Checks that two files have the configuration of one job.
+fn check_same_config(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
+    const KEY: &str = "ds_config";
+    let (Some(expected), Some(found)) = (first.get(KEY), other.get(KEY)) else { return Ok(()) };
+    let Some((at, expected, found)) = difference(KEY, expected, found) else { return Ok(()) };
+    let name = first.path().file_name().unwrap_or_default().display();
+    Err(leftover(other.path(), &at, format!("{} as in {name}", show(expected)), show(found)))
+}
+
+/// Returns the path and the values of the first entry that differs between two values; `None` if they are equal.
+fn difference<'v>(
+    at: &str,
+    first: &'v Value,
+    other: &'v Value,
+) -> Option<(String, Option<&'v Value>, Option<&'v Value>)> {
+    let (Some(one), Some(two)) = (first.as_dict(), other.as_dict()) else {
+        return (!first.same_but_tensors(other)).then(|| (at.to_owned(), Some(first), Some(other)));
     };
-    Ok((!is_same).then(|| {
-        format!(
-            "{}: `ds_config` differs from that in {name}: the files may come from different jobs",
-            own.path().display()
-        )
-    }))
+    let name = |key: &Value| format!("{at}.{}", key.as_str().map_or_else(|| key.to_string(), str::to_owned));
+    // The files of one job have the entries in one order.
+    for ((key, expected), (other_key, found)) in one.entries.iter().zip(&two.entries) {
+        if !key.same_but_tensors(other_key) {
+            return Some((name(key), Some(expected), None));
+        }
+        if let Some(found) = difference(&name(key), expected, found) {
+            return Some(found);
+        }
+    }
+    let surplus = |from: &'v Dict, len: usize| from.entries.get(len);
+    let lost = surplus(one, two.entries.len()).map(|(key, value)| (name(key), Some(value), None));
+    lost.or_else(|| surplus(two, one.entries.len()).map(|(key, value)| (name(key), None, Some(value))))
+}
+
+fn show(value: Option<&Value>) -> String {
+    value.map_or_else(|| String::from("none"), |value| format!("{value:.60}"))
 }
 
 /// Returns the error about names in `param_shapes` that are not unique, or that the module does not have.

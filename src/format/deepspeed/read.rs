@@ -41,10 +41,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         files.push(JobFiles::load(reading, own)?);
     }
     let layers = load_layers(reading, &found.layers)?;
-    let mut warnings = Vec::new();
     let mut jobs = Vec::with_capacity(files.len());
     for (own, files) in found.jobs.iter().zip(&files) {
-        jobs.push(read_job(folder, own, files, !layers.is_empty(), &mut warnings)?);
+        jobs.push(read_job(folder, own, files, !layers.is_empty())?);
     }
     check_jobs(folder, &found, &jobs)?;
     let params = params(&jobs, tensor_parallel)?;
@@ -76,15 +75,15 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         if weights == Weights::Module && (is_stage3 || is_pipeline || jobs.len() > 1) {
             return Err(without_module(folder, is_stage3));
         }
-        warnings.extend(check_bytes(reading, &jobs, &params)?);
+        let warning = check_bytes(reading, &jobs, &params, is_stage3)?;
         let mut catalog = parts.catalog()?;
+        catalog.warnings.extend(warning);
         let masters = params.first().map(|param| param.shards[0].group.masters[0].dtype);
         if !is_stage3 && jobs.len() == 1 {
             catalog.notes.extend(note_of_master_weights(reading, folder, masters, &jobs[0].model));
         }
         catalog
     };
-    catalog.warnings.extend(warnings);
     let layers = layers.iter().map(|(_, file)| file);
     let all = files.iter().flat_map(|files| files.model.iter().chain(&files.optimizer)).chain(layers);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
@@ -121,13 +120,7 @@ impl JobFiles {
 }
 
 /// Reads the files of one model-parallel rank.
-fn read_job<'a>(
-    folder: &Path,
-    found: &StatesFiles,
-    files: &'a JobFiles,
-    has_layers: bool,
-    warnings: &mut Vec<String>,
-) -> Result<Job<'a>> {
+fn read_job<'a>(folder: &Path, found: &StatesFiles, files: &'a JobFiles, has_layers: bool) -> Result<Job<'a>> {
     let model = ModelStates::read(folder, found, &files.model, has_layers)?;
     if files.optimizer.is_empty() {
         return Ok(Job { model, optimizer: None });
@@ -139,9 +132,7 @@ fn read_job<'a>(
     model.check_partitions(files.optimizer.len())?;
     mappings::check(&model, &files.optimizer, &states.groups)?;
     for file in &files.optimizer {
-        // One warning is enough: other files of the same job would repeat it.
-        let warning = check_optimizer_file(model.first(), file)?;
-        warnings.extend(warning.filter(|_| warnings.is_empty()));
+        check_optimizer_file(model.first(), file)?;
     }
     Ok(Job { model, optimizer: Some(states) })
 }
@@ -228,7 +219,12 @@ fn remove_tied_layers(
 
 /// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number of steps
 /// than the job.
-fn check_bytes(reading: &ReadFindings<'_>, jobs: &[Job<'_>], params: &[Param<'_>]) -> Result<Option<String>> {
+fn check_bytes(
+    reading: &ReadFindings<'_>,
+    jobs: &[Job<'_>],
+    params: &[Param<'_>],
+    is_stage3: bool,
+) -> Result<Option<String>> {
     // A metadata mirror has no data of tensors, so neither counters nor padding.
     if !reading.options.holdings.is_empty() {
         return Ok(None);
@@ -236,7 +232,7 @@ fn check_bytes(reading: &ReadFindings<'_>, jobs: &[Job<'_>], params: &[Param<'_>
     let all: Vec<&OptimizerStates<'_>> = jobs.iter().filter_map(|job| job.optimizer.as_ref()).collect();
     let steps = check_steps(&reading.files, &all)?;
     for states in all {
-        check_padding(&reading.files, states)?;
+        check_padding(&reading.files, states, is_stage3)?;
     }
     check_copies(&reading.files, params)?;
     Ok(steps.and_then(|steps| other_steps(&jobs[0].model, steps)))
