@@ -198,7 +198,7 @@ impl Parts<'_> {
                 state.extend(own.map(|own| (Value::Str((*name).into()), import(file, own, catalog))));
             }
             let names = group.params.iter().map(|param| Value::Str(param.name.into()));
-            param_groups.push(param_group(file, group.options, names, catalog));
+            param_groups.push(param_group(file, Some(group.options), names, catalog));
         }
         state_dict(state, param_groups)
     }
@@ -221,7 +221,7 @@ impl Parts<'_> {
             }
         }
         let groups = first.param_groups.iter().zip(self.param_names()).map(|((_, options), names)| {
-            param_group(first.first, options, names.iter().map(|name| Value::Str((*name).into())), catalog)
+            param_group(first.first, *options, names.iter().map(|name| Value::Str((*name).into())), catalog)
         });
         let groups = groups.collect();
         Ok(Some(state_dict(state, groups)))
@@ -424,8 +424,17 @@ fn state_dict(state: Vec<(Value, Value)>, groups: Vec<Value>) -> Value {
 }
 
 /// Returns a parameter group, which has names instead of numbers.
-fn param_group(file: &RankFile, options: &Dict, names: impl Iterator<Item = Value>, catalog: &mut Catalog) -> Value {
-    let mut names = Some(Value::List(names.collect()));
+fn param_group(
+    file: &RankFile,
+    options: Option<&Dict>,
+    names: impl Iterator<Item = Value>,
+    catalog: &mut Catalog,
+) -> Value {
+    let names = Value::List(names.collect());
+    let Some(options) = options else {
+        return dict(DictKind::Plain, vec![(Value::Str(PARAMS.into()), names)]);
+    };
+    let mut names = Some(names);
     let options = options.entries.iter().map(|(key, value)| match key.as_str() {
         Some(PARAMS) => (key.clone(), names.take().unwrap_or(Value::None)),
         _ => (key.clone(), import(file, value, catalog)),

@@ -33,8 +33,9 @@ pub struct OptimizerStates<'a> {
     /// The groups whose parameters are flattened together: the parameter groups at stages 1 and 2, the sub-groups at
     /// stage 3.
     pub groups: Vec<FlatGroup<'a>>,
-    /// The parameter groups of the optimizer: the names of the parameters, and the options.
-    pub param_groups: Vec<(Vec<Fqn>, &'a Dict)>,
+    /// The parameter groups of the optimizer: the names of the parameters, and the options, which are `None` if the job has
+    /// `elastic_checkpoint`.
+    pub param_groups: Vec<(Vec<Fqn>, Option<&'a Dict>)>,
 }
 
 /// The masters and the state of the parameters that are flattened together.
@@ -65,8 +66,16 @@ pub enum StateValue<'a> {
 /// The content of one optimizer file.
 struct PartitionFile<'a> {
     fields: Fields<'a>,
+    own: OwnState<'a>,
+}
+
+/// The state of the optimizer that ZeRO wraps.
+#[derive(Clone, Copy)]
+enum OwnState<'a> {
     /// The optimizer's own state dict: `{state, param_groups}`.
-    own: Fields<'a>,
+    Dict(Fields<'a>),
+    /// With `elastic_checkpoint`, the state of each group, without the options.
+    Elastic(&'a [Value]),
 }
 
 /// Reads the optimizer files. `files` has one file for each partition, and `shapes` is `param_shapes` of the model file.
@@ -92,7 +101,7 @@ pub fn read<'a>(
     let groups_in_state = if is_stage3 { numbers.iter().map(Vec::len).sum() } else { numbers.len() };
     if groups_in_state != shapes.len() {
         let expected = format!("{} (param_shapes of the model file)", count(shapes.len(), "group"));
-        return Err(first.own.wrong(GROUPS, expected, count(groups_in_state, "group")));
+        return Err(first.at().wrong(GROUPS, expected, count(groups_in_state, "group")));
     }
     let options = first.options()?;
     for other in &partitions[1..] {
@@ -136,58 +145,90 @@ impl<'a> PartitionFile<'a> {
             return Err(leftover(&file.path, STATE_DICT, expected, found));
         }
         let own_key = if is_stage3 { STATE_DICT } else { BASE_STATE };
-        if let Some(Value::List(_)) = fields.get(own_key) {
-            let hint = "load it in a job with elastic_checkpoint set to false, and save it again";
-            return Err(refused(folder, "with elastic_checkpoint", hint));
-        }
-        let Some(own) = fields.dict(own_key)? else {
-            return Err(fields.wrong(own_key, "the state dict of the optimizer", "none"));
+        let own = match fields.get(own_key) {
+            Some(Value::List(groups)) if !is_stage3 => OwnState::Elastic(groups),
+            _ => match fields.dict(own_key)? {
+                Some(own) => OwnState::Dict(own),
+                None => return Err(fields.wrong(own_key, "the state dict of the optimizer", "none")),
+            },
         };
         Ok(Self { fields, own })
     }
 
     /// Returns the numbers that each parameter group lists.
     fn group_numbers(&self) -> Result<Vec<Vec<i64>>> {
-        let wrong = || self.own.wrong(GROUPS, "parameter groups with numbers of parameters", "others");
+        let own = match self.own {
+            OwnState::Dict(own) => own,
+            OwnState::Elastic(groups) => return Ok((0..).take(groups.len()).map(|number| vec![number]).collect()),
+        };
+        let wrong = || own.wrong(GROUPS, "parameter groups with numbers of parameters", "others");
         let numbers = |group: &Value| match group.as_dict()?.get(PARAMS)? {
             Value::List(params) => params.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>(),
             _ => None,
         };
-        self.own.list(GROUPS)?.iter().map(|group| numbers(group).ok_or_else(wrong)).collect()
+        own.list(GROUPS)?.iter().map(|group| numbers(group).ok_or_else(wrong)).collect()
     }
 
-    fn options(&self) -> Result<Vec<&'a Dict>> {
-        let wrong = || self.own.wrong(GROUPS, "a list of dicts", "another value");
-        self.own.list(GROUPS)?.iter().map(|group| group.as_dict().ok_or_else(wrong)).collect()
+    /// Returns the options of each parameter group; `None` if the file does not have them.
+    fn options(&self) -> Result<Vec<Option<&'a Dict>>> {
+        let own = match self.own {
+            OwnState::Dict(own) => own,
+            OwnState::Elastic(groups) => return Ok(vec![None; groups.len()]),
+        };
+        let wrong = || own.wrong(GROUPS, "a list of dicts", "another value");
+        own.list(GROUPS)?.iter().map(|group| Ok(Some(group.as_dict().ok_or_else(wrong)?))).collect()
     }
 
     /// Checks that the parameter groups have the same options as in the file of the first partition.
-    fn check_options(&self, first: &[&Dict], file: &Fields<'_>) -> Result<()> {
+    fn check_options(&self, first: &[Option<&Dict>], file: &Fields<'_>) -> Result<()> {
         let own = self.options()?;
-        let is_same =
-            |(own, first): (&&Dict, &&Dict)| {
+        let is_same = |own: Option<&Dict>, first: Option<&Dict>| match (own, first) {
+            (Some(own), Some(first)) => {
                 own.entries.len() == first.entries.len()
                     && own.entries.iter().zip(&first.entries).all(|((own_key, own), (key, first))| {
                         own_key.same_but_tensors(key) && own.same_but_tensors(first)
                     })
-            };
-        if own.len() == first.len() && own.iter().zip(first).all(is_same) {
+            }
+            (own, first) => own.is_none() && first.is_none(),
+        };
+        if own.len() == first.len() && own.iter().zip(first).all(|(own, first)| is_same(*own, *first)) {
             return Ok(());
         }
         let name = file.path().file_name().unwrap_or_default().display().to_string();
-        Err(leftover(self.own.path(), &self.own.name(GROUPS), format!("the parameter groups of {name}"), "others"))
+        Err(leftover(self.fields.path(), &self.at().name(GROUPS), format!("the parameter groups of {name}"), "others"))
     }
 
     /// Returns the state of a group; an empty list if the optimizer has not made a step yet.
     fn state_of(&self, number: i64) -> Result<&'a [(Value, Value)]> {
-        let Some(states) = self.own.dict(STATE)? else {
-            return Err(self.own.wrong(STATE, "the state of the optimizer", "none"));
+        let state = match self.own {
+            OwnState::Dict(own) => {
+                let Some(states) = own.dict(STATE)? else {
+                    return Err(own.wrong(STATE, "the state of the optimizer", "none"));
+                };
+                states.dict.entries.iter().find(|(key, _)| key.as_i64() == Some(number)).map(|(_, state)| state)
+            }
+            OwnState::Elastic(groups) => usize::try_from(number).ok().and_then(|number| groups.get(number)),
         };
-        let own = states.dict.entries.iter().find(|(key, _)| key.as_i64() == Some(number));
-        match own {
+        match state {
             None => Ok(&[]),
-            Some((_, Value::Dict(dict))) => Ok(&dict.entries),
-            Some((_, other)) => Err(self.own.wrong(&format!("{STATE}[{number}]"), "a dict", other.type_name())),
+            Some(Value::Dict(dict)) => Ok(&dict.entries),
+            Some(other) => Err(self.at().wrong(&self.state_name(number), "a dict", other.type_name())),
+        }
+    }
+
+    /// Returns the dict that has the state.
+    fn at(&self) -> Fields<'a> {
+        match self.own {
+            OwnState::Dict(own) => own,
+            OwnState::Elastic(_) => self.fields,
+        }
+    }
+
+    /// Returns the key of the state of a group, for messages.
+    fn state_name(&self, number: i64) -> String {
+        match self.own {
+            OwnState::Dict(_) => format!("{STATE}[{number}]"),
+            OwnState::Elastic(_) => format!("{BASE_STATE}[{number}]"),
         }
     }
 }
@@ -315,9 +356,10 @@ fn state<'a>(
 ) -> Result<Vec<(&'a str, StateValue<'a>)>> {
     let mut all = Vec::with_capacity(partitions.len());
     for part in partitions {
-        all.push((&part.own, part.state_of(number)?));
+        all.push((part.at(), part.state_of(number)?));
     }
-    let name_of = |key: &str| format!("{STATE}[{number}][{key:?}]");
+    let of_group = partitions[0].state_name(number);
+    let name_of = |key: &str| format!("{of_group}[{key:?}]");
     let find = |entries: &'a [(Value, Value)], key: &str| {
         entries.iter().find(|(own, _)| own.as_str() == Some(key)).map(|(_, value)| value)
     };
@@ -325,18 +367,13 @@ fn state<'a>(
     for (own, others) in &all[1..] {
         if others.len() != entries.len() {
             let expected = format!("{} as in partition 0", count(entries.len(), "value"));
-            return Err(leftover(
-                own.path(),
-                &own.name(&format!("{STATE}[{number}]")),
-                expected,
-                others.len().to_string(),
-            ));
+            return Err(leftover(own.path(), &own.name(&of_group), expected, others.len().to_string()));
         }
     }
     let mut found = Vec::with_capacity(entries.len());
     for (key, value) in *entries {
         let Some(key) = key.as_str() else {
-            return Err(first.wrong(&format!("{STATE}[{number}]"), "names of values", key.type_name()));
+            return Err(first.wrong(&of_group, "names of values", key.type_name()));
         };
         let mut values = vec![value];
         for (own, others) in &all[1..] {
@@ -370,7 +407,7 @@ fn state<'a>(
 /// Returns what the tensors of one name are: the vectors of all partitions, tensors without dims, or others.
 fn kind_of<'a>(
     views: Vec<&'a View>,
-    all: &[(&Fields<'a>, &[(Value, Value)])],
+    all: &[(Fields<'a>, &[(Value, Value)])],
     name: &str,
     partitioned: &Partitioned,
 ) -> Result<StateValue<'a>> {

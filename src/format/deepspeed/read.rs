@@ -78,6 +78,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         let warning = check_bytes(reading, &jobs, &params, is_stage3)?;
         let mut catalog = parts.catalog()?;
         catalog.warnings.extend(warning);
+        catalog.warnings.extend(no_options(folder, &jobs));
         let masters = params.first().map(|param| param.shards[0].group.masters[0].dtype);
         if !is_stage3 && jobs.len() == 1 {
             catalog.notes.extend(note_of_master_weights(reading, folder, masters, &jobs[0].model));
@@ -154,6 +155,18 @@ fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>]) -> Result<()
     Ok(())
 }
 
+/// Returns a warning if the files have no options of parameter groups.
+fn no_options(folder: &Path, jobs: &[Job<'_>]) -> Option<String> {
+    let mut groups = jobs.iter().filter_map(|job| job.optimizer.as_ref()).flat_map(|states| &states.param_groups);
+    groups.any(|(_, options)| options.is_none()).then(|| {
+        format!(
+            "{}: with `elastic_checkpoint`, DeepSpeed saves no options of parameter groups, such as the learning rate: set them \
+             in the new job",
+            folder.display()
+        )
+    })
+}
+
 /// Checks that the parameter groups of two model-parallel ranks have the same options.
 fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_>) -> Result<()> {
     let options = |states: &OptimizerStates<'_>| {
@@ -161,7 +174,7 @@ fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_
             let own = dict.entries.iter().filter(|(key, _)| key.as_str() != Some(PARAMS)).cloned();
             Value::Dict(Dict { entries: own.collect(), ..Dict::default() })
         };
-        states.param_groups.iter().map(|(_, dict)| of_group(dict)).collect::<Vec<Value>>()
+        states.param_groups.iter().map(|(_, dict)| dict.map_or(Value::None, of_group)).collect::<Vec<Value>>()
     };
     let (expected_options, options) = (options(expected), options(found));
     if Value::List(expected_options.clone()).same_but_tensors(&Value::List(options.clone())) {
