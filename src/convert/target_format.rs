@@ -73,10 +73,11 @@ pub fn holds_shards(verb: &str, to: Format) -> Error {
     // In the hint, formats that also store objects come first.
     formats.sort_by_key(|format| !format.holds_objects());
     let formats = join(formats.into_iter().map(Format::to_string), "or");
-    Error::usage(
-        format!("{verb} writes whole tensors, in format {formats}, not {to}"),
-        "use `dtshard reshard` with options::mesh to write shards",
-    )
+    let hint = match to.entry().write_state {
+        Some(_) => format!("use `dtshard reshard` with options::to {to}"),
+        None => String::from("use `dtshard reshard` with options::mesh to write shards"),
+    };
+    Error::usage(format!("{verb} writes whole tensors, in format {formats}, not {to}"), hint)
 }
 
 /// Returns the error of a verb that writes shards, if the format `to` stores only whole tensors.

@@ -5,7 +5,7 @@
 //! table in the README are derived from the rows.
 
 use super::known_files::KnownFile;
-use super::traits::{Read, WriteShards, WriteWhole};
+use super::traits::{Read, WriteShards, WriteState, WriteWhole};
 
 /// A row of the table of formats: the name and the properties of one format, its reader and its writers.
 pub struct FormatEntry {
@@ -51,6 +51,8 @@ pub struct FormatEntry {
     pub write_shards: Option<&'static dyn WriteShards>,
     /// The writer of whole tensors; `None` if the format cannot store them.
     pub write_whole: Option<&'static dyn WriteWhole>,
+    /// The writer of the complete state of a training job; `None` if the format has another form.
+    pub write_state: Option<&'static dyn WriteState>,
 }
 
 /// The form in which a format stores a tensor that is distributed over ranks.

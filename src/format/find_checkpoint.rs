@@ -7,7 +7,7 @@
 //! `latest` is untrusted: it may only name a folder inside the folder of `latest`.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
-//! (`latest`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer
+//! (`latest`, `latest_universal`), makani (`training_checkpoints`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer
 //! (`checkpoint-N`), accelerate (`checkpoints/checkpoint_N`; `pytorch_model_fsdp_N` beside `optimizer_N`,
 //! `utils/fsdp_utils.py`), OLMo-core (`stepN/model_and_optim`), Composer (`epE-baB`, and links `latest-rankR.pt`),
 //! torchtune (`epoch_N`, `dist_epoch_N`).
@@ -20,8 +20,8 @@ use super::index::is_index as is_index_name;
 use super::listing::DetectedFiles;
 use super::rank_names::is_composer_step;
 use super::{
-    Format, RankName, ReadOptions, SeriesChoice, deepspeed, folder_of, foreign, list, name_of, natural_order,
-    relative_to_folder,
+    Format, RankName, ReadOptions, SeriesChoice, deepspeed, deepspeed_universal, folder_of, foreign, list, name_of,
+    natural_order, relative_to_folder,
 };
 use crate::catalog::Weights;
 use crate::error::{Error, FormatError, Result};
@@ -124,24 +124,33 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<CheckpointLocation> {
     ))
 }
 
-/// Returns the name of the subfolder with a DeepSpeed checkpoint that the text file `latest` names. Beside it, accelerate and
-/// the Hugging Face Trainer save the model a second time, in the dtype of training (`model.safetensors`). Returns `None` if
-/// there is no such subfolder, or if the user requires another format.
+/// Returns the name of the subfolder with a DeepSpeed checkpoint that the text file `latest` names, or otherwise
+/// `latest_universal`. Beside it, accelerate and the Hugging Face Trainer save the model a second time, in the dtype of
+/// training (`model.safetensors`). Returns `None` if there is no such subfolder, or if the user requires another format.
 ///
 /// # Errors
 /// `Io`.
 fn deepspeed_below(folder: &Path, from: Option<Format>) -> Result<Option<String>> {
-    if from.is_some_and(|from| from != Format::Deepspeed) || !lookup::is_folder(folder)? {
+    let pointers = [("latest", Format::Deepspeed), (deepspeed_universal::LATEST, Format::DeepspeedUniversal)];
+    if !lookup::is_folder(folder)? {
         return Ok(None);
     }
-    let pointer = match pointer(folder) {
-        // The search reports a damaged `latest` if it needs it.
-        Err(Error::Format(FormatError::Malformed { .. })) => return Ok(None),
-        pointer => pointer?,
-    };
-    let Some(below) = pointer.map(|pointer| pointer.target(folder)).transpose()?.flatten() else { return Ok(None) };
-    let is_deepspeed = list(&folder.join(&below))?.iter().any(|name| deepspeed::is_states(name));
-    Ok(is_deepspeed.then_some(below))
+    for (name, format) in pointers {
+        let path = folder.join(name);
+        if from.is_some_and(|from| from != format) || !lookup::is_file(&path)? {
+            continue;
+        }
+        let pointer = match read_pointer(folder, path) {
+            // The search reports a damaged file if it needs it.
+            Err(Error::Format(FormatError::Malformed { .. })) => continue,
+            pointer => pointer?,
+        };
+        let Some(below) = pointer.target(folder)? else { continue };
+        if list(&folder.join(&below))?.iter().any(|name| deepspeed::is_states(name)) {
+            return Ok(Some(below));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns the location of the DeepSpeed checkpoint in the subfolder `below` of `folder`. `second` are files in `folder` that
@@ -448,7 +457,7 @@ struct Pointer {
 }
 
 fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
-    for path in ["latest", MEGATRON_POINTER].map(|name| folder.join(name)) {
+    for path in ["latest", MEGATRON_POINTER, deepspeed_universal::LATEST].map(|name| folder.join(name)) {
         if lookup::is_file(&path)? {
             return Ok(Some(path));
         }
@@ -458,8 +467,11 @@ fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
 
 /// Reads the text file that names the newest checkpoint of a folder, if this text file exists.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
+    pointer_file(folder)?.map(|file| read_pointer(folder, file)).transpose()
+}
+
+fn read_pointer(folder: &Path, file: PathBuf) -> Result<Pointer> {
     const LIMIT: u64 = 256;
-    let Some(file) = pointer_file(folder)? else { return Ok(None) };
     let mut bytes = Vec::new();
     let opened = std::fs::File::open(&file).map_err(lookup::refused("open", &file))?;
     opened.take(LIMIT).read_to_end(&mut bytes).map_err(Error::io("read", &file))?;
@@ -471,7 +483,7 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
         let hint = Some("correct this file, or give the folder of one checkpoint as SRC".into());
         return Err(FormatError::Malformed { path: file, at: String::from("content"), expected, found, hint }.into());
     }
-    Ok(Some(Pointer { file, text }))
+    Ok(Pointer { file, text })
 }
 
 /// The maximum length of a file name in bytes: `NAME_MAX` of Linux.

@@ -9,6 +9,7 @@ pub mod dcp;
 mod dcp_hf;
 pub mod declared_layout;
 mod deepspeed;
+mod deepspeed_universal;
 mod detect;
 mod entry;
 pub(crate) mod error;
@@ -29,6 +30,7 @@ mod parts;
 mod rank_names;
 mod reading;
 pub mod safetensors;
+mod scalar;
 mod series;
 mod sets;
 mod shortfall;
@@ -52,8 +54,9 @@ pub use output_placing::Placing;
 pub use parts::{CheckpointPart, PartContent};
 pub use rank_names::{RankName, RankNamePattern};
 pub use reading::RanksWithFiles;
+pub use scalar::read_scalar;
 pub use series::SeriesChoice;
-pub use traits::{Layouts, Objects, ShardedTarget, WholeTarget, WriteShards, WriteWhole};
+pub use traits::{Layouts, Objects, ShardedTarget, StateTarget, WholeTarget, WriteShards, WriteState, WriteWhole};
 
 pub use crate::name_list::natural_order;
 
@@ -116,6 +119,7 @@ formats! {
     Torchsnapshot => torchsnapshot::entry::ENTRY,
     TorchCheckpointing => torch_checkpointing::entry::ENTRY,
     Deepspeed => deepspeed::entry::ENTRY,
+    DeepspeedUniversal => deepspeed_universal::entry::ENTRY,
 }
 
 impl Format {
@@ -178,8 +182,9 @@ impl Format {
     pub fn writers(self) -> Vec<&'static str> {
         let whole = self.entry().write_whole.is_some();
         let flat = self.tensors() == TensorStorage::Flat;
+        let resumes = self.entry().write_shards.is_some() || self.entry().write_state.is_some() || flat;
         let verbs = [
-            ("reshard", self.entry().write_shards.is_some() || flat),
+            ("reshard", resumes),
             ("unshard", whole || self.has_rank_files()),
             ("flatten", flat),
             ("consolidate", whole),

@@ -162,6 +162,25 @@ pub trait WriteWhole: Sync {
     }
 }
 
+/// The writer of a format that stores the complete state of a training job, in files that do not depend on a mesh.
+pub trait WriteState: Sync {
+    /// Lays out the files of a target.
+    ///
+    /// # Errors
+    /// `Unsupported` if the format cannot store a name, an object or an optimizer.
+    fn reserve(&self, target: StateTarget<'_>) -> Result<Reservation>;
+}
+
+/// The input of [`WriteState::reserve`]: the state dict of a training job.
+pub struct StateTarget<'a> {
+    /// The catalog with the tensors that occur in `state`.
+    pub source: &'a Catalog,
+    /// The state dict to write.
+    pub state: &'a Value,
+    /// Reads the number in a tensor without dims; `None` if only another process has the file of the tensor.
+    pub number: &'a dyn Fn(TensorId) -> Result<Option<f64>>,
+}
+
 /// The input of [`WriteWhole::reserve`]: named tensors, each of which is written in full.
 pub struct WholeTarget<'a> {
     /// The catalog with the shapes of tensors. If the format keeps strides, the strides and dtypes in this catalog are

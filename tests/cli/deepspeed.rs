@@ -468,10 +468,6 @@ fn kinds_that_are_not_read_are_refused_by_name() {
     damaged.refuse(&["experts"], add("expp_rank_0_mp_rank_00_optim_states.pt"));
     damaged.refuse(&["missing", "zero_pp_rank_0_mp_rank_01_optim_states.pt"], add("mp_rank_01_model_states.pt"));
     damaged.refuse(&["NVMe"], |folder| fs::create_dir(folder.join("offloaded_tensors")).unwrap());
-    damaged.refuse(&["Universal", "ds_to_universal.py"], |folder| {
-        fs::create_dir(folder.join("zero")).unwrap();
-        (0..2).for_each(|partition| fs::remove_file(folder.join(optim(partition))).unwrap());
-    });
     let edited = |from: &'static [u8], to: &'static [u8]| {
         move |folder: &Path| edit_pickle(&folder.join(MODEL), |pickle| replace(pickle, from, to))
     };

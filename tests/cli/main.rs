@@ -13,6 +13,7 @@ mod contract;
 mod conversions;
 mod deepspeed;
 mod deepspeed_parallel;
+mod deepspeed_universal;
 mod dequantize;
 mod docs;
 mod flat_optimizer;

@@ -15,7 +15,7 @@ use std::process::Command;
 use crate::common::in_parallel;
 
 /// The conversions: each verb with the options of one target.
-const CONVERSIONS: [&str; 26] = [
+const CONVERSIONS: [&str; 28] = [
     "consolidate",
     "consolidate --to torch",
     "consolidate --everything",
@@ -32,6 +32,8 @@ const CONVERSIONS: [&str; 26] = [
     "reshard --mesh dp=3 --to torch-ranks",
     "reshard --mesh dp=3 --to local",
     "reshard --mesh dp=3 --to torch-checkpointing",
+    "reshard --to deepspeed-universal",
+    "reshard --to deepspeed-universal --exclude {optim,optimizer}.**",
     "reshard --mesh dp=3 --split balanced --to torch-ranks",
     "reshard --mesh dp=2 --tensor-class sharded-tensor --to torch-ranks",
     "reshard --like fsdp_tp/ranks --to dcp",

@@ -14,6 +14,7 @@ mod placement_resolver;
 mod sharded_tensor_mesh;
 mod strided;
 mod tensor_context;
+mod whole_state;
 
 use std::collections::HashSet;
 
@@ -24,7 +25,7 @@ use super::prepared::Prepared;
 use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::check_flat;
-use super::target_format::{holds_whole_tensors, target_format};
+use super::target_format::target_format;
 use super::target_parts::{self, NewJob, PartTarget, carry_along, example_of, parts, warn_of_carried};
 use super::whole::check_tied;
 use super::{flatten, partial_values, tied};
@@ -72,7 +73,7 @@ pub fn prepare(
         TensorStorage::Boxes => TargetFiles::Together,
         TensorStorage::Ranks => TargetFiles::Apart,
         TensorStorage::Flat => return flat::prepare(args, convert, source, to, run),
-        TensorStorage::Whole => return Err(holds_whole_tensors(to)),
+        TensorStorage::Whole => return whole_state::prepare(args, convert, source, to, run),
     };
     check_flat(&convert.source, None, &[&source.checkpoint])?;
     check_tied(convert.tied, to)?;
@@ -332,8 +333,8 @@ fn check_room(
     target_parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
-/// Returns the default format of the result: the format of the source, or DCP if `reshard` does not write that format,
-/// for example because a single file cannot hold shards.
+/// Returns the default format of the result: the format of the source, or DCP if that format does not hold shards.
 fn default_format(source: Format) -> Format {
-    if source.writers().contains(&"reshard") { source } else { Format::Dcp }
+    let holds_shards = source.entry().write_shards.is_some() || source.tensors() == TensorStorage::Flat;
+    if holds_shards { source } else { Format::Dcp }
 }

@@ -40,6 +40,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: Some(&Writer),
     write_whole: None,
+    write_state: None,
 };
 
 /// Returns whether a file starts like a pickle of protocol 2 or later.

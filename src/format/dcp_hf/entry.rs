@@ -37,6 +37,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: Some(&Writer),
     write_whole: None,
+    write_state: None,
 };
 
 /// The reader of DCP's Hugging Face shards.

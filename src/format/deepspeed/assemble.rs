@@ -103,7 +103,7 @@ fn entry(fqn: &Fqn, joined: &Joined, sources: &[Source<'_>]) -> Result<TensorEnt
 }
 
 /// Makes the entry of a tensor that one file stores as a whole.
-fn whole(file: &RankFile, fqn: &str, view: &View) -> TensorEntry {
+pub fn whole(file: &RankFile, fqn: &str, view: &View) -> TensorEntry {
     let mut entry = TensorEntry::new(fqn.into(), view.dtype, view.sizes.clone());
     let tile = Tile::from_region(&Region::whole(&view.sizes));
     let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
@@ -111,7 +111,7 @@ fn whole(file: &RankFile, fqn: &str, view: &View) -> TensorEntry {
     entry
 }
 
-fn unreadable(file: &RankFile, fqn: &str, kind: UnreadableKind) -> TensorEntry {
+pub fn unreadable(file: &RankFile, fqn: &str, kind: UnreadableKind) -> TensorEntry {
     TensorEntry::unreadable(fqn.into(), Unreadable { file: file.path.clone(), kind })
 }
 
@@ -134,8 +134,32 @@ fn import(file: &RankFile, value: &Value, catalog: &mut Catalog) -> Value {
     value
 }
 
-fn dict(kind: DictKind, entries: Vec<(Value, Value)>) -> Value {
+pub fn dict(kind: DictKind, entries: Vec<(Value, Value)>) -> Value {
     Value::Dict(Dict { kind, entries, ..Dict::default() })
+}
+
+/// Makes the state dict of an optimizer from the state of each parameter, and from the parameter groups in `file`, each with
+/// the names of its parameters. The options of a group are `None` if the file does not have them.
+pub fn optimizer_dict(
+    file: &RankFile,
+    state: Vec<(Value, Value)>,
+    groups: Vec<(Vec<Value>, Option<&Dict>)>,
+    catalog: &mut Catalog,
+) -> Value {
+    let groups = groups.into_iter().map(|(names, options)| {
+        let mut names = Some(Value::List(names));
+        let Some(options) = options else {
+            return dict(DictKind::Plain, names.map(|names| (Value::Str(PARAMS.into()), names)).into_iter().collect());
+        };
+        let options = options.entries.iter().map(|(key, value)| match key.as_str() {
+            Some(PARAMS) => (key.clone(), names.take().unwrap_or(Value::None)),
+            _ => (key.clone(), import(file, value, catalog)),
+        });
+        dict(DictKind::Plain, options.collect())
+    });
+    let groups = Value::List(groups.collect());
+    let own = vec![(Value::Str(STATE.into()), dict(DictKind::Plain, state)), (Value::Str(GROUPS.into()), groups)];
+    dict(DictKind::Plain, own)
 }
 
 /// The parts from which the catalog of a checkpoint is made.
@@ -153,6 +177,8 @@ pub struct Parts<'a> {
     /// The values that parameters get. Without optimizer files, the module has the only ones.
     pub weights: Weights,
     pub stage0: Stage0<'a>,
+    /// True if trained parameters need not be in the module.
+    pub may_lack_trained: bool,
 }
 
 /// The optimizer of ZeRO stage 0, which the model file has.
@@ -173,13 +199,27 @@ impl Parts<'_> {
     /// `Malformed` for names that contradict each other, `Unsupported` for kinds of tensors that dtshard does not read.
     pub fn catalog(&self) -> Result<Catalog> {
         let mut catalog = Catalog::empty();
-        catalog.weights = Some(self.weights);
         let mut masters: IndexMap<Fqn, TensorId> = IndexMap::new();
         let optimizer = match self.stage0 {
             Stage0::None => self.partitioned(&mut masters, &mut catalog)?,
             Stage0::Numbered(state) => Some(import(self.model().first().file, state, &mut catalog)),
             Stage0::Whole(groups) => Some(self.whole(groups, &mut masters, &mut catalog)),
         };
+        self.complete(catalog, masters, optimizer)
+    }
+
+    /// Completes a catalog that has the tensors of the optimizer and the master weights of the trained parameters, if they are
+    /// read.
+    ///
+    /// # Errors
+    /// The errors of [`Self::catalog`].
+    pub fn complete(
+        &self,
+        mut catalog: Catalog,
+        masters: IndexMap<Fqn, TensorId>,
+        optimizer: Option<Value>,
+    ) -> Result<Catalog> {
+        catalog.weights = Some(self.weights);
         let mut entries = vec![(Value::Str(MODEL.into()), self.model_dict(masters, &mut catalog)?)];
         entries.extend(optimizer.map(|optimizer| (Value::Str(OPTIMIZER.into()), optimizer)));
         self.add_objects(&mut entries, &mut catalog);
@@ -198,9 +238,9 @@ impl Parts<'_> {
                 state.extend(own.map(|own| (Value::Str((*name).into()), import(file, own, catalog))));
             }
             let names = group.params.iter().map(|param| Value::Str(param.name.into()));
-            param_groups.push(param_group(file, Some(group.options), names, catalog));
+            param_groups.push((names.collect(), Some(group.options)));
         }
-        state_dict(state, param_groups)
+        optimizer_dict(file, state, param_groups, catalog)
     }
 
     /// Returns the state dict of the optimizer in the optimizer files; `None` if there are none. Adds the master weights to
@@ -220,11 +260,12 @@ impl Parts<'_> {
                 state.push((Value::Str(param.fqn.into()), own));
             }
         }
-        let groups = first.param_groups.iter().zip(self.param_names()).map(|((_, options), names)| {
-            param_group(first.first, *options, names.iter().map(|name| Value::Str((*name).into())), catalog)
-        });
-        let groups = groups.collect();
-        Ok(Some(state_dict(state, groups)))
+        let groups = first
+            .param_groups
+            .iter()
+            .zip(self.param_names())
+            .map(|((_, options), names)| (names.iter().map(|name| Value::Str((*name).into())).collect(), *options));
+        Ok(Some(optimizer_dict(first.first, state, groups.collect(), catalog)))
     }
 
     /// Returns the names of the parameters of each parameter group, in all jobs.
@@ -254,7 +295,8 @@ impl Parts<'_> {
         let trained = values.len();
         // Only the first stage that uses a tied layer may have a file of it, and the file has another name for it.
         let is_tied_layer = |name: &Fqn| self.is_pipeline && name.as_str().starts_with(TIED_LAYERS);
-        if let Some(lost) = values.keys().find(|name| !module.contains_key(name.as_str()) && !is_tied_layer(name)) {
+        let is_lost = |name: &&Fqn| !module.contains_key(name.as_str()) && !is_tied_layer(name);
+        if let Some(lost) = values.keys().find(is_lost).filter(|_| !self.may_lack_trained) {
             let layer = lost.as_str().split_once('.').and_then(|(layer, _)| layer.parse().ok());
             return Err(match layer.filter(|_| self.is_pipeline) {
                 Some(layer) => missing_layer(self.folder, layer, lost.as_str()),
@@ -412,34 +454,6 @@ impl Parts<'_> {
             entries.push((key.clone(), value));
         }
     }
-}
-
-/// Returns the state dict of an optimizer.
-fn state_dict(state: Vec<(Value, Value)>, groups: Vec<Value>) -> Value {
-    let entries = vec![
-        (Value::Str(STATE.into()), dict(DictKind::Plain, state)),
-        (Value::Str(GROUPS.into()), Value::List(groups)),
-    ];
-    dict(DictKind::Plain, entries)
-}
-
-/// Returns a parameter group, which has names instead of numbers.
-fn param_group(
-    file: &RankFile,
-    options: Option<&Dict>,
-    names: impl Iterator<Item = Value>,
-    catalog: &mut Catalog,
-) -> Value {
-    let names = Value::List(names.collect());
-    let Some(options) = options else {
-        return dict(DictKind::Plain, vec![(Value::Str(PARAMS.into()), names)]);
-    };
-    let mut names = Some(names);
-    let options = options.entries.iter().map(|(key, value)| match key.as_str() {
-        Some(PARAMS) => (key.clone(), names.take().unwrap_or(Value::None)),
-        _ => (key.clone(), import(file, value, catalog)),
-    });
-    dict(DictKind::Plain, options.collect())
 }
 
 /// Returns the state of one parameter.

@@ -8,9 +8,10 @@ use rayon::prelude::*;
 use super::folder::leftover;
 use super::join::{Param, Shard};
 use super::optimizer::{OptimizerStates, StateValue};
-use crate::catalog::{Dtype, FileLocation, contiguous_strides};
+use crate::catalog::{FileLocation, contiguous_strides};
 use crate::error::Result;
 use crate::format::archive;
+use crate::format::scalar::number;
 use crate::format::torch::{RankFile, View};
 use crate::layout::{Region, unravel};
 use crate::storage::Files;
@@ -214,23 +215,4 @@ pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View
         done += count;
     }
     Ok(true)
-}
-
-/// Returns the number in the bytes of one element; `None` for dtypes of which no counter and no parameter is.
-fn number(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
-    Some(match dtype {
-        Dtype::Bf16 => f64::from(f32::from_bits(u32::from(u16::from_le_bytes(bytes.try_into().ok()?)) << 16)),
-        Dtype::F16 => {
-            let bits = u16::from_le_bytes(bytes.try_into().ok()?);
-            // The exponent of f64 has another bias; multiplying by 2^1008 corrects it, also for subnormal numbers.
-            let magnitude = f64::from_bits(u64::from(bits & 0x7FFF) << 42) * f64::from_bits(2031 << 52);
-            if bits >> 15 == 1 { -magnitude } else { magnitude }
-        }
-        Dtype::F32 => f64::from(f32::from_le_bytes(bytes.try_into().ok()?)),
-        Dtype::F64 => f64::from_le_bytes(bytes.try_into().ok()?),
-        #[allow(clippy::cast_precision_loss, reason = "no job makes 2^53 steps")]
-        Dtype::I64 => i64::from_le_bytes(bytes.try_into().ok()?) as f64,
-        Dtype::I32 => f64::from(i32::from_le_bytes(bytes.try_into().ok()?)),
-        _ => return None,
-    })
 }

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use super::names::{StatesName, is_states};
+use super::names::{StatesName, is_states, is_universal};
 use super::read::read;
 use crate::error::Result;
 use crate::format::Format;
@@ -35,6 +35,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: None,
     write_whole: None,
+    write_state: None,
 };
 
 /// The reader of DeepSpeed's folders.
@@ -42,6 +43,9 @@ struct Reader;
 
 impl Read for Reader {
     fn find_in(&self, listing: &FolderListing<'_>) -> Result<Option<DetectedFiles>> {
+        if listing.from != Some(Format::Deepspeed) && is_universal(&listing.names) {
+            return Ok(None);
+        }
         let own: Vec<&String> = listing.names.iter().filter(|name| is_states(name)).collect();
         // The first model file says which parameters are in all other files, so it is the index of the files.
         let is_model = |name: &&&String| StatesName::parse(name).is_some_and(|parsed| parsed.partition == 0);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::names::{LayerName, Role, StatesName, is_expert};
+use super::names::{LayerName, Role, StatesName, is_expert, is_universal};
 use crate::error::{Error, FormatError, Result};
 use crate::format::shortfall::list_missing_names;
 use crate::name_list::{FEW, short_list};
@@ -297,10 +297,9 @@ fn refuse_by_names(folder: &Path, names: &[String]) -> Result<()> {
     if let Some(name) = find(&is_expert) {
         return Err(refused(folder, &format!("with experts ({name})"), GATHER));
     }
-    let has_optimizer = || find(&|name| StatesName::parse(name).is_some_and(|name| name.role == Role::Optimizer));
-    if find(&|name| name == "zero").is_some() && has_optimizer().is_none() {
-        let hint = "give the checkpoint from which ds_to_universal.py made it";
-        return Err(refused(folder, "in Universal form (folder zero)", hint));
+    if is_universal(names) {
+        let hint = "read it with options::from deepspeed-universal";
+        return Err(Error::usage(format!("{} is a Universal checkpoint (folder zero)", folder.display()), hint));
     }
     if find(&|name| name == "offloaded_tensors").is_some() {
         return Err(refused(folder, "with an optimizer that was offloaded to NVMe (offloaded_tensors)", OFFLOAD));

@@ -14,18 +14,19 @@
 //! Source: `engine.py`, `zero/stage_1_and_2.py`, `zero/stage3.py`, `bf16_optimizer.py` in `deepspeed/runtime`, and
 //! `deepspeed/utils/zero_to_fp32.py` (0.19.8).
 
-mod assemble;
+pub(super) mod assemble;
 mod bytes;
 pub(super) mod entry;
-mod fields;
-mod folder;
-mod join;
+pub(super) mod fields;
+pub(super) mod folder;
+pub(super) mod join;
 mod mappings;
-mod model;
-mod names;
-mod optimizer;
+pub(super) mod model;
+pub(super) mod names;
+pub(super) mod optimizer;
 mod partitions;
-mod read;
+pub(super) mod read;
 mod whole_masters;
 
+pub use model::OWN_KEYS;
 pub use names::{has_module, is_states};

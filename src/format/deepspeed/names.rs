@@ -126,6 +126,13 @@ pub fn is_states(name: &str) -> bool {
     StatesName::parse(name).is_some() || LayerName::parse(name).is_some() || is_expert(name)
 }
 
+/// Returns whether the names in a folder show a Universal checkpoint: it has the folder `zero`, and no optimizer files.
+#[must_use]
+pub fn is_universal(names: &[String]) -> bool {
+    let is_optimizer = |name: &String| StatesName::parse(name).is_some_and(|name| name.role == Role::Optimizer);
+    names.iter().any(|name| name == "zero") && !names.iter().any(is_optimizer)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -68,12 +68,18 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         is_stage3,
         weights,
         stage0: Stage0::None,
+        may_lack_trained: false,
     };
     let mut catalog = if found.jobs[0].optimizer.is_empty() {
         read_without_partitions(reading, parts)?
     } else {
         if weights == Weights::Module && (is_stage3 || is_pipeline || jobs.len() > 1) {
-            return Err(without_module(folder, is_stage3));
+            let kind = if is_stage3 {
+                "of ZeRO stage 3, which has master weights only"
+            } else {
+                "of several model-parallel ranks, of which dtshard reads the master weights only"
+            };
+            return Err(without_module(folder, kind));
         }
         let warning = check_bytes(reading, &jobs, &params, is_stage3)?;
         let mut catalog = parts.catalog()?;
@@ -88,8 +94,13 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let layers = layers.iter().map(|(_, file)| file);
     let all = files.iter().flat_map(|files| files.model.iter().chain(&files.optimizer)).chain(layers);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
-    let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_objects(&files.model)).collect();
+    let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_values(&files.model)).collect();
     catalog.dropped = dropped.into_iter().collect();
+    Ok(catalog)
+}
+
+/// Returns the values of the training loop that were dropped from model files.
+pub fn dropped_values(model_files: &[RankFile]) -> Vec<String> {
     let is_own = |dropped: &str| {
         OWN_KEYS.iter().any(|key| {
             dropped
@@ -97,8 +108,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
                 .is_some_and(|rest| !rest.starts_with(|next: char| next.is_alphanumeric() || next == '_'))
         })
     };
-    catalog.dropped.retain(|dropped| !is_own(dropped));
-    Ok(catalog)
+    let mut dropped = dropped_objects(model_files);
+    dropped.retain(|dropped| !is_own(dropped));
+    dropped
 }
 
 /// The files of one model-parallel rank, read except for tensor data.
@@ -265,13 +277,9 @@ fn other_steps(model: &ModelStates<'_>, steps: f64) -> Option<String> {
     })
 }
 
-/// Returns the error for a checkpoint whose module is requested, and is not in the files, or not as a whole.
-fn without_module(folder: &Path, is_stage3: bool) -> Error {
-    let kind = if is_stage3 {
-        "of ZeRO stage 3, which has master weights only"
-    } else {
-        "of several model-parallel ranks, of which dtshard reads the master weights only"
-    };
+/// Returns the error for a checkpoint whose module is requested, and is not in the files, or not as a whole. `kind` says which
+/// checkpoint it is.
+pub fn without_module(folder: &Path, kind: &str) -> Error {
     Error::usage(
         format!("options::weights module: {} is a checkpoint {kind}", folder.display()),
         "leave options::weights out; or give the file that save_16bit_model wrote, or that accelerate wrote beside the \

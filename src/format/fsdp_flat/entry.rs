@@ -39,6 +39,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: None,
     write_whole: None,
+    write_state: None,
 };
 
 /// The reader of rank files with flat parameters. Detection reports such files as rank files of `torch.save`. The flat

@@ -46,6 +46,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: None,
     write_whole: Some(&Writer),
+    write_state: None,
 };
 
 /// The reader of one safetensors file, or of the safetensors files of a folder.

@@ -46,6 +46,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: None,
     write_whole: Some(&Writer),
+    write_state: None,
 };
 
 /// The row for torch.save files of ranks in the table of formats.
@@ -69,6 +70,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     read: &RankReader,
     write_shards: Some(&RankWriter),
     write_whole: None,
+    write_state: None,
 };
 
 /// The name of the index that loaders of torch files read.

@@ -43,6 +43,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: Some(&Writer),
     write_whole: None,
+    write_state: None,
 };
 
 /// Returns whether a file starts like the metadata that the package or dtshard writes.

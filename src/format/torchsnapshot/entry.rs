@@ -34,6 +34,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     read: &Reader,
     write_shards: None,
     write_whole: None,
+    write_state: None,
 };
 
 /// The reader of snapshots.
