@@ -12,12 +12,13 @@ use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, succeed};
 
 /// The cases that are read completely.
-const CASES: [&str; 14] = [
+const CASES: [&str; 15] = [
     "zero0_fp32",
     "zero0_bf16",
     "zero1_fp32",
     "zero1_bf16",
     "zero1_aligned",
+    "zero2_fp32",
     "zero2_fp16",
     "zero2_skipped",
     "zero2_bf16",
@@ -27,6 +28,16 @@ const CASES: [&str; 14] = [
     "zero3_fp32",
     "zero3_bf16",
     "zero3_hpz",
+];
+/// The cases that other releases of DeepSpeed wrote.
+const RELEASES: [&str; 7] = [
+    "v0.14.4/zero2_bf16",
+    "v0.14.4/zero3_fp32",
+    "v0.16.9/zero1_bf16",
+    "v0.17.6/zero1_bf16",
+    "v0.17.6/zero3_bf16",
+    "v0.18.9/zero3_mics",
+    "v0.19.7/zero2_bf16",
 ];
 pub const TAG: &str = "global_step2";
 const MODEL: &str = "mp_rank_00_model_states.pt";
@@ -64,6 +75,51 @@ fn tensors_of_each_case_equal_those_of_the_live_engines() {
             assert_same(&tensors(&made.path), &expected, name);
         }
     }
+}
+
+#[test]
+fn tensors_of_other_releases_equal_those_of_the_live_engines() {
+    let env = TestEnv::new();
+    for name in RELEASES {
+        let expected = truth(name);
+        let folder = name.replace('/', "_");
+        let made = env.make("consolidate", case(name), &folder, "--assets none");
+        assert_same(&read_safetensors(&made.path), &below("model.", &expected), name);
+        let made = env.make("reshard", case(name), &format!("{folder}_dcp"), "--mesh dp=3 --to dcp --verify");
+        assert_same(&tensors(&made.path), &expected, name);
+        // A 0-d parameter, which 0.19.8 cannot train.
+        let is_scalar = expected["model.scale"].shape.is_empty();
+        assert_eq!(is_scalar, name.starts_with("v0.14") || name.starts_with("v0.16"), "{name}");
+    }
+}
+
+/// DeepSpeed 0.17.6 saves no optimizer files in this case. If another release wrote the model file, they are missing.
+#[test]
+fn rounded_weights_are_read_only_if_no_master_weights_were_saved() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/deepspeed/v0.17.6/zero1_bf16");
+    let run = succeed("inspect", &[&folder], "");
+    assert!(run.stderr.contains("DeepSpeed 0.17.6 saves no optimizer"), "{}", run.stderr);
+    assert!(run.stderr.contains("rounded to bf16"), "{}", run.stderr);
+    edit_pickle(&folder.join(TAG).join(MODEL), |pickle| {
+        let at = pickle.windows(6).rposition(|window| window == b"0.17.6").unwrap();
+        pickle[at + 5] = b'5';
+    });
+    dtshard(&[&"inspect", &folder]).assert_refused(&["optimizer files", &optim(0)]);
+}
+
+/// MiCS partitions over 2 of the 4 ranks, and `dp_world_size` is 4.
+#[test]
+fn partitions_of_mics_are_those_of_one_shard_group() {
+    let name = "v0.18.9/zero3_mics";
+    let files = fs::read_dir(case(name).join(TAG)).unwrap().count();
+    assert_eq!(files, 4);
+    let damaged = Damaged::new(name);
+    damaged.refuse(&["mics_shard_size", "expected 3", "found 2"], |folder| {
+        edit_pickle(&folder.join("zero_pp_rank_0_mp_rank_00_model_states.pt"), |pickle| {
+            set_number(pickle, b"mics_shard_size", 3);
+        });
+    });
 }
 
 #[test]
@@ -234,6 +290,38 @@ fn masters_are_read_and_not_the_second_model() {
         fs::remove_file(source.join("latest")).unwrap();
         assert_eq!(inspect(&source, "")["format"], "safetensors");
         fs::remove_dir_all(source).unwrap();
+    }
+}
+
+/// Whichever folder the user gives, the checkpoint is that of DeepSpeed, with its masters and the whole optimizer.
+#[test]
+fn each_folder_of_a_trainer_is_one_checkpoint() {
+    let env = TestEnv::new();
+    let lightning = "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt";
+    for (trainer, folder, tag) in [
+        ("accelerate_deepspeed", "checkpoint_0", "pytorch_model"),
+        ("hf_trainer_deepspeed", "checkpoint-2", "global_step2"),
+        ("lightning_deepspeed", lightning, "checkpoint"),
+    ] {
+        let expected = Truth::load(&format!("trainers/{trainer}.truth")).tensors;
+        let root = fixture(&format!("trainers/{trainer}"));
+        for (level, source) in [root.clone(), root.join(folder), root.join(folder).join(tag)].iter().enumerate() {
+            assert_eq!(inspect(source, "")["format"], "deepspeed", "{}", source.display());
+            succeed("verify", &[source], "");
+            let made = env.make("unshard", source, &format!("{trainer}_{level}.pt"), "");
+            assert_same(&read(&made.path), &expected, trainer);
+            let made = env.make("reshard", source, &format!("{trainer}_{level}_dcp"), "--mesh dp=3 --to dcp");
+            assert_same(&read(&made.path), &expected, trainer);
+            let out = env.path(&format!("{trainer}_{level}"));
+            let run = succeed("consolidate", &[source, &out], "");
+            assert_same(&read_safetensors(&out), &below("model.", &expected), trainer);
+            let has_second_model = trainer.starts_with("hf") && level < 2;
+            let note = "the model comes from global_step2, which has the optimizer, too";
+            assert_eq!(run.stderr.contains(note), has_second_model, "{}", run.stderr);
+            for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+                assert_eq!(out.join(name).is_file(), has_second_model, "{name} of {}", source.display());
+            }
+        }
     }
 }
 

@@ -159,7 +159,8 @@ fn model_without_optimizer_gets_moments_of_zeros() {
         assert_eq!(moment(name).digest, first.digest, "{name}");
     }
     assert_eq!(moment("scale.step").digest, moment("emb.weight.step").digest);
-    let len = |file: &str| fs::metadata(made.path.join("global_step2_universal/zero/emb.weight").join(file)).unwrap().len();
+    let len =
+        |file: &str| fs::metadata(made.path.join("global_step2_universal/zero/emb.weight").join(file)).unwrap().len();
     assert_eq!(len("fp32.pt") - len("exp_avg.pt"), 128, "a single zero is stored, instead of 45 elements");
 }
 

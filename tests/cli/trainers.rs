@@ -84,8 +84,9 @@ fn trainer_folder_leads_to_the_checkpoint() {
 
 /// The folders in the table of `docs/reference/trainers.md`, in its order, and the prefix of the model's names in the
 /// expected tensors.
-const ON_PAGE: [(&str, &str); 24] = [
+const ON_PAGE: [(&str, &str); 27] = [
     ("trainers/accelerate_ddp", ""),
+    ("trainers/accelerate_deepspeed", "model."),
     ("trainers/accelerate_fsdp1", "model."),
     ("trainers/accelerate_fsdp1_full", "model."),
     ("accelerate_llama", "model."),
@@ -94,9 +95,11 @@ const ON_PAGE: [(&str, &str); 24] = [
     ("trainers/composer_fsdp", "state.model."),
     ("trainers/fabric", "model."),
     ("trainers/hf_trainer", ""),
+    ("trainers/hf_trainer_deepspeed", "model."),
     ("trainers/hf_trainer_fsdp1", "model."),
     ("trainers/hf_trainer_fsdp2", "model."),
     ("trainers/lightning_file", "state_dict."),
+    ("trainers/lightning_deepspeed", "model."),
     ("trainers/lightning_fsdp1", "model."),
     ("lightning_fsdp", "state_dict."),
     ("trainers/makani", "model_state."),

@@ -142,13 +142,19 @@ impl<'a> ModelStates<'a> {
     /// # Errors
     /// `Malformed` for another number.
     pub fn check_partitions(&self, partitions: usize) -> Result<()> {
-        const KEY: &str = "dp_world_size";
-        match self.first().number(KEY)? {
-            Some(number) if number != partitions as u64 => {
+        let first = self.first();
+        // MiCS partitions over the ranks of one shard group, and only the first group saves.
+        let of_group = zero_setting(first, "mics_shard_size").and_then(Value::as_i64).filter(|size| *size > 0);
+        let (key, number) = match of_group {
+            Some(size) => ("ds_config.zero_optimization.mics_shard_size", Some(size.unsigned_abs())),
+            None => ("dp_world_size", first.number("dp_world_size")?),
+        };
+        match number.filter(|number| *number != partitions as u64) {
+            Some(number) => {
                 let expected = format!("{partitions} (the number of optimizer files)");
-                Err(leftover(self.first().path(), KEY, expected, number.to_string()))
+                Err(leftover(first.path(), key, expected, number.to_string()))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -161,6 +167,16 @@ impl<'a> ModelStates<'a> {
     /// Returns a setting of `zero_optimization` in the configuration of the job.
     pub fn zero_setting(&self, key: &str) -> Option<&'a Value> {
         zero_setting(self.first(), key)
+    }
+
+    /// Returns whether the job has a configuration with which DeepSpeed 0.17.6 saves no optimizer files.
+    pub fn is_saved_without_optimizer(&self) -> bool {
+        let first = self.first();
+        let setting = |section: &str, key: &str| first.get("ds_config")?.as_dict()?.get(section)?.as_dict()?.get(key);
+        first.get("ds_version").and_then(Value::as_str) == Some("0.17.6")
+            && zero_setting(first, "stage").and_then(Value::as_i64) == Some(1)
+            && matches!(setting("bf16", "enabled"), Some(Value::Bool(true)))
+            && setting("data_types", "grad_accum_dtype").and_then(Value::as_str) == Some("fp32")
     }
 
     /// Returns the number of updates of the optimizer since the training began, without skipped updates.
@@ -181,9 +197,6 @@ fn refuse_by_keys(folder: &Path, fields: &Fields<'_>) -> Result<()> {
         ["num_experts", "ds_autoep_layers"].into_iter().find(|key| fields.get(key).is_some_and(is_filled))
     {
         return Err(refused(folder, &format!("with experts (`{key}` in the model file)"), GATHER));
-    }
-    if zero_setting(fields, "mics_shard_size").and_then(Value::as_i64).is_some_and(|size| size > 0) {
-        return Err(refused(folder, "of MiCS (`mics_shard_size`)", GATHER));
     }
     Ok(())
 }

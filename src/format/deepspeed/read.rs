@@ -300,6 +300,15 @@ fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Resu
         if weights == Some(Weights::Module) {
             return module.catalog();
         }
+        if weights.is_none() && model.is_saved_without_optimizer() {
+            let mut catalog = module.catalog()?;
+            catalog.warnings.push(format!(
+                "{}: DeepSpeed 0.17.6 saves no optimizer at stage 1 with bf16 and `grad_accum_dtype` fp32, so the weights are those \
+                 of the module, rounded to bf16; the checkpoint has neither master weights nor optimizer state",
+                first.path().display()
+            ));
+            return Ok(catalog);
+        }
         let name = StatesName { role: Role::Optimizer, partition: 0, model_parallel: 0, is_bf16: false };
         return Err(optimizer::missing(folder, &name.of_partition(0)));
     };
