@@ -6,13 +6,13 @@ use std::path::Path;
 
 use dtshard::catalog::Value;
 
-use crate::common::corrupt::{edit_pickle, find, replace};
+use crate::common::corrupt::{dtshard, edit_pickle, find, replace};
 use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, read_safetensors, succeed};
 use crate::deepspeed::{Damaged, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
-const CASES: [&str; 2] = ["pipe_fp32", "pipe_bf16"];
+const CASES: [&str; 6] = ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp"];
 
 #[test]
 fn whole_tensors_equal_those_of_the_live_engines() {
@@ -31,6 +31,10 @@ fn resharded_cases_equal_the_live_engines() {
     for (name, options) in [
         ("pipe_fp32", "--mesh dp=3 --to dcp"),
         ("pipe_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
+        ("autotp_zero1", "--mesh dp=3 --to dcp"),
+        ("autotp_zero3", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
+        ("tp_zero2", "--mesh dp=4 --to local"),
+        ("pipe_tp", "--mesh dp=2 --to dcp"),
     ] {
         let made = env.make("reshard", case(name), name, &format!("{options} --verify"));
         assert_same(&tensors(&made.path), &truth(name), name);
@@ -114,6 +118,79 @@ fn missing_and_doubled_ranks_are_errors() {
     });
 }
 
+/// Changes an element of a vector of f32 numbers in an optimizer file. `nth` counts the vectors of this length: the moments,
+/// then the master weights.
+fn set_in_vector(path: &Path, len: usize, nth: usize, element: usize) {
+    let vectors = std::cell::Cell::new(0);
+    let is_it =
+        |data: &[u8]| (data.len() == len * 4 && vectors.replace(vectors.get() + 1) == nth).then_some(element * 4);
+    set_element(path, is_it, 7.5);
+}
+
+#[test]
+fn shards_that_contradict_each_other_are_errors() {
+    let damaged = Damaged::new("autotp_zero1");
+    let bf16 = |partition, rank| format!("bf16_{}", optim(partition, rank));
+    let second = vec![model(1), bf16(0, 1), bf16(1, 1)];
+    damaged.refuse(&["missing", &model(1), "mp_world_size"], remove(second));
+    damaged.refuse(&["missing", &bf16(1, 1)], remove(vec![bf16(1, 1)]));
+    // The shapes of the first rank are not those of the second.
+    damaged.refuse(&["elements in partition 0"], copy(model(0), model(1)));
+    damaged.refuse(&["up.weight", "the shape [4, 6] of rank 1", "found [3, 6]"], |folder| {
+        for (from, to) in [(model(0), model(1)), (bf16(0, 0), bf16(0, 1)), (bf16(1, 0), bf16(1, 1))] {
+            copy(from, to)(folder);
+        }
+    });
+    damaged.refuse(&[&model(1), "universal_checkpoint_info", "the layout in mp_rank_00"], |folder| {
+        edit_pickle(&folder.join(model(1)), |pickle| replace(pickle, b"K\x0cK\x06e", b"K\x0dK\x06e"));
+    });
+    damaged.refuse(&["universal_checkpoint_info", "with affine_map of version 2"], |folder| {
+        for rank in [0, 1] {
+            edit_pickle(&folder.join(model(rank)), |pickle| {
+                let key = find(pickle, b"affine_map").unwrap();
+                let number = key + find(&pickle[key..], b"K\x01").unwrap();
+                pickle[number + 1] = 2;
+            });
+        }
+    });
+    // The partitions of the two ranks end at other elements of the replicated parameters.
+    for (nth, state) in ["exp_avg of", "exp_avg_sq of", "the weights of"].into_iter().enumerate() {
+        for (element, name) in [(53, "emb.weight"), (54, "norm.weight"), (65, "norm.bias")] {
+            let file = bf16(0, 1);
+            damaged.refuse(&[&file, name, state, "copies"], |folder| {
+                set_in_vector(&folder.join(&file), 110, nth, element);
+            });
+        }
+    }
+    damaged.refuse(&[&bf16(1, 1), "down.bias", "copies"], |folder| {
+        set_in_vector(&folder.join(bf16(1, 1)), 110, 1, 50);
+    });
+    let frozen = "zero_pp_rank_1_mp_rank_01_model_states.pt";
+    Damaged::new("autotp_zero3").refuse(&[frozen, "frozen.weight", "copies"], |folder| {
+        let is_it = |data: &[u8]| (data == [0x80, 0x3F, 0x80, 0x3F, 0x80, 0x3F]).then_some(0);
+        set_element(&folder.join(frozen), is_it, 7.5);
+    });
+    Damaged::new("tp_zero2").refuse(&[&optim(0, 1), "layer.norm2.weight", "takes the mean"], |folder| {
+        set_in_vector(&folder.join(optim(0, 1)), 106, 0, 44);
+    });
+    let pipeline = Damaged::new("pipe_tp");
+    let layer = |number: u32| format!("layer_{number:02}-model_01-model_states.pt");
+    pipeline.refuse(&["missing", &layer(2)], remove(vec![layer(2)]));
+    pipeline.refuse(&["tp_degree", "found 2"], remove(vec![layer(0), layer(1), layer(2)]));
+    pipeline.refuse(&[&optim(0, 3), "tied_modules.words.weight", "copies"], |folder| {
+        set_in_vector(&folder.join(optim(0, 3)), 210, 0, 23);
+    });
+}
+
+#[test]
+fn shards_without_a_layout_are_refused() {
+    let env = TestEnv::new();
+    let (source, out) = (case("tp_unknown"), env.path("out"));
+    let words = ["2 tensor-parallel ranks", "words.weight", "universal_checkpoint_info"];
+    dtshard(&[&"consolidate", &source, &out]).assert_refused(&words);
+    dtshard(&[&"reshard", &source, &out, &"--mesh", &"dp=2", &"--to", &"dcp"]).assert_refused(&words);
+}
+
 #[test]
 fn copies_that_differ_are_errors() {
     // The last stage has a copy of the embedding, in partitions of 24 and 24 elements, of which the last 3 are padding.
@@ -122,12 +199,7 @@ fn copies_that_differ_are_errors() {
         for nth in 0..3 {
             let file = optim(partition, 1);
             let words = [file.as_str(), "tied_modules.emb.weight", "copies", "mp_rank_00_optim_states.pt"];
-            damaged.refuse(&words, |folder| {
-                let vectors = std::cell::Cell::new(0);
-                let is_it =
-                    |data: &[u8]| (data.len() == 24 * 4 && vectors.replace(vectors.get() + 1) == nth).then_some(20 * 4);
-                set_element(&folder.join(&file), is_it, 7.5);
-            });
+            damaged.refuse(&words, |folder| set_in_vector(&folder.join(&file), 24, nth, 20));
         }
     }
     damaged.refuse(&[&model(1), "tied_modules.emb.weight", "[9, 5] as in"], |folder| {

@@ -6,11 +6,13 @@ use std::path::Path;
 use indexmap::{IndexMap, IndexSet};
 
 use super::fields::Fields;
-use super::folder::{GATHER, leftover, missing_layer, refused};
-use super::join::{Job, Joined, Param, Shard};
+use super::folder::missing_layer;
+use super::frozen;
+use super::join::{Job, Param, Shard};
 use super::model::{ModelStates, Module, OWN_KEYS, StoredValue, wrong_name};
 use super::optimizer::StateValue;
 use super::partitions::{Partitioned, Placed};
+use super::tensor_parallel::Joined;
 use super::whole_masters::{WholeGroup, WholeMaster};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
@@ -102,6 +104,12 @@ fn entry(fqn: &Fqn, joined: &Joined, sources: &[Source<'_>]) -> Result<TensorEnt
     Ok(entry)
 }
 
+/// Makes the entry of the master weights of a parameter.
+fn master_entry(param: &Param<'_>) -> Result<TensorEntry> {
+    let sources: Vec<Source<'_>> = param.shards.iter().map(|shard| Source::new(shard, &shard.group.masters)).collect();
+    entry(param.fqn, &param.joined, &sources)
+}
+
 /// Makes the entry of a tensor that one file stores as a whole.
 pub fn whole(file: &RankFile, fqn: &str, view: &View) -> TensorEntry {
     let mut entry = TensorEntry::new(fqn.into(), view.dtype, view.sizes.clone());
@@ -170,6 +178,8 @@ pub struct Parts<'a> {
     pub jobs: &'a [Job<'a>],
     /// The trained parameters of all jobs; empty at stage 0.
     pub params: &'a [Param<'a>],
+    /// The frozen parameters, if there are several tensor-parallel ranks; otherwise empty.
+    pub frozen: &'a HashMap<&'a str, &'a Param<'a>>,
     /// The state dict of the module on each tensor-parallel rank, of all stages of the pipeline.
     pub modules: &'a [&'a Module<'a>],
     pub is_pipeline: bool,
@@ -250,9 +260,7 @@ impl Parts<'_> {
         let mut state = Vec::new();
         for param in self.params {
             if self.weights == Weights::Master {
-                let sources: Vec<Source<'_>> =
-                    param.shards.iter().map(|shard| Source::new(shard, &shard.group.masters)).collect();
-                let id = catalog.push_tensor(entry(param.fqn, &param.joined, &sources)?);
+                let id = catalog.push_tensor(master_entry(param)?);
                 masters.insert(param.fqn.clone(), id);
             }
             if !param.shards[0].group.state.is_empty() {
@@ -352,13 +360,14 @@ impl Parts<'_> {
     /// Makes the entry of a frozen parameter or of a buffer.
     fn untrained(&self, name: &str, stored: StoredValue<'_>) -> Result<TensorEntry> {
         let StoredValue { fields, value } = stored;
-        let first = self.model().first();
-        let frozen = |fields: &Fields<'_>| -> Result<Option<Value>> {
-            let fragments = fields.dict("frozen_param_fragments")?;
-            Ok(fragments.and_then(|fragments| fragments.dict.get(name).cloned()))
-        };
-        if self.is_stage3 && frozen(first)?.is_some() {
-            return self.frozen(name);
+        if let Some(param) = self.frozen.get(name) {
+            return master_entry(param);
+        }
+        if self.is_stage3 && frozen::is_partitioned(self.model(), name)? {
+            let group = frozen::partitioned(self.folder, self.model(), name)?;
+            let shard = Shard { model: self.model(), group: &group, placed: &group.partitioned.params[0] };
+            let source = Source::new(&shard, &group.masters);
+            return entry(&shard.placed.fqn, &Joined::whole(&shard.placed.shape), &[source]);
         }
         let Some(view) = fields.view(value) else {
             let kind = match value {
@@ -379,44 +388,6 @@ impl Parts<'_> {
             return Ok(unreadable(fields.file, name, kind));
         }
         Ok(whole(fields.file, name, view))
-    }
-
-    /// Makes the entry of a frozen parameter at stage 3, of which each model file has a part.
-    fn frozen(&self, name: &str) -> Result<TensorEntry> {
-        let ModelStates { files, .. } = self.model();
-        let first = self.model().first();
-        let at = format!("frozen_param_shapes[{name:?}]");
-        let shapes =
-            first.get("frozen_param_shapes").map(|value| first.shapes("frozen_param_shapes", value)).transpose()?;
-        let param = shapes.into_iter().flatten().find(|(own, _)| own.as_str() == name);
-        let Some(param) = param else { return Err(first.wrong(&at, "a shape", "none")) };
-        let partitioned = Partitioned::by_parameter(vec![param], files.len() as u64)
-            .ok_or_else(|| first.wrong(&at, "fewer than 2^64 elements", "more"))?;
-        let mut views: Vec<&View> = Vec::new();
-        for (partition, fields) in files.iter().enumerate() {
-            let at = format!("frozen_param_fragments[{name:?}]");
-            let fragment = fields.dict("frozen_param_fragments")?.and_then(|fragments| fragments.dict.get(name));
-            let Some(fragment) = fragment else {
-                return Err(leftover(fields.path(), &at, "a part of the frozen parameter", "none"));
-            };
-            let view = fields.vector(&at, fragment)?;
-            if !view.dtype.is_float() {
-                let kind = format!("with quantized frozen parameters ({name} has dtype {})", view.dtype);
-                return Err(refused(self.folder, &kind, GATHER));
-            }
-            let first_dtype = views.first().map_or(view.dtype, |first| first.dtype);
-            if view.sizes[0] != partitioned.len() || view.dtype != first_dtype {
-                let expected =
-                    format!("{} elements of dtype {first_dtype} in partition {partition}", partitioned.len());
-                let found = format!("{} of dtype {}", view.sizes[0], view.dtype);
-                return Err(leftover(fields.path(), &at, expected, found));
-            }
-            views.push(view);
-        }
-        let files: Vec<&RankFile> = files.iter().map(|fields| fields.file).collect();
-        let placed = &partitioned.params[0];
-        let source = Source { files: &files, views: &views, partitioned: &partitioned, placed };
-        entry(&placed.fqn, &Joined::whole(&placed.shape), &[source])
     }
 
     /// Adds the values of the training loop. At stage 3, each rank saved its own values.

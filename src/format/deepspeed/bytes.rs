@@ -117,14 +117,17 @@ pub fn check_steps(files: &Files, all: &[&OptimizerStates<'_>]) -> Result<Option
 ///
 /// # Errors
 /// `Malformed` that names the file, the parameter and the element; `Io`.
-pub fn check_copies(files: &Files, params: &[Param<'_>]) -> Result<()> {
-    let check = |param: &Param<'_>| {
+pub fn check_copies(files: &Files, params: &[&Param<'_>]) -> Result<()> {
+    let check = |param: &&Param<'_>| {
         for [(first, box_of_first), (other, box_of_other)] in &param.copies {
             let state = first.group.state.iter().map(|(key, _)| *key);
             let vectors = state.filter_map(|key| Some((key, first.vectors(key)?, other.vectors(key)?)));
-            let masters = ("the master weights", first.group.masters.as_slice(), other.group.masters.as_slice());
+            let masters = ("the weights", first.group.masters.as_slice(), other.group.masters.as_slice());
             for (name, own, others) in std::iter::once(masters).chain(vectors) {
-                let at = format!("{name} of `{}`", param.fqn);
+                let mut at = format!("{name} of `{}`", param.fqn);
+                if param.joined.is_averaged {
+                    at.push_str(", of which DeepSpeed's converter takes the mean, and dtshard does not");
+                }
                 compare(files, &at, (first, own, box_of_first), (other, others, box_of_other))?;
             }
         }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::catalog::{Dict, Fqn, Value, value};
+use crate::catalog::{Dict, Fqn, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, TensorNode, View};
 use crate::layout::Dims;
@@ -134,8 +134,8 @@ impl<'a> Fields<'a> {
             (Some(key), Some(shape)) => Ok((Fqn::from(key), shape)),
             (None, _) => Err(self.wrong(name, "names of parameters", key.type_name())),
             (Some(key), None) => {
-                let found = value::describe(size, &[], 60);
-                Err(self.wrong(&format!("{name}[{key:?}]"), format!("a shape of at most {MAX_DIMS} dims"), found))
+                let expected = format!("a shape of at most {MAX_DIMS} dims");
+                Err(self.wrong(&format!("{name}[{key:?}]"), expected, size.type_name()))
             }
         };
         dict.entries.iter().map(one).collect()
@@ -145,6 +145,12 @@ impl<'a> Fields<'a> {
 /// Returns whether a tensor has one dim, and elements that are next to each other.
 pub fn is_vector(view: &View) -> bool {
     view.sizes.len() == 1 && (view.strides[0] == 1 || view.sizes[0] < 2)
+}
+
+/// Returns the numbers in a list or a tuple, if all of them are at least 0.
+pub fn numbers(value: &Value) -> Option<Dims> {
+    let (Value::List(items) | Value::Tuple(items)) = value else { return None };
+    items.iter().map(|item| u64::try_from(item.as_i64()?).ok()).collect()
 }
 
 /// Returns the shape in a `torch.Size` or in a tuple of numbers.

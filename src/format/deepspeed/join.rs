@@ -19,8 +19,9 @@ use super::folder::leftover;
 use super::model::{ModelStates, wrong_name};
 use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
 use super::partitions::Placed;
+use super::tensor_parallel::{INFO, Joined, Part, ShardLayouts};
 use crate::catalog::Fqn;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::torch::View;
 use crate::layout::{Dims, Region};
 
@@ -49,35 +50,6 @@ impl<'a> Shard<'a> {
     }
 }
 
-/// A box of a parameter, which one shard has.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// The index of the shard, which is the tensor-parallel rank.
-    pub shard: usize,
-    /// The box in the shard.
-    pub from: Region,
-    /// The position of the first element of the box in the parameter.
-    pub to: Dims,
-}
-
-/// The parts of a parameter.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Joined {
-    pub shape: Dims,
-    /// Boxes that have every element of the parameter exactly once.
-    pub parts: Vec<Part>,
-    /// Further copies of boxes: the box that is one of `parts`, and the copy.
-    pub copies: Vec<[Part; 2]>,
-}
-
-impl Joined {
-    /// Returns the parts of a parameter that one shard has as a whole.
-    pub fn whole(shape: &Dims) -> Self {
-        let part = Part { shard: 0, from: Region::whole(shape), to: Dims::from_elem(0, shape.len()) };
-        Self { shape: shape.clone(), parts: vec![part], copies: Vec::new() }
-    }
-}
-
 /// A trained parameter.
 pub struct Param<'a> {
     pub fqn: &'a Fqn,
@@ -88,12 +60,67 @@ pub struct Param<'a> {
     pub copies: Vec<[(Shard<'a>, Region); 2]>,
 }
 
-/// Joins the parameters of all jobs, in the order of the first job that has each of them. `tensor_parallel` is the number of
-/// tensor-parallel ranks of each stage.
+/// The layouts of the stages of a pipeline on their tensor-parallel ranks.
+pub struct StageLayouts<'a> {
+    /// The number of tensor-parallel ranks of each stage.
+    pub tensor_parallel: usize,
+    /// The layouts of each stage; `None` if its model files do not describe them. Empty if there is one rank.
+    stages: Vec<Option<ShardLayouts<'a>>>,
+}
+
+impl<'a> StageLayouts<'a> {
+    /// Reads the layouts in the model files of all jobs.
+    ///
+    /// # Errors
+    /// `Malformed` for damaged descriptions, and if the ranks of a stage have different ones.
+    pub fn read(jobs: &[Job<'a>], tensor_parallel: usize) -> Result<Self> {
+        let mut stages = Vec::new();
+        for stage in jobs.chunks(tensor_parallel).filter(|_| tensor_parallel > 1) {
+            let first = stage[0].model.first();
+            for other in stage[1..].iter().map(|job| job.model.first()) {
+                let (expected, found) = (first.get(INFO), other.get(INFO));
+                if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
+                    return Err(leftover(
+                        other.path(),
+                        INFO,
+                        format!("the layout in {}", file_name(first)),
+                        "another one",
+                    ));
+                }
+            }
+            stages.push(ShardLayouts::read(first)?);
+        }
+        Ok(Self { tensor_parallel, stages })
+    }
+
+    /// Joins the shards of a parameter on the ranks of one stage.
+    fn join(&self, fqn: &Fqn, stage: usize, shards: &[Shard<'_>]) -> Result<Joined> {
+        match self.stages.get(stage) {
+            None => Ok(Joined::whole(&shards[0].placed.shape)),
+            Some(Some(layouts)) => {
+                let shapes: Vec<&Dims> = shards.iter().map(|shard| &shard.placed.shape).collect();
+                layouts.join(fqn, &shapes)
+            }
+            Some(None) => Err(Error::unsupported(
+                format!(
+                    "{} is the file of one of {} tensor-parallel ranks, and does not say how the ranks have cut the \
+                     parameters, such as `{fqn}`: it has no `{INFO}`",
+                    shards[0].model.first().path().display(),
+                    shards.len(),
+                ),
+                "set the attribute universal_checkpoint_info of the module, as Megatron-DeepSpeed does, and save the \
+                 checkpoint again; DeepSpeed 0.19.7 and later set it for tensor_parallel.autotp_size",
+            )),
+        }
+    }
+}
+
+/// Joins the parameters of all jobs, in the order of the first job that has each of them.
 ///
 /// # Errors
-/// `Malformed` for names that contradict each other.
-pub fn params<'a>(jobs: &'a [Job<'a>], tensor_parallel: usize) -> Result<Vec<Param<'a>>> {
+/// `Malformed` for names that contradict each other, `Unsupported` for unknown layouts.
+pub fn params<'a>(jobs: &'a [Job<'a>], layouts: &StageLayouts<'_>) -> Result<Vec<Param<'a>>> {
+    let tensor_parallel = layouts.tensor_parallel;
     let mut by_name: IndexMap<&Fqn, Vec<(usize, Shard<'a>)>> = IndexMap::new();
     for (number, job) in jobs.iter().enumerate() {
         for group in job.optimizer.iter().flat_map(|optimizer| &optimizer.groups) {
@@ -121,13 +148,11 @@ pub fn params<'a>(jobs: &'a [Job<'a>], tensor_parallel: usize) -> Result<Vec<Par
             let last = &shards[shards.len() - 1];
             return Err(lacks(fqn, &jobs[last.0 + 1].model, &last.1));
         }
+        let stage = shards[0].0 / tensor_parallel;
         let all: Vec<Shard<'a>> = shards.into_iter().map(|(_, shard)| shard).collect();
         let (first, others) = all.split_at(tensor_parallel);
-        let joined = Joined::whole(&first[0].placed.shape);
-        let mut copies = Vec::new();
-        for [part, copy] in &joined.copies {
-            copies.push([(first[part.shard], part.from.clone()), (first[copy.shard], copy.from.clone())]);
-        }
+        let joined = layouts.join(fqn, stage, first)?;
+        let mut copies = copies_of(&joined, first);
         for (place, other) in others.iter().enumerate() {
             let own = first[place % tensor_parallel];
             check_same_shape(fqn, &own, other)?;
@@ -139,8 +164,41 @@ pub fn params<'a>(jobs: &'a [Job<'a>], tensor_parallel: usize) -> Result<Vec<Par
     by_name.into_iter().map(one).collect()
 }
 
+/// Joins the frozen parameters of a job with several tensor-parallel ranks. Each of `frozen` has the shards of all ranks.
+///
+/// # Errors
+/// `Unsupported` for unknown layouts, `Malformed` for shapes and dtypes that contradict each other.
+pub fn frozen<'a>(
+    jobs: &'a [Job<'a>],
+    frozen: &'a [Vec<FlatGroup<'a>>],
+    layouts: &StageLayouts<'_>,
+) -> Result<Vec<Param<'a>>> {
+    let one = |groups: &'a Vec<FlatGroup<'a>>| {
+        let ranks = groups.iter().zip(jobs);
+        let shard = |(group, job): (&'a FlatGroup<'a>, &'a Job<'a>)| Shard {
+            model: &job.model,
+            group,
+            placed: &group.partitioned.params[0],
+        };
+        let shards: Vec<Shard<'a>> = ranks.map(shard).collect();
+        let fqn = &shards[0].placed.fqn;
+        for other in &shards[1..] {
+            check_same_state(fqn, &shards[0], other)?;
+        }
+        let joined = layouts.join(fqn, 0, &shards)?;
+        let copies = copies_of(&joined, &shards);
+        Ok(Param { fqn, shards, joined, copies })
+    };
+    frozen.iter().map(one).collect()
+}
+
+fn copies_of<'a>(joined: &Joined, shards: &[Shard<'a>]) -> Vec<[(Shard<'a>, Region); 2]> {
+    let own = |part: &Part| (shards[part.shard], part.from.clone());
+    joined.copies.iter().map(|[part, copy]| [own(part), own(copy)]).collect()
+}
+
 /// Returns the error for a parameter that one tensor-parallel rank has, and another rank of the stage has not.
-fn lacks(fqn: &Fqn, model: &ModelStates<'_>, with: &Shard<'_>) -> crate::error::Error {
+fn lacks(fqn: &Fqn, model: &ModelStates<'_>, with: &Shard<'_>) -> Error {
     let name = file_name(with.model.first());
     leftover(model.first().path(), "param_shapes", format!("a shard of `{fqn}` as in {name}"), "none")
 }

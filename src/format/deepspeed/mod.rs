@@ -6,19 +6,24 @@
 //!   mp_rank_00_model_states.pt                     stages 1 and 2: the module, names and shapes
 //!   zero_pp_rank_0_mp_rank_00_model_states.pt      stage 3: names, shapes, buffers, a part of frozen parameters
 //!   zero_pp_rank_0_mp_rank_00_optim_states.pt      one partition: masters and optimizer state as vectors
+//!   layer_00-model_states.pt                       pipeline: the module of one layer
 //! ```
+//!
+//! The files of each model-parallel rank (`mp_rank_MM`) form a ZeRO job of their own, whose parameters are joined: those of
+//! all stages of a pipeline, and the shards of tensor-parallel ranks.
 //!
 //! The vectors of a partition have elements of many parameters. Each parameter becomes a tensor of boxes, and each box is
 //! at an offset of a vector: nothing is put together in memory. Everything in the files is untrusted.
 //!
 //! Source: `engine.py`, `zero/stage_1_and_2.py`, `zero/stage3.py`, `bf16_optimizer.py` in `deepspeed/runtime`, and
-//! `deepspeed/utils/zero_to_fp32.py` (0.19.8).
+//! `deepspeed/utils/zero_to_fp32.py` and `deepspeed/checkpoint` (0.19.8).
 
 pub(super) mod assemble;
 mod bytes;
 pub(super) mod entry;
 pub(super) mod fields;
 pub(super) mod folder;
+mod frozen;
 pub(super) mod join;
 mod mappings;
 pub(super) mod model;
@@ -26,6 +31,7 @@ pub(super) mod names;
 pub(super) mod optimizer;
 mod partitions;
 pub(super) mod read;
+mod tensor_parallel;
 mod whole_masters;
 
 pub use model::OWN_KEYS;

@@ -8,7 +8,8 @@ use indexmap::IndexSet;
 use super::assemble::{Parts, Stage0, TIED_LAYERS};
 use super::bytes::{check_copies, check_padding, check_steps, is_rounded};
 use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
-use super::join::{Job, Param, Shard, params};
+use super::frozen;
+use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
 use super::model::{ModelStates, Module, OWN_KEYS, check_optimizer_file, check_same_job, read_layers};
 use super::names::{LayerName, Role, StatesName};
 use super::optimizer::{self, OptimizerStates};
@@ -32,10 +33,6 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     names.sort_unstable();
     let found = FolderFiles::find(folder, &names)?;
     let tensor_parallel = found.tensor_parallel(folder)?;
-    if tensor_parallel > 1 {
-        let kind = format!("of {tensor_parallel} tensor-parallel ranks (mp_rank_{:02})", tensor_parallel - 1);
-        return Err(refused(folder, &kind, GATHER));
-    }
     let mut files = Vec::with_capacity(found.jobs.len());
     for own in &found.jobs {
         files.push(JobFiles::load(reading, own)?);
@@ -45,8 +42,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     for (own, files) in found.jobs.iter().zip(&files) {
         jobs.push(read_job(folder, own, files, !layers.is_empty())?);
     }
-    check_jobs(folder, &found, &jobs)?;
-    let params = params(&jobs, tensor_parallel)?;
+    check_jobs(folder, &found, &jobs, tensor_parallel)?;
+    let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
+    let params = params(&jobs, &layouts)?;
     let mut pipeline = Vec::new();
     for rank in (0..tensor_parallel).filter(|_| !layers.is_empty()) {
         let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
@@ -59,10 +57,15 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
     let weights = reading.options.weights.unwrap_or(Weights::Master);
+    let shards =
+        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &params, is_stage3)? } else { vec![] };
+    let frozen = frozen_params(&jobs, &shards, &layouts)?;
+    let by_name: HashMap<&str, &Param<'_>> = frozen.iter().map(|param| (param.fqn.as_str(), param)).collect();
     let parts = Parts {
         folder,
         jobs: &jobs,
         params: &params,
+        frozen: &by_name,
         modules: &modules,
         is_pipeline,
         is_stage3,
@@ -81,7 +84,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
             };
             return Err(without_module(folder, kind));
         }
-        let warning = check_bytes(reading, &jobs, &params, is_stage3)?;
+        let warning = check_bytes(reading, &jobs, params.iter().chain(&frozen), is_stage3)?;
         let mut catalog = parts.catalog()?;
         catalog.warnings.extend(warning);
         catalog.warnings.extend(no_options(folder, &jobs));
@@ -151,12 +154,19 @@ fn read_job<'a>(folder: &Path, found: &StatesFiles, files: &'a JobFiles, has_lay
 }
 
 /// Checks that the files of all model-parallel ranks come from one save, and that no rank is missing.
-fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>]) -> Result<()> {
+fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>], tensor_parallel: usize) -> Result<()> {
     const KEY: &str = "mp_world_size";
     let first = jobs[0].model.first();
     if let Some(ranks) = first.number(KEY)? {
         let name = first.path().file_name().unwrap_or_default().display();
         found.check_ranks(folder, ranks, &format!("{KEY} in {name}"))?;
+    }
+    const DIMS: &str = "checkpoint_parallel_dimensions";
+    if let Some(ranks) = first.get(DIMS).and_then(|dims| dims.as_dict()?.get("tp_degree")?.as_i64())
+        && i64::try_from(tensor_parallel) != Ok(ranks)
+    {
+        let expected = format!("{tensor_parallel} tensor-parallel ranks, as the names of the files say");
+        return Err(leftover(first.path(), &format!("{DIMS}.tp_degree"), expected, ranks.to_string()));
     }
     for job in &jobs[1..] {
         check_same_job(first, job.model.first())?;
@@ -244,10 +254,10 @@ fn remove_tied_layers(
 
 /// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number of steps
 /// than the job.
-fn check_bytes(
+fn check_bytes<'a>(
     reading: &ReadFindings<'_>,
     jobs: &[Job<'_>],
-    params: &[Param<'_>],
+    params: impl Iterator<Item = &'a Param<'a>>,
     is_stage3: bool,
 ) -> Result<Option<String>> {
     // A metadata mirror has no data of tensors, so neither counters nor padding.
@@ -259,7 +269,7 @@ fn check_bytes(
     for states in all {
         check_padding(&reading.files, states, is_stage3)?;
     }
-    check_copies(&reading.files, params)?;
+    check_copies(&reading.files, &params.collect::<Vec<_>>())?;
     Ok(steps.and_then(|steps| other_steps(&jobs[0].model, steps)))
 }
 

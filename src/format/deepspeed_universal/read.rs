@@ -5,7 +5,7 @@
 //! 0.19.8 also writes folders of buffers, of frozen parameters, and of further names of tied parameters, but converts
 //! their values: they come from the model files.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
@@ -143,6 +143,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         folder,
         jobs: &jobs,
         params: &[],
+        frozen: &HashMap::new(),
         modules: &[&model.module],
         is_pipeline: false,
         is_stage3: found.is_stage3,
