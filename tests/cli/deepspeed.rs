@@ -552,7 +552,10 @@ fn kinds_that_are_not_read_are_refused_by_name() {
         let name = "layer_00-model_states.pt";
         fs::copy(case("pipe_fp32").join(TAG).join(name), folder.join(name)).unwrap();
     });
-    damaged.refuse(&["experts"], add("layer_0_expert_1_mp_rank_00_model_states.pt"));
+    damaged.refuse(&["num_experts", "expected 0 experts", "expert 1"], |folder| {
+        let name = "layer_0_expert_1_mp_rank_00_model_states.pt";
+        fs::copy(case("moe_zero2").join(TAG).join(name), folder.join(name)).unwrap();
+    });
     damaged.refuse(&["experts"], add("expp_rank_0_mp_rank_00_optim_states.pt"));
     damaged.refuse(&["missing", "zero_pp_rank_0_mp_rank_01_optim_states.pt"], add("mp_rank_01_model_states.pt"));
     damaged.refuse(&["NVMe"], |folder| fs::create_dir(folder.join("offloaded_tensors")).unwrap());

@@ -12,7 +12,7 @@ use crate::common::{assert_same, below, read_safetensors, succeed};
 use crate::deepspeed::{Damaged, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
-const CASES: [&str; 6] = ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp"];
+const CASES: [&str; 7] = ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp", "moe_zero2"];
 
 #[test]
 fn whole_tensors_equal_those_of_the_live_engines() {
@@ -35,6 +35,7 @@ fn resharded_cases_equal_the_live_engines() {
         ("autotp_zero3", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
         ("tp_zero2", "--mesh dp=4 --to local"),
         ("pipe_tp", "--mesh dp=2 --to dcp"),
+        ("moe_zero2", "--mesh dp=3 --to dcp"),
     ] {
         let made = env.make("reshard", case(name), name, &format!("{options} --verify"));
         assert_same(&tensors(&made.path), &truth(name), name);
@@ -180,6 +181,37 @@ fn shards_that_contradict_each_other_are_errors() {
     pipeline.refuse(&[&optim(0, 3), "tied_modules.words.weight", "copies"], |folder| {
         set_in_vector(&folder.join(optim(0, 3)), 210, 0, 23);
     });
+}
+
+#[test]
+fn experts_that_are_missing_or_have_other_numbers_are_errors() {
+    let damaged = Damaged::new("moe_zero2");
+    let expert = |layer: u32, number: u32| format!("layer_{layer}_expert_{number}_mp_rank_00_model_states.pt");
+    damaged.refuse(&["missing", &expert(1, 2), "num_experts"], remove(vec![expert(1, 2)]));
+    damaged.refuse(&["missing", &optim(3, 0)], remove(vec![optim(3, 0)]));
+    damaged.refuse(&["num_experts", &expert(1, 4), "4 experts"], copy(expert(1, 3), expert(1, 4)));
+    damaged.refuse(&[&expert(0, 1), "deepspeed_experts.1.", "experts.0."], copy(expert(0, 0), expert(0, 1)));
+    damaged.refuse(&["files of one run"], copy(expert(0, 0), "layer_00_expert_0_mp_rank_00_model_states.pt".into()));
+    damaged.refuse(&["experts"], copy(expert(0, 0), "expert_0_mp_rank_00_model_states.pt".into()));
+    let counts = |partitions: std::ops::Range<u32>, to: [u8; 2]| {
+        move |folder: &Path| {
+            for partition in partitions {
+                edit_pickle(&folder.join(optim(partition, 0)), |pickle| {
+                    let key = find(pickle, b"partition_count").unwrap();
+                    let numbers = key + find(&pickle[key..], b"K\x04K\x02").unwrap();
+                    (pickle[numbers + 1], pickle[numbers + 3]) = (to[0], to[1]);
+                });
+            }
+        }
+    };
+    damaged.refuse(&[&optim(2, 0), "partition_count", "[4, 2] as in partition 0", "[4, 4]"], counts(2..3, [4, 4]));
+    damaged.refuse(&[&optim(0, 0), "partition_count", "a divisor of 4", "3 in [4, 3]"], counts(0..4, [4, 3]));
+    damaged.refuse(&["single_partition_of_fp32_groups[1]", "elements in partition 0"], counts(0..4, [4, 4]));
+    damaged.refuse(&["param_shapes", "one of 4 ranks", "experts.1."], counts(0..4, [4, 1]));
+    // The dense group has no names of experts.
+    damaged.refuse(&["param_shapes", "emb.weight", "expert"], counts(0..4, [2, 4]));
+    let is_step = |data: &[u8]| (data.len() == 4 && data == 2_f32.to_le_bytes()).then_some(0);
+    damaged.refuse(&[&optim(3, 0), "step"], |folder| set_element(&folder.join(optim(3, 0)), is_step, 3.0));
 }
 
 #[test]

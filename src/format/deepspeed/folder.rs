@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::names::{LayerName, Role, StatesName, is_expert, is_universal};
+use super::names::{ExpertName, LayerName, Role, StatesName, is_expert, is_universal};
 use crate::error::{Error, FormatError, Result};
 use crate::format::shortfall::list_missing_names;
 use crate::name_list::{FEW, short_list};
@@ -45,6 +45,8 @@ pub struct FolderFiles {
     pub jobs: Vec<StatesFiles>,
     /// The files of the layers of a pipeline, in ascending order; empty without pipeline parallelism.
     pub layers: BTreeMap<LayerName, PathBuf>,
+    /// The files of experts, in ascending order; empty without experts.
+    pub experts: BTreeMap<ExpertName, PathBuf>,
 }
 
 impl FolderFiles {
@@ -77,7 +79,41 @@ impl FolderFiles {
             .map(|(rank, names)| StatesFiles::of_rank(folder, rank, names))
             .collect::<Result<_>>()?;
         check_alike(folder, &jobs)?;
-        Ok(Self { jobs, layers: find_layers(folder, names)? })
+        let mut experts: BTreeMap<ExpertName, PathBuf> = BTreeMap::new();
+        for name in names {
+            let Some(parsed) = ExpertName::parse(name) else { continue };
+            if let Some(other) = experts.insert(parsed, folder.join(name)) {
+                return Err(mixed(folder, &other.file_name().unwrap_or_default().display().to_string(), name));
+            }
+            if jobs.len() > 1 || jobs[0].is_stage3 {
+                let kind = format!("with experts ({name}) and tensor or pipeline parallelism, or ZeRO stage 3");
+                return Err(refused(folder, &kind, GATHER));
+            }
+        }
+        Ok(Self { jobs, layers: find_layers(folder, names)?, experts })
+    }
+
+    /// Checks that there is a file of every expert. `counts` has the number of experts of each layer.
+    ///
+    /// # Errors
+    /// `Missing` with the names of missing files, `Malformed` for surplus files.
+    pub fn check_experts(&self, folder: &Path, counts: &[u32]) -> Result<()> {
+        let count_of = |layer: u32| counts.get(layer as usize).copied().unwrap_or(0);
+        if let Some((name, path)) = self.experts.iter().find(|(name, _)| name.expert >= count_of(name.layer)) {
+            let expected =
+                format!("{} (num_experts in the model file)", count(count_of(name.layer) as usize, "expert"));
+            return Err(leftover(path, "the name of the file", expected, format!("expert {}", name.expert)));
+        }
+        let total: u64 = counts.iter().map(|count| u64::from(*count)).sum();
+        if self.experts.len() as u64 == total {
+            return Ok(());
+        }
+        let needed = (0..).zip(counts).flat_map(|(layer, count)| (0..*count).map(move |expert| (layer, expert)));
+        let names = needed.map(|(layer, expert)| ExpertName { layer, expert, model_parallel: 0 });
+        let absent = names.filter(|name| !self.experts.contains_key(name)).map(ExpertName::file_name);
+        let missing = list_missing_names(total - self.experts.len() as u64, absent);
+        let expected = format!("files of {total} experts (num_experts in the model file)");
+        Err(missing_files(folder, "files of experts", expected, &missing))
     }
 
     /// Checks that there are files of `ranks` model-parallel ranks. `why` says where this number comes from.
@@ -294,7 +330,7 @@ fn mixed(folder: &Path, first: &str, second: &str) -> Error {
 /// Returns the error for a kind of checkpoint that the names in its folder show, and that dtshard does not read.
 fn refuse_by_names(folder: &Path, names: &[String]) -> Result<()> {
     let find = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name));
-    if let Some(name) = find(&is_expert) {
+    if let Some(name) = find(&|name| is_expert(name) && ExpertName::parse(name).is_none()) {
         return Err(refused(folder, &format!("with experts ({name})"), GATHER));
     }
     if is_universal(names) {

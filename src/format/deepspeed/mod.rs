@@ -21,6 +21,7 @@
 pub(super) mod assemble;
 mod bytes;
 pub(super) mod entry;
+mod experts;
 pub(super) mod fields;
 pub(super) mod folder;
 mod frozen;

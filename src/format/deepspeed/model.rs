@@ -1,12 +1,15 @@
 //! The model files: names, shapes, buffers, frozen and tied parameters, and the values that the training loop saved.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::path::Path;
 
 use indexmap::IndexMap;
 
+use super::experts::{EXPERTS, split_expert};
 use super::fields::Fields;
 use super::folder::{GATHER, StatesFiles, leftover, refused};
+use super::names::ExpertName;
 use super::optimizer::Shapes;
 use crate::catalog::{Dict, Dtype, TensorId, Value};
 use crate::error::{Error, Result};
@@ -64,6 +67,8 @@ pub struct ModelStates<'a> {
     pub buffers: Vec<&'a str>,
     /// The names of tied parameters, each with the name under which the parameter is listed.
     pub shared: Vec<(&'a str, &'a str)>,
+    /// The number of experts of each layer of experts, by the beginning of their names.
+    pub experts: HashMap<&'a str, u64>,
 }
 
 impl<'a> ModelStates<'a> {
@@ -115,7 +120,47 @@ impl<'a> ModelStates<'a> {
             let name = key.as_str().ok_or_else(|| first.wrong("module", "names of tensors", key.type_name()))?;
             values.insert(name.into(), StoredValue { fields: first, value });
         }
-        Ok(Self { module: values, buffers, shared, files })
+        Ok(Self { module: values, buffers, shared, experts: HashMap::new(), files })
+    }
+
+    /// Returns the number of experts in each layer of experts.
+    ///
+    /// # Errors
+    /// `Malformed` for other values than numbers.
+    pub fn expert_counts(&self) -> Result<Vec<u32>> {
+        const KEY: &str = "num_experts";
+        let first = self.first();
+        if first.get(KEY).is_none() {
+            return Ok(Vec::new());
+        }
+        let number = |value: &Value| value.as_i64().and_then(|number| u32::try_from(number).ok());
+        let numbers: Option<Vec<u32>> = first.list(KEY)?.iter().map(number).collect();
+        numbers.ok_or_else(|| first.wrong(KEY, "the numbers of experts", "other values"))
+    }
+
+    /// Adds the values in the files of experts, each of which has one expert of one layer.
+    ///
+    /// # Errors
+    /// `Malformed` for files that are not state dicts, and for the names of other experts.
+    pub fn add_experts(&mut self, files: impl Iterator<Item = (ExpertName, &'a RankFile)>) -> Result<()> {
+        for (name, file) in files {
+            let fields = Fields::of_file(file)?;
+            for (key, value) in &fields.dict.entries {
+                let wrong = |found: &str| {
+                    let expected = format!("names with `{EXPERTS}{}.`, as the name of the file says", name.expert);
+                    fields.wrong("the state dict", expected, found)
+                };
+                let key = key.as_str().ok_or_else(|| wrong(&key.type_name()))?;
+                let (prefix, number, _) = split_expert(key).ok_or_else(|| wrong(key))?;
+                if number != u64::from(name.expert) {
+                    return Err(wrong(key));
+                }
+                let count = self.experts.entry(prefix).or_default();
+                *count = (*count).max(number + 1);
+                self.module.insert(key.into(), StoredValue { fields, value });
+            }
+        }
+        Ok(())
     }
 
     pub fn first(&self) -> &Fields<'a> {
@@ -193,10 +238,13 @@ fn zero_setting<'a>(fields: &Fields<'a>, key: &str) -> Option<&'a Value> {
 
 /// Returns the error for a kind of checkpoint that the values of a model file show, and that dtshard does not read.
 fn refuse_by_keys(folder: &Path, fields: &Fields<'_>) -> Result<()> {
-    if let Some(key) =
-        ["num_experts", "ds_autoep_layers"].into_iter().find(|key| fields.get(key).is_some_and(is_filled))
-    {
-        return Err(refused(folder, &format!("with experts (`{key}` in the model file)"), GATHER));
+    let key = "ds_autoep_layers";
+    if fields.get(key).is_some_and(is_filled) {
+        return Err(refused(folder, &format!("with experts of AutoEP (`{key}` in the model file)"), GATHER));
+    }
+    let key = "use_data_before_expert_parallelism";
+    if fields.get("ds_config").and_then(|config| config.as_dict()?.get(key)) == Some(&Value::Bool(true)) {
+        return Err(refused(folder, &format!("with experts and `{key}`"), GATHER));
     }
     Ok(())
 }

@@ -111,6 +111,34 @@ impl LayerName {
     }
 }
 
+/// The name of the file of one expert, `layer_0_expert_3_mp_rank_00_model_states.pt`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ExpertName {
+    /// The number of the layer of experts in the model.
+    pub layer: u32,
+    /// The number of the expert in the layer.
+    pub expert: u32,
+    pub model_parallel: u32,
+}
+
+impl ExpertName {
+    /// Parses the complete name of a file; returns `None` for all other files.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        let rest = name.strip_suffix("_model_states.pt")?.strip_prefix("layer_")?;
+        let (layer, rest) = rest.split_once("_expert_")?;
+        let (expert, rank) = rest.split_once("_mp_rank_")?;
+        Some(Self { layer: number(layer)?, expert: number(expert)?, model_parallel: number(rank)? })
+    }
+
+    /// Returns the name of the file.
+    #[must_use]
+    pub fn file_name(self) -> String {
+        let Self { layer, expert, model_parallel } = self;
+        format!("layer_{layer}_expert_{expert}_mp_rank_{model_parallel:02}_model_states.pt")
+    }
+}
+
 /// Returns whether DeepSpeed gives this name to a file of experts: `layer_0_expert_3_mp_rank_00_model_states.pt`,
 /// `expert_3_mp_rank_00_model_states.pt`, `expp_rank_0_mp_rank_00_optim_states.pt`.
 #[must_use]
@@ -181,6 +209,11 @@ mod tests {
         for name in ["my_layer-model_states.pt", "layer_-model_states.pt", "layer_1-x_0-model_states.pt"] {
             assert_eq!(LayerName::parse(name), None, "{name}");
         }
+        let name = "layer_2_expert_13_mp_rank_00_model_states.pt";
+        let parsed = ExpertName::parse(name).unwrap();
+        assert_eq!(parsed, ExpertName { layer: 2, expert: 13, model_parallel: 0 });
+        assert_eq!(parsed.file_name(), name);
+        assert_eq!(ExpertName::parse("expert_3_mp_rank_00_model_states.pt"), None);
         assert!(is_expert("expert_3_mp_rank_00_model_states.pt"));
         assert!(
             is_expert("expp_rank_0_mp_rank_00_optim_states.pt")

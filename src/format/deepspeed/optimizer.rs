@@ -1,8 +1,10 @@
 //! The optimizer files: the master weights and the optimizer state of each partition, checked against each other and
 //! against the shapes in the model file.
 
+use std::collections::HashMap;
 use std::path::Path;
 
+use super::experts::global_expert;
 use super::fields::{Fields, is_vector};
 use super::folder::{GATHER, OFFLOAD, StatesFiles, leftover, refused};
 use super::partitions::Partitioned;
@@ -88,12 +90,18 @@ pub fn read<'a>(
     found: &StatesFiles,
     files: &'a [RankFile],
     shapes: Vec<Shapes>,
+    experts: &HashMap<&str, u64>,
 ) -> Result<OptimizerStates<'a>> {
     let is_stage3 = found.is_stage3;
+    let mut counts: Option<Vec<u32>> = None;
     let mut partitions = Vec::with_capacity(files.len());
     for file in files {
         let part = PartitionFile::open(folder, file, is_stage3)?;
-        check_partition_count(folder, found, &part.fields, files.len())?;
+        let own = partition_counts(folder, found, &part.fields, files.len(), !experts.is_empty())?;
+        if let Some(counts) = counts.replace(own.clone()).filter(|counts| *counts != own) {
+            let expected = format!("{counts:?} as in partition 0");
+            return Err(leftover(&file.path, &part.fields.name(PARTITION_COUNT), expected, format!("{own:?}")));
+        }
         partitions.push(part);
     }
     let first = &partitions[0];
@@ -107,22 +115,40 @@ pub fn read<'a>(
     for other in &partitions[1..] {
         other.check_options(&options, &first.fields)?;
     }
-    let names = |shapes: &[Shapes]| shapes.iter().flatten().map(|(fqn, _)| fqn.clone()).collect::<Vec<Fqn>>();
-    let mut rest = shapes.as_slice();
+    let state_numbers: Vec<i64> =
+        if is_stage3 { numbers.iter().flatten().copied().collect() } else { (0..).take(shapes.len()).collect() };
+    let mut groups = Vec::with_capacity(shapes.len());
+    let mut names: Vec<Vec<Fqn>> = Vec::with_capacity(shapes.len());
+    for (index, (shapes, number)) in shapes.into_iter().zip(state_numbers).enumerate() {
+        // A group of experts has a vector for each expert-parallel rank. The ranks of one vector have a distance of `ranks`.
+        let count = counts.iter().flatten().nth(index).map_or(files.len(), |count| *count as usize);
+        let ranks = if is_stage3 { 1 } else { files.len() / count };
+        names.push(Vec::new());
+        for rank in 0..ranks {
+            let own: Vec<&PartitionFile<'a>> = partitions.iter().skip(rank).step_by(ranks).collect();
+            let mut shapes = shapes.clone();
+            for (name, _) in shapes.iter_mut().filter(|_| ranks > 1) {
+                let global = global_expert(experts, name.as_str(), rank as u64, ranks as u64);
+                let expected = format!("the name of an expert on one of {ranks} ranks, because of {PARTITION_COUNT}");
+                let global = global.ok_or_else(|| own[0].fields.wrong("param_shapes", expected, name.as_str()))?;
+                *name = global.into();
+            }
+            names[index].extend(shapes.iter().map(|(name, _)| name.clone()));
+            let partitioned = place(&own[0].fields, shapes, index, own.len() as u64, is_stage3)?;
+            let masters = masters(folder, &own, index, &partitioned, is_stage3)?;
+            let state = state(&own, number, &partitioned)?;
+            groups.push(FlatGroup {
+                files: own.iter().map(|part| part.fields.file).collect(),
+                partitioned,
+                masters,
+                state,
+            });
+        }
+    }
+    let mut rest = names.into_iter();
     let mut param_groups = Vec::with_capacity(options.len());
     for (own, options) in numbers.iter().zip(options) {
-        let (group, after) = rest.split_at(if is_stage3 { own.len() } else { 1 });
-        param_groups.push((names(group), options));
-        rest = after;
-    }
-    let numbers: Vec<i64> =
-        if is_stage3 { numbers.into_iter().flatten().collect() } else { (0..).take(shapes.len()).collect() };
-    let mut groups = Vec::with_capacity(shapes.len());
-    for (index, (shapes, number)) in shapes.into_iter().zip(numbers).enumerate() {
-        let partitioned = place(&first.fields, shapes, index, files.len() as u64, is_stage3)?;
-        let masters = masters(folder, &partitions, index, &partitioned, is_stage3)?;
-        let state = state(&partitions, number, &partitioned)?;
-        groups.push(FlatGroup { files: files.iter().collect(), partitioned, masters, state });
+        param_groups.push((rest.by_ref().take(if is_stage3 { own.len() } else { 1 }).flatten().collect(), options));
     }
     Ok(OptimizerStates { first: &files[0], groups, param_groups })
 }
@@ -233,9 +259,19 @@ impl<'a> PartitionFile<'a> {
     }
 }
 
-/// Checks the number of partitions that a file records against the number of files.
-fn check_partition_count(folder: &Path, found: &StatesFiles, fields: &Fields<'_>, files: usize) -> Result<()> {
-    const KEY: &str = "partition_count";
+/// The key of the number of partitions.
+const PARTITION_COUNT: &str = "partition_count";
+
+/// Returns the numbers of partitions of the groups that a file records, checked against the number of files. Only groups of
+/// experts have fewer partitions than there are files.
+fn partition_counts(
+    folder: &Path,
+    found: &StatesFiles,
+    fields: &Fields<'_>,
+    files: usize,
+    has_experts: bool,
+) -> Result<Vec<u32>> {
+    const KEY: &str = PARTITION_COUNT;
     let wrong = |found: String| fields.wrong(KEY, "the number of partitions", found);
     let number = |value: &Value| {
         let number = value.as_i64().and_then(|number| u32::try_from(number).ok());
@@ -252,10 +288,15 @@ fn check_partition_count(folder: &Path, found: &StatesFiles, fields: &Fields<'_>
         found.check_partitions(folder, most, &format!("partition_count in {name}"))?;
         return Err(wrong(format!("{most}, beside {}", count(files, "optimizer file"))));
     }
-    if counts.iter().any(|count| *count != most) {
-        return Err(refused(folder, &format!("with experts (partition_count {counts:?} in {name})"), GATHER));
+    if let Some(other) = counts.iter().find(|count| **count != most && (!has_experts || most % **count != 0)) {
+        let expected = if has_experts {
+            format!("{most} partitions, or a divisor of {most}")
+        } else {
+            format!("{most} partitions in all groups, because there are no files of experts")
+        };
+        return Err(leftover(fields.path(), &fields.name(KEY), expected, format!("{other} in {counts:?}")));
     }
-    Ok(())
+    Ok(counts)
 }
 
 fn place(fields: &Fields<'_>, shapes: Shapes, index: usize, partitions: u64, is_stage3: bool) -> Result<Partitioned> {
@@ -291,7 +332,7 @@ fn place(fields: &Fields<'_>, shapes: Shapes, index: usize, partitions: u64, is_
 
 fn masters<'a>(
     folder: &Path,
-    partitions: &[PartitionFile<'a>],
+    partitions: &[&PartitionFile<'a>],
     index: usize,
     partitioned: &Partitioned,
     is_stage3: bool,
@@ -350,7 +391,7 @@ fn fits(view: &View, partitioned: &Partitioned, partition: usize) -> bool {
 
 /// Reads the optimizer state of a group.
 fn state<'a>(
-    partitions: &[PartitionFile<'a>],
+    partitions: &[&PartitionFile<'a>],
     number: i64,
     partitioned: &Partitioned,
 ) -> Result<Vec<(&'a str, StateValue<'a>)>> {

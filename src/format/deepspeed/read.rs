@@ -11,7 +11,7 @@ use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
 use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
 use super::model::{ModelStates, Module, OWN_KEYS, check_optimizer_file, check_same_job, read_layers};
-use super::names::{LayerName, Role, StatesName};
+use super::names::{Role, StatesName};
 use super::optimizer::{self, OptimizerStates};
 use super::{mappings, whole_masters};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
@@ -37,10 +37,14 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     for own in &found.jobs {
         files.push(JobFiles::load(reading, own)?);
     }
-    let layers = load_layers(reading, &found.layers)?;
+    let layers = load_named(reading, &found.layers)?;
+    let experts = load_named(reading, &found.experts)?;
     let mut jobs = Vec::with_capacity(files.len());
     for (own, files) in found.jobs.iter().zip(&files) {
-        jobs.push(read_job(folder, own, files, !layers.is_empty())?);
+        let mut model = ModelStates::read(folder, own, &files.model, !layers.is_empty())?;
+        found.check_experts(folder, &model.expert_counts()?)?;
+        model.add_experts(experts.iter().map(|(name, file)| (*name, file)))?;
+        jobs.push(read_job(folder, own, model, &files.optimizer)?);
     }
     check_jobs(folder, &found, &jobs, tensor_parallel)?;
     let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
@@ -94,7 +98,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         }
         catalog
     };
-    let layers = layers.iter().map(|(_, file)| file);
+    let layers = layers.iter().map(|(_, file)| file).chain(experts.iter().map(|(_, file)| file));
     let all = files.iter().flat_map(|files| files.model.iter().chain(&files.optimizer)).chain(layers);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
     let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_values(&files.model)).collect();
@@ -135,19 +139,20 @@ impl JobFiles {
     }
 }
 
-/// Reads the files of one model-parallel rank.
-fn read_job<'a>(folder: &Path, found: &StatesFiles, files: &'a JobFiles, has_layers: bool) -> Result<Job<'a>> {
-    let model = ModelStates::read(folder, found, &files.model, has_layers)?;
-    if files.optimizer.is_empty() {
+/// Reads the optimizer files of one model-parallel rank.
+fn read_job<'a>(folder: &Path, found: &StatesFiles, model: ModelStates<'a>, files: &'a [RankFile]) -> Result<Job<'a>> {
+    if files.is_empty() {
         return Ok(Job { model, optimizer: None });
     }
     let Some(shapes) = model.param_shapes()? else {
         return Err(model.first().wrong("param_shapes", "the shapes of the parameters of each group", "none"));
     };
-    let states = optimizer::read(folder, found, &files.optimizer, shapes)?;
-    model.check_partitions(files.optimizer.len())?;
-    mappings::check(&model, &files.optimizer, &states.groups)?;
-    for file in &files.optimizer {
+    let states = optimizer::read(folder, found, files, shapes, &model.experts)?;
+    model.check_partitions(files.len())?;
+    if model.experts.is_empty() {
+        mappings::check(&model, files, &states.groups)?;
+    }
+    for file in files {
         check_optimizer_file(model.first(), file)?;
     }
     Ok(Job { model, optimizer: Some(states) })
@@ -207,11 +212,11 @@ fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_
     Err(leftover(&found.first.path, GROUPS, expected, format!("{} with other options", count(options.len(), "group"))))
 }
 
-/// Loads the files of the layers of a pipeline.
-fn load_layers(
+/// Loads the files of the layers of a pipeline, or of experts.
+fn load_named<Name: Copy>(
     reading: &mut ReadFindings<'_>,
-    found: &BTreeMap<LayerName, PathBuf>,
-) -> Result<Vec<(LayerName, RankFile)>> {
+    found: &BTreeMap<Name, PathBuf>,
+) -> Result<Vec<(Name, RankFile)>> {
     for path in found.values() {
         refuse_file(path, &first_bytes(path)?)?;
     }
