@@ -11,7 +11,7 @@ use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace};
 use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read, read_safetensors, succeed};
 
-/// The folder that `ds_to_universal.py` made.
+/// The fixtures that `ds_to_universal.py` made.
 const CASES: [&str; 2] = ["universal1_bf16", "universal3_fp32"];
 const TAG: &str = "global_step2_universal";
 const MODEL: &str = "mp_rank_00_model_states.pt";

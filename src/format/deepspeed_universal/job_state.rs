@@ -32,7 +32,7 @@ pub struct JobState {
     pub tied: Vec<(Fqn, Fqn)>,
     /// The values of the training loop.
     pub others: Vec<(Value, Value)>,
-    /// The names of values that DeepSpeed has no place for.
+    /// The names of tensors that DeepSpeed has no place for.
     pub left_out: Vec<String>,
     /// True if the state dict has the state of an optimizer.
     pub has_optimizer: bool,
@@ -112,6 +112,10 @@ impl JobState {
             untrained.extend(objects.map(|(key, value)| (Fqn::from(clean_name(&key_text(key))), value.clone())));
         }
         let mut rest = state.clone();
+        if let Some(gradients) = state_dict::gradients_root(state, &model.root) {
+            remove(&mut rest, &gradients.0);
+            left_out.push(gradients.to_string());
+        }
         remove_model(&mut rest, &model);
         optimizer_path.iter().for_each(|path| remove(&mut rest, &path.0));
         let others = match rest {

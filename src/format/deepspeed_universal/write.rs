@@ -16,6 +16,7 @@ use crate::catalog::{Catalog, Dict, DictKind, Fqn, OutputFile, Reservation, Tens
 use crate::error::{Error, Result};
 use crate::format::deepspeed::OWN_KEYS;
 use crate::format::traits::StateTarget;
+use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 use torch_pickle::{Construct, Symbol};
 
@@ -69,7 +70,7 @@ pub fn reserve(target: StateTarget<'_>) -> Result<Reservation> {
     let mut reservation = files.reservation;
     reservation.files.push(latest);
     reservation.notes = notes(&job, other("lr_scheduler").is_some());
-    reservation.left_out = [job.left_out, left_out].concat();
+    reservation.left_out = left_out;
     Ok(reservation)
 }
 
@@ -125,6 +126,12 @@ fn notes(job: &JobState, has_scheduler: bool) -> Vec<String> {
         notes.push(String::from(
             "the parameter groups have different options: ZeRO stage 3 loads only the options that are equal in all \
              groups, and keeps the others of the job",
+        ));
+    }
+    if !job.left_out.is_empty() {
+        notes.push(format!(
+            "{} left out, because DeepSpeed has no place for such values",
+            short_list(&job.left_out, FEW)
         ));
     }
     notes
