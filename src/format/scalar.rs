@@ -19,7 +19,8 @@ pub fn read_scalar(files: &Files, entry: &TensorEntry) -> Result<Option<f64>> {
     Ok(number(entry.dtype, &bytes))
 }
 
-/// Returns the number in the bytes of one element; `None` for dtypes of which no counter and no parameter is.
+/// Returns the number in the bytes of one element; `None` for dtypes that neither counters nor parameters
+/// have.
 pub fn number(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     Some(match dtype {
         Dtype::Bf16 => half::bf16::from_le_bytes(bytes.try_into().ok()?).to_f64(),

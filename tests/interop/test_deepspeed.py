@@ -109,7 +109,7 @@ def test_zero_to_fp32_gives_equal_values_with_known_exceptions(tmp_path, python)
     assert done.returncode == 0, done.stderr[-2000:]
     errors = {name.removesuffix(".error") for name in os.listdir(tmp_path) if name.endswith(".error")}
     merged = {name.removesuffix(".safetensors") for name in os.listdir(tmp_path)} - {f"{name}.error" for name in errors}
-    assert merged and errors <= ONLY_HERE | REFUSED, errors
+    assert (merged or errors) and errors <= ONLY_HERE | REFUSED, errors
     for case in sorted(merged - REFUSED):
         with safe_open(tmp_path / f"{case}.safetensors", "pt") as file:
             theirs = {name: file.get_tensor(name) for name in file.keys()}
@@ -117,8 +117,10 @@ def test_zero_to_fp32_gives_equal_values_with_known_exceptions(tmp_path, python)
         out = tmp_path / f"{case}_dtshard"
         common.dtshard("consolidate", os.path.join(folder, case), out, "--assets", "none")
         ours = load_file(out / "model.safetensors")
-        # A module that is registered twice under one parent has values under its second name only here.
-        assert all(name.startswith("last.") for name in ours.keys() - theirs.keys()) and not theirs.keys() - ours.keys()
+        # Only here: values under the second name of a module that is registered twice under one parent, and frozen parameters of
+        # stage 1.
+        only_here = ("last.", "frozen.") if case.startswith("zero1") else ("last.",)
+        assert all(name.startswith(only_here) for name in ours.keys() - theirs.keys()) and not theirs.keys() - ours.keys()
         for name, value in theirs.items():
             expected = ours[name]
             if name.endswith(("seen", "gain")) and release != "0.19.8":

@@ -287,7 +287,6 @@ fn useless_or_oversized_flat_parameters_are_refused() {
 #[test]
 fn other_frameworks_are_refused_by_name() {
     for name in [
-        "layer_00-model_states.pt",
         "latest_checkpointed_iteration.txt",
         "mp_rank_00",
         "_CHECKPOINT_METADATA",
