@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::exec::sidecar_files::{SidecarFile, is_copied, is_unchanged_copy};
+use crate::format::format_of;
 use crate::format::known_files::{FileRole, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use crate::name_list::short_list;
 use crate::publish::DestinationKind;
@@ -51,7 +52,13 @@ pub fn check_replaceable(destination: &Path, shape: DestinationKind, carried: &[
     let mut found = FoundFile { destination, carried, foreign: Vec::new(), has_checkpoint: false };
     found.walk(Path::new(""))?;
     if !found.has_checkpoint || is_of_another_framework {
-        return Err(no_checkpoint(destination));
+        return Err(match format_of(destination) {
+            Some(format) if format.entry().known_files.is_empty() => Error::usage(
+                format!("{} has format {format}, which options::overwrite does not replace", destination.display()),
+                format!("choose another destination, or first move {} away", destination.display()),
+            ),
+            _ => no_checkpoint(destination),
+        });
     }
     if found.foreign.is_empty() {
         return Ok(());

@@ -31,9 +31,10 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
     const OTHERS: [&str; 10] = ["gguf", "ggml", "h5", "npz", "npy", "onnx", "msgpack", "pkl", "zip", "json"];
     match args.to {
         Some(to) if to.writers().is_empty() => {
+            let written = Format::ALL.iter().filter(|format| !format.writers().is_empty());
             return Err(Error::usage(
                 format!("options::to {to}: dtshard reads this format, but does not write it"),
-                "omit options::to, or name another format",
+                format!("omit options::to, or name one of {}", join(written.map(Format::to_string), "or")),
             ));
         }
         Some(to) => return Ok(to),

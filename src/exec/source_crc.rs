@@ -31,6 +31,8 @@ pub struct CrcRecorder<'a> {
 struct SeenRanges {
     /// The name of the first tensor that was read from the zip record, for messages.
     name: Fqn,
+    /// True if other tensors were read from the zip record, too.
+    has_others: bool,
     summed: ChecksummedRange,
     /// The length and CRC of each range that was read, by the offset of the range.
     ranges: BTreeMap<u64, (u64, crc32fast::Hasher)>,
@@ -50,9 +52,11 @@ impl SourceCrcs {
         let mut records = self.records.lock().expect("no panic while the lock is held");
         let seen = records.entry((file, summed.start)).or_insert_with(|| SeenRanges {
             name: name.clone(),
+            has_others: false,
             summed,
             ranges: BTreeMap::new(),
         });
+        seen.has_others |= seen.name != *name;
         seen.ranges.insert(offset, (bytes.len() as u64, hasher));
         crc
     }
@@ -72,9 +76,10 @@ impl SourceCrcs {
         for ((file, start), seen) in records {
             let Some(crc) = seen.whole() else { continue };
             if crc != seen.summed.crc {
+                let others = if seen.has_others { " and other tensors" } else { "" };
                 return Err(Error::malformed(
                     files.path(file),
-                    format!("{} (record at byte {start})", seen.name),
+                    format!("{}{others} (record at byte {start})", seen.name),
                     format!("data with CRC-32 {:08x}", seen.summed.crc),
                     format!("{crc:08x}, so the data has changed since it was written"),
                 ));

@@ -380,6 +380,14 @@ impl Checkpoint {
     }
 }
 
+/// Returns the format of the checkpoint at a path, or of the checkpoint that a trainer has put below it; `None` if there is no
+/// checkpoint, or if there are several. Reads no checkpoint.
+#[must_use]
+pub fn format_of(path: &Path) -> Option<Format> {
+    let location = find_checkpoint::find(path, &ReadOptions::default()).ok()?;
+    location.folders.first().map(|(_, found)| found.format)
+}
+
 impl Checkpoint {
     /// Returns the number of ranks of the job that wrote the checkpoint. Checkpoints of flat parameters record this
     /// number; for other checkpoints it is the highest rank in the files plus one. Returns `None` if the files record

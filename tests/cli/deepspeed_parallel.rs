@@ -6,10 +6,10 @@ use std::path::Path;
 
 use dtshard::catalog::Value;
 
-use crate::common::corrupt::{dtshard, edit_pickle, find, replace};
+use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace};
 use crate::common::env::TestEnv;
-use crate::common::{assert_same, below, read_safetensors, succeed};
-use crate::deepspeed::{Damaged, at, case, set_element, set_number, state, tensors, truth};
+use crate::common::{assert_same, below, expect, read_safetensors, succeed};
+use crate::deepspeed::{Damaged, TAG, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
 const CASES: [&str; 7] = ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp", "moe_zero2"];
@@ -42,6 +42,40 @@ fn resharded_cases_equal_the_live_engines() {
         succeed("verify", &[&case(name), &made.path], "");
         succeed("verify", &[&case(name)], "");
     }
+}
+
+/// The module of each rank has shards of the rounded master weights.
+#[test]
+fn verify_compares_master_weights_with_the_module_of_each_rank() {
+    let env = TestEnv::new();
+    for (name, file, len) in [
+        ("pipe_fp32", "layer_01-model_states.pt", 4 * 7),
+        ("pipe_bf16", "layer_01-model_states.pt", 2 * 7),
+        ("autotp_zero1", "mp_rank_01_model_states.pt", 0),
+        ("tp_zero2", "mp_rank_01_model_states.pt", 0),
+        ("pipe_tp", "layer_01-model_01-model_states.pt", 0),
+    ] {
+        let folder = env.copy(&format!("trainers/deepspeed/{name}")).join(TAG);
+        succeed("verify", &[&folder], "");
+        let longest = longest_storage(&folder.join(file));
+        let is_it = |data: &[u8]| (data.len() == if len == 0 { longest } else { len }).then_some(0);
+        set_element(&folder.join(file), is_it, 0.75);
+        let run = expect(1, "verify", &[&folder], "");
+        // The module has copies of parameters that are not cut, and they are compared first.
+        let words =
+            if name == "autotp_zero1" { "the ranks have copies of it" } else { "are not the parameters of the module" };
+        assert!(run.stdout.contains(words), "{name}: {}", run.stdout);
+        fs::remove_dir_all(folder).unwrap();
+    }
+}
+
+fn longest_storage(path: &Path) -> usize {
+    let mut longest = 0;
+    edit_entries(path, |entries| {
+        let storages = entries.iter().filter(|entry| entry.name.contains("/data/"));
+        longest = storages.map(|entry| entry.data.len()).max().unwrap();
+    });
+    longest
 }
 
 /// Returns the names in a parameter group.

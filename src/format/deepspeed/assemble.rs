@@ -297,7 +297,13 @@ impl Parts<'_> {
     /// parameters, if they are read.
     fn model_dict(&self, values: IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Result<Value> {
         let module = self.modules[0];
-        let shared = || self.jobs.iter().flat_map(|job| &job.model.shared);
+        // DeepSpeed compares addresses, which are equal for all parameters without elements. At stages 1 and 2, the module shows
+        // whether two names have one tensor.
+        let is_alias = |(alias, with): &&(&str, &str)| {
+            let own = module.get(*alias).zip(module.get(*with)).filter(|_| !self.is_stage3);
+            own.is_none_or(|(alias, with)| alias.tensor() == with.tensor())
+        };
+        let shared = || self.jobs.iter().flat_map(|job| &job.model.shared).filter(is_alias);
         let first = self.model().first();
         let mut values = values;
         let trained = values.len();

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::folder::leftover;
 use super::join::{Param, Shard};
 use super::optimizer::{OptimizerStates, StateValue};
-use crate::catalog::{FileLocation, contiguous_strides};
+use crate::catalog::{Dtype, FileLocation, contiguous_strides};
 use crate::error::Result;
 use crate::format::archive;
 use crate::format::scalar::number;
@@ -189,31 +189,38 @@ fn block(files: &Files, (shard, views, _): BoxOfShard<'_>, element: u64, most: u
     Ok((count, read(files, shard.group.files[piece.partition], views[piece.partition], own)?))
 }
 
-/// Returns whether a tensor of the module has the master weights of a shard, rounded to its dtype. Only the first elements
-/// are compared.
+/// Returns whether a tensor of the module has the master weights of a shard, rounded to its dtype.
+///
+/// # Errors
+/// `Io`.
 pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View) -> Result<bool> {
-    const COMPARED: u64 = 1024;
+    const BLOCK: u64 = 1 << 20;
     let [dtype, master] = [view.dtype, shard.group.masters[0].dtype];
-    if view.strides != contiguous_strides(&view.sizes) || view.sizes.contains(&0) {
-        return Ok(true);
+    if view.strides != contiguous_strides(&view.sizes) {
+        return Ok(false);
     }
-    let numel = view.sizes.iter().product::<u64>().min(COMPARED);
+    let numel: u64 = view.sizes.iter().product();
     let whole = Region::whole(&view.sizes);
     let mut done = 0;
     while done < numel {
-        let (count, own) = block(files, (shard, &shard.group.masters, &whole), done, numel - done)?;
+        let (count, own) = block(files, (shard, &shard.group.masters, &whole), done, (numel - done).min(BLOCK))?;
         let stored = read(files, file, view, done..done + count)?;
         let own = own.chunks_exact(usize::try_from(master.itemsize()).expect("a few bytes"));
         let stored = stored.chunks_exact(usize::try_from(dtype.itemsize()).expect("a few bytes"));
-        for (own, stored) in own.zip(stored) {
-            let is_same = match (number(master, own), number(dtype, stored)) {
-                // The values of fp16 and bf16 have a distance of at most 2^-7 of the value, or 2^-24.
-                (Some(own), Some(stored)) => (own - stored).abs() <= stored.abs() / 128.0 + 1e-7 || own.is_nan(),
-                _ => own == stored,
-            };
-            if !is_same {
-                return Ok(false);
+        let is_equal = |(own, stored): (&[u8], &[u8])| match (number(master, own), number(dtype, stored)) {
+            (Some(own), Some(stored)) => {
+                let rounded = match dtype {
+                    // The master weights are f32, so this rounds once.
+                    Dtype::Bf16 => half::bf16::from_f64(own).to_f64(),
+                    Dtype::F16 => half::f16::from_f64(own).to_f64(),
+                    _ => own,
+                };
+                rounded.to_bits() == stored.to_bits() || own.is_nan() && stored.is_nan()
             }
+            _ => own == stored,
+        };
+        if !own.zip(stored).all(is_equal) {
+            return Ok(false);
         }
         done += count;
     }

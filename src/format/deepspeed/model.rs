@@ -11,7 +11,7 @@ use super::fields::Fields;
 use super::folder::{GATHER, StatesFiles, leftover, refused};
 use super::names::ExpertName;
 use super::optimizer::Shapes;
-use crate::catalog::{Dict, Dtype, TensorId, Value};
+use crate::catalog::{Dict, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::RankFile;
 use crate::storage::FileId;
@@ -201,12 +201,6 @@ impl<'a> ModelStates<'a> {
             }
             None => Ok(()),
         }
-    }
-
-    /// Returns the dtype of the first parameter of the module, which is that of all of them in mixed-precision training.
-    pub fn dtype(&self) -> Option<Dtype> {
-        let parameter = self.module.iter().find(|(name, _)| !self.buffers.contains(&&***name));
-        parameter.and_then(|(_, stored)| stored.fields.view(stored.value)).map(|view| view.dtype)
     }
 
     /// Returns a setting of `zero_optimization` in the configuration of the job.

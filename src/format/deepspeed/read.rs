@@ -49,20 +49,24 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     check_jobs(folder, &found, &jobs, tensor_parallel)?;
     let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
     let params = params(&jobs, &layouts)?;
+    let weights = reading.options.weights.unwrap_or(Weights::Master);
     let mut pipeline = Vec::new();
     for rank in (0..tensor_parallel).filter(|_| !layers.is_empty()) {
         let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
         let mut module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
-        remove_tied_layers(reading, &params, rank, &mut module)?;
+        if weights == Weights::Master {
+            remove_tied_layers(reading, &params, rank, &mut module)?;
+        }
         pipeline.push(module);
     }
     let is_pipeline = !layers.is_empty();
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
-    let weights = reading.options.weights.unwrap_or(Weights::Master);
+    // Parameters that do not get their master weights are read like frozen ones.
+    let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let shards =
-        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &params, is_stage3)? } else { vec![] };
+        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, with_masters, is_stage3)? } else { vec![] };
     let frozen = frozen_params(&jobs, &shards, &layouts)?;
     let by_name: HashMap<&str, &Param<'_>> = frozen.iter().map(|param| (param.fqn.as_str(), param)).collect();
     let parts = Parts {
@@ -80,21 +84,16 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let mut catalog = if found.jobs[0].optimizer.is_empty() {
         read_without_partitions(reading, parts)?
     } else {
-        if weights == Weights::Module && (is_stage3 || is_pipeline || jobs.len() > 1) {
-            let kind = if is_stage3 {
-                "of ZeRO stage 3, which has master weights only"
-            } else {
-                "of several model-parallel ranks, of which dtshard reads the master weights only"
-            };
-            return Err(without_module(folder, kind));
+        if weights == Weights::Module && is_stage3 {
+            return Err(without_module(folder, "of ZeRO stage 3, which has master weights only"));
         }
         let warning = check_bytes(reading, &jobs, params.iter().chain(&frozen), is_stage3)?;
         let mut catalog = parts.catalog()?;
         catalog.warnings.extend(warning);
         catalog.warnings.extend(no_options(folder, &jobs));
         let masters = params.first().map(|param| param.shards[0].group.masters[0].dtype);
-        if !is_stage3 && jobs.len() == 1 {
-            catalog.notes.extend(note_of_master_weights(reading, folder, masters, &jobs[0].model));
+        if !is_stage3 {
+            catalog.notes.extend(note_of_master_weights(reading, folder, masters, modules[0], &jobs[0].model.buffers));
         }
         catalog
     };
@@ -240,19 +239,21 @@ fn remove_tied_layers(
     });
     let mut by_key: HashMap<&str, Vec<Shard<'_>>> = HashMap::new();
     tied.for_each(|(key, shard)| by_key.entry(key).or_default().push(shard));
-    let mut removed = HashSet::new();
-    for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
+    // For each tie, the layers that have its values.
+    let mut found: HashMap<(&str, usize), Vec<String>> = HashMap::new();
+    // A metadata mirror has no values to compare.
+    let can_read = reading.options.holdings.is_empty();
+    for (name, stored) in module.iter().filter(|(name, _)| can_read && !trained.contains(&***name)) {
         let key = name.split_once('.').map_or("", |(_, key)| key);
-        for shard in by_key.get(key).into_iter().flatten() {
+        for (tie, shard) in by_key.get(key).into_iter().flatten().enumerate() {
             let Some(view) = stored.fields.view(stored.value) else { continue };
-            let can_read = reading.options.holdings.is_empty();
-            if view.sizes == shard.placed.shape
-                && (!can_read || is_rounded(&reading.files, shard, stored.fields.file, view)?)
-            {
-                removed.insert(name.to_string());
+            if view.sizes == shard.placed.shape && is_rounded(&reading.files, shard, stored.fields.file, view)? {
+                found.entry((shard.placed.fqn.as_str(), tie)).or_default().push(name.to_string());
             }
         }
     }
+    // A frozen layer can have the same values. Then it is not known which of the layers is the tied one, and all are kept.
+    let removed: HashSet<String> = found.into_values().filter(|names| names.len() == 1).flatten().collect();
     module.retain(|name, _| !removed.contains(&**name));
     Ok(())
 }
@@ -351,7 +352,7 @@ fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Resu
     }
     let groups = whole_masters::find_names(folder, &reading.files, model)?;
     let mut catalog = Parts { weights: Weights::Master, stage0: Stage0::Whole(&groups), ..module }.catalog()?;
-    catalog.notes.extend(note_of_master_weights(reading, folder, Some(Dtype::F32), model));
+    catalog.notes.extend(note_of_master_weights(reading, folder, Some(Dtype::F32), &model.module, &model.buffers));
     Ok(catalog)
 }
 
@@ -360,9 +361,12 @@ fn note_of_master_weights(
     reading: &ReadFindings<'_>,
     folder: &Path,
     masters: Option<Dtype>,
-    model: &ModelStates<'_>,
+    module: &Module<'_>,
+    buffers: &[&str],
 ) -> Option<String> {
-    let (master, module) = masters.zip(model.dtype())?;
+    // All parameters of the module have one dtype in mixed-precision training.
+    let (_, parameter) = module.iter().find(|(name, _)| !buffers.contains(&&***name))?;
+    let (master, module) = masters.zip(parameter.fields.view(parameter.value).map(|view| view.dtype))?;
     (reading.options.weights.is_none() && master != module).then(|| {
         format!(
             "{}: parameters have their master weights ({master}), which the optimizer updates; options::weights module reads \

@@ -74,14 +74,17 @@ impl Joined {
 
 /// The patterns of names, each with a value.
 struct Patterns<'a, T> {
-    /// Names without special characters. `AutoTP` writes a pattern for each parameter.
-    literals: HashMap<String, (&'a str, T)>,
-    others: Vec<(Regex, &'a str, T)>,
+    /// All patterns in their order.
+    all: Vec<(&'a str, T)>,
+    /// The index of each name without special characters. `AutoTP` writes a pattern for each parameter.
+    literals: HashMap<String, usize>,
+    /// The other patterns, with their indexes.
+    others: Vec<(Regex, usize)>,
 }
 
 impl<T> Default for Patterns<'_, T> {
     fn default() -> Self {
-        Self { literals: HashMap::new(), others: Vec::new() }
+        Self { all: Vec::new(), literals: HashMap::new(), others: Vec::new() }
     }
 }
 
@@ -93,8 +96,10 @@ impl<'a, T> Patterns<'a, T> {
     fn add(&mut self, info: &Fields<'_>, key: &str, pattern: &'a Value, value: T) -> Result<()> {
         let wrong = |found: &str| info.wrong(key, "regular expressions for names of parameters", found);
         let Some(pattern) = pattern.as_str() else { return Err(wrong(&pattern.type_name())) };
+        let index = self.all.len();
+        self.all.push((pattern, value));
         if let Some(name) = literal(pattern) {
-            self.literals.insert(name, (pattern, value));
+            self.literals.entry(name).or_insert(index);
             return Ok(());
         }
         if self.others.len() == Self::MOST {
@@ -102,16 +107,16 @@ impl<'a, T> Patterns<'a, T> {
         }
         let regex = RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(1 << 18).build();
         let regex = regex.map_err(|_| wrong(&format!("`{pattern:.60}`")))?;
-        self.others.push((regex, pattern, value));
+        self.others.push((regex, index));
         Ok(())
     }
 
     /// Returns the first pattern that matches a name, and its value.
     fn find(&self, name: &str) -> Option<(&'a str, &T)> {
-        if let Some((pattern, value)) = self.literals.get(name) {
-            return Some((pattern, value));
-        }
-        self.others.iter().find(|(regex, ..)| regex.is_match(name)).map(|(_, pattern, value)| (*pattern, value))
+        let literal = self.literals.get(name).copied();
+        let other = self.others.iter().find(|(regex, _)| regex.is_match(name)).map(|(_, index)| *index);
+        let (pattern, value) = &self.all[literal.into_iter().chain(other).min()?];
+        Some((pattern, value))
     }
 }
 
@@ -203,7 +208,7 @@ impl<'a> ShardLayouts<'a> {
     pub fn join(&self, fqn: &Fqn, shapes: &[&Dims]) -> Result<Joined> {
         let name = fqn.as_str();
         if let Some((_, map)) = self.maps.find(name) {
-            return self.by_pieces(name, map, shapes);
+            return self.without_padding(name, self.by_pieces(name, map, shapes)?);
         }
         if self.unsupported.find(name).is_some() {
             let kind = format!("with a layout of `{name}` that DeepSpeed does not describe either");
@@ -215,7 +220,7 @@ impl<'a> ShardLayouts<'a> {
             sizes.collect::<Option<_>>().ok_or_else(|| wrong(&format!("at least {} dims", dim + 1)))
         };
         let is_averaged = self.averaged.find(name).is_some();
-        let mut joined = if self.replicated.find(name).is_some() || is_averaged {
+        let joined = if self.replicated.find(name).is_some() || is_averaged {
             if shapes.iter().any(|shape| *shape != shapes[0]) {
                 return Err(wrong("equal shapes on all tensor-parallel ranks"));
             }
@@ -238,9 +243,14 @@ impl<'a> ShardLayouts<'a> {
             let dim = usize::from(self.row_parallel.find(name).is_some());
             self.cut(name, dim, &[sizes_of(dim)?], shapes)?
         };
+        self.without_padding(name, joined)
+    }
+
+    /// Leaves out the padding of a vocabulary.
+    fn without_padding(&self, name: &str, mut joined: Joined) -> Result<Joined> {
+        const KEY: &str = "original_vocab_size";
         if self.vocabulary.find(name).is_some() {
-            const KEY: &str = "original_vocab_size";
-            let Some(rows) = self.info.number(KEY)? else {
+            let Some(rows) = self.info.number(KEY)?.filter(|rows| *rows > 0) else {
                 return Err(self.info.wrong(KEY, format!("the number of rows of `{name}`"), "none"));
             };
             joined.keep_rows(rows);
@@ -306,6 +316,13 @@ impl<'a> ShardLayouts<'a> {
         {
             let widths: Option<Vec<Vec<u64>>> = own.iter().map(|one| Some(numbers(one)?.to_vec())).collect();
             let widths = widths.filter(|widths| widths.iter().all(|one| one.len() == ranks));
+            let sums = |widths: &Vec<Vec<u64>>| {
+                let sum = |one: &Vec<u64>| one.iter().try_fold(0_u64, |sum, width| sum.checked_add(*width));
+                widths.iter().map(sum).collect::<Option<Vec<u64>>>()
+            };
+            // The sizes of the sub parameters, if the description has them.
+            let expected = numbers(&sub_params.shape[sub_params.dim]).map(|sizes| sizes.to_vec());
+            let widths = widths.filter(|widths| expected.is_none() || sums(widths) == expected);
             return widths
                 .ok_or_else(|| self.info.wrong(WIDTHS, format!("{ranks} sizes for each sub parameter"), "others"));
         }
@@ -552,6 +569,19 @@ mod tests {
         let found = join(&file, "layer.glu.weight", &[&[8, 6], &[8, 6]]).unwrap();
         assert_eq!(show(&found)[1..3], ["0 [0:4, 0:6] at [0, 0]", "1 [0:4, 0:6] at [4, 0]"]);
         assert!(join(&file, "layer.norm2.weight", &[&[6], &[6]]).unwrap().is_averaged);
+    }
+
+    #[test]
+    fn first_pattern_that_matches_counts() {
+        let file = model_file("tp_zero2");
+        let info = Fields::of_file(&file).unwrap();
+        let mut patterns = Patterns::default();
+        let texts = [r"^a\.\d+$", r"^a\.0$", r"^b$", r"^b$", "^c"].map(|text| Value::Str(text.into()));
+        for (index, text) in texts.iter().enumerate() {
+            patterns.add(&info, "key", text, index).unwrap();
+        }
+        let found = |name| patterns.find(name).map(|(_, index)| *index);
+        assert_eq!(["a.0", "a.1", "b", "cd", "d"].map(found), [Some(0), Some(0), Some(2), Some(4), None]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! Source: `state_dict` in `deepspeed/runtime/fp16/unfused_optimizer.py`.
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::path::Path;
 
 use indexmap::IndexMap;
@@ -26,7 +27,7 @@ const MASTERS: &str = "fp32_groups";
 /// The key of the optimizer's own state dict.
 const OWN: &str = "optimizer_state_dict";
 
-/// The number of elements at the beginning of a tensor that are compared.
+/// The number of elements at the beginning of a tensor that are compared first.
 const COMPARED: u64 = 64;
 
 /// A parameter of the optimizer.
@@ -53,6 +54,57 @@ struct Alike<'a> {
     masters: Vec<(usize, usize)>,
 }
 
+impl<'a> Alike<'a> {
+    /// Divides parameters whose first elements are equal by all of their elements.
+    fn divide(
+        self,
+        files: &Files,
+        model: &'a ModelStates<'a>,
+        masters: &[Vec<&View>],
+        dtype: Dtype,
+    ) -> Result<Vec<Self>> {
+        if self.names.len() == 1 && self.masters.len() == 1 {
+            return Ok(vec![self]);
+        }
+        let mut found: IndexMap<blake3::Hash, Self> = IndexMap::new();
+        for name in self.names {
+            let StoredValue { fields, value } = model.module[name];
+            let view = fields.view(value).expect("a tensor of the module");
+            found.entry(digest(files, &fields, view, dtype)?).or_default().names.push(name);
+        }
+        for (group, index) in self.masters {
+            let digest = digest(files, model.first(), masters[group][index], dtype)?;
+            found.entry(digest).or_default().masters.push((group, index));
+        }
+        Ok(found.into_values().collect())
+    }
+}
+
+/// Returns the BLAKE3 hash of the values of a tensor, rounded to a dtype.
+fn digest(files: &Files, fields: &Fields<'_>, view: &View, dtype: Dtype) -> Result<blake3::Hash> {
+    const BLOCK: u64 = 1 << 20;
+    let numel: u64 = view.sizes.iter().product();
+    let mut hasher = blake3::Hasher::new();
+    for first in (0..numel).step_by(1 << 20) {
+        let bits = rounded(files, fields, view, first..numel.min(first + BLOCK), dtype)?;
+        bits.iter().for_each(|bits| {
+            hasher.update(&bits.to_le_bytes());
+        });
+    }
+    Ok(hasher.finalize())
+}
+
+/// Reads elements of a tensor, and rounds them to a dtype.
+fn rounded(files: &Files, fields: &Fields<'_>, view: &View, elements: Range<u64>, dtype: Dtype) -> Result<Vec<u16>> {
+    let bytes = read(files, fields.file, view, elements)?;
+    if view.dtype == Dtype::F32 {
+        let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        return Ok(round(&values, dtype));
+    }
+    let bits = bytes.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
+    Ok(bits.map(|bits| without_nan_bits(bits, dtype)).collect())
+}
+
 /// Finds the name of each master weight.
 ///
 /// # Errors
@@ -71,9 +123,12 @@ pub fn find_names<'a>(folder: &Path, files: &Files, model: &'a ModelStates<'a>) 
         [Dtype::Bf16, Dtype::F16].into_iter().filter(|dtype| alike.keys().any(|key| key.1 == *dtype)).collect();
     for (group, views) in masters.iter().enumerate() {
         for (index, view) in views.iter().enumerate() {
-            let values = elements(files, first, view)?;
-            let rounded = |dtype: &Dtype| (view.sizes.clone(), *dtype, round(&values, *dtype));
-            let Some(known) = dtypes.iter().map(rounded).find(|key| alike.contains_key(key)) else {
+            let mut known = None;
+            for dtype in &dtypes {
+                let key = (view.sizes.clone(), *dtype, rounded(files, first, view, 0..compared(view), *dtype)?);
+                known = known.or_else(|| alike.contains_key(&key).then_some(key));
+            }
+            let Some(known) = known else {
                 let at = format!("optimizer.{MASTERS}[{group}][{index}]");
                 let expected = "the shape and the values of a parameter of the module, before rounding";
                 let found = format!("shape {:?}, and other values", view.sizes.as_slice());
@@ -83,11 +138,15 @@ pub fn find_names<'a>(folder: &Path, files: &Files, model: &'a ModelStates<'a>) 
         }
     }
     let mut names: Vec<Vec<&str>> = masters.iter().map(|views| vec![""; views.len()]).collect();
-    for alike in alike.values().filter(|alike| !alike.masters.is_empty()) {
+    let mut equal = Vec::new();
+    for ((_, dtype, _), alike) in alike.into_iter().filter(|(_, alike)| !alike.masters.is_empty()) {
+        equal.extend(alike.divide(files, model, &masters, dtype)?);
+    }
+    for alike in equal.into_iter().filter(|alike| !alike.masters.is_empty()) {
         // Parameters of one group are in the order of the module.
         let is_one_group = alike.masters.iter().all(|(group, _)| *group == alike.masters[0].0);
         if alike.names.len() != alike.masters.len() || !is_one_group {
-            return Err(ambiguous(folder, alike));
+            return Err(ambiguous(folder, &alike));
         }
         for ((group, index), name) in alike.masters.iter().zip(&alike.names) {
             names[*group][*index] = name;
@@ -108,9 +167,24 @@ pub fn find_names<'a>(folder: &Path, files: &Files, model: &'a ModelStates<'a>) 
         let (options, numbers) = numbers(&own, options, masters.len())?;
         let params = names.into_iter().zip(masters).zip(numbers);
         let params = params.map(|((name, master), number)| WholeMaster { name, master, state: state_of(number) });
-        found.push(WholeGroup { params: params.collect(), options });
+        let params: Vec<WholeMaster<'_>> = params.collect();
+        params.iter().try_for_each(|param| check_state(first, param))?;
+        found.push(WholeGroup { params, options });
     }
     Ok(found)
+}
+
+/// Checks that the state of a parameter has the shape of the parameter, or no dims.
+fn check_state(first: &Fields<'_>, param: &WholeMaster<'_>) -> Result<()> {
+    for (key, value) in param.state.and_then(Value::as_dict).into_iter().flat_map(|state| &state.entries) {
+        let Some(view) = first.view(value) else { continue };
+        if !view.sizes.is_empty() && view.sizes != param.master.sizes {
+            let at = format!("the optimizer state {key} of `{}`", param.name);
+            let expected = format!("shape {:?}, as the parameter", param.master.sizes.as_slice());
+            return Err(Error::malformed(first.path(), at, expected, format!("{:?}", view.sizes.as_slice())));
+        }
+    }
+    Ok(())
 }
 
 /// Returns the master weights of each group.
@@ -140,18 +214,10 @@ fn parameters<'a>(files: &Files, model: &'a ModelStates<'a>) -> Result<IndexMap<
         if !is_16_bit || model.buffers.contains(&&**name) || !is_dense(view) || !seen.insert(*id) {
             continue;
         }
-        let bytes = read(files, model.first().file, view, 0..compared(view))?;
-        let bits = bytes.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
-        let bits = bits.map(|bits| without_nan_bits(bits, view.dtype)).collect();
+        let bits = rounded(files, fields, view, 0..compared(view), view.dtype)?;
         found.entry((view.sizes.clone(), view.dtype, bits)).or_default().names.push(name);
     }
     Ok(found)
-}
-
-/// Returns the first elements of a master weight.
-fn elements(files: &Files, fields: &Fields<'_>, view: &View) -> Result<Vec<f32>> {
-    let bytes = read(files, fields.file, view, 0..compared(view))?;
-    Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
 }
 
 fn compared(view: &View) -> u64 {

@@ -230,7 +230,7 @@ impl ParamFiles {
         let named = found.names.iter().zip(&found.params);
         let lost: Vec<String> = named
             .flat_map(|(name, keys)| {
-                let lacks = all.iter().filter(|key| !keys.contains(key)).filter(|_| keys.len() > 1);
+                let lacks = all.iter().filter(|key| !keys.contains(key));
                 lacks.map(move |key| format!("{name}/{key}.pt"))
             })
             .collect();

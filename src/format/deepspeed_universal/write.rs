@@ -38,7 +38,7 @@ const MAX_NAME_BYTES: usize = 255;
 pub fn reserve(target: StateTarget<'_>) -> Result<Reservation> {
     let StateTarget { source, state, number } = target;
     let job = JobState::divide(source, state)?;
-    let steps = steps(&job, number)?;
+    let (steps, have_groups_equal_steps) = steps(&job, number)?;
     let other = |key: &str| job.others.iter().find(|(own, _)| own.as_str() == Some(key)).map(|(_, value)| value);
     let own_steps = other("global_steps").and_then(Value::as_i64).and_then(|steps| u64::try_from(steps).ok());
     let global_steps = own_steps.or(steps).unwrap_or(0);
@@ -69,16 +69,17 @@ pub fn reserve(target: StateTarget<'_>) -> Result<Reservation> {
     latest.push_header(tag.as_os_str().as_encoded_bytes().to_vec());
     let mut reservation = files.reservation;
     reservation.files.push(latest);
-    reservation.notes = notes(&job, other("lr_scheduler").is_some());
+    reservation.notes = notes(&job, other("lr_scheduler").is_some(), have_groups_equal_steps);
     reservation.left_out = left_out;
     Ok(reservation)
 }
 
-/// Returns the number of steps that the optimizer has made; `None` if it is unknown. Checks that the parameters of each group
+/// Returns the number of steps that the optimizer has made, which is `None` if it is unknown, and whether all groups have made
+/// the same number. Checks that the parameters of each group
 /// have equal numbers, because DeepSpeed counts the steps of a group.
 #[allow(clippy::cast_precision_loss, reason = "no job makes 2^53 steps")]
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "negative numbers become 0")]
-fn steps(job: &JobState, number: &dyn Fn(TensorId) -> Result<Option<f64>>) -> Result<Option<u64>> {
+fn steps(job: &JobState, number: &dyn Fn(TensorId) -> Result<Option<f64>>) -> Result<(Option<u64>, bool)> {
     let mut numbers: HashMap<&Fqn, f64> = HashMap::new();
     let mut first = None;
     for param in &job.params {
@@ -106,10 +107,11 @@ fn steps(job: &JobState, number: &dyn Fn(TensorId) -> Result<Option<f64>>) -> Re
             ));
         }
     }
-    Ok(first.map(|steps| steps as u64))
+    let is_equal = numbers.values().all(|steps| first.is_some_and(|first: f64| first.to_bits() == steps.to_bits()));
+    Ok((first.map(|steps| steps as u64), is_equal))
 }
 
-fn notes(job: &JobState, has_scheduler: bool) -> Vec<String> {
+fn notes(job: &JobState, has_scheduler: bool, have_groups_equal_steps: bool) -> Vec<String> {
     let mut notes = Vec::new();
     if !job.has_optimizer {
         notes.push(format!(
@@ -128,6 +130,12 @@ fn notes(job: &JobState, has_scheduler: bool) -> Vec<String> {
              groups, and keeps the others of the job",
         ));
     }
+    if !have_groups_equal_steps {
+        notes.push(String::from(
+            "the parameter groups have made different numbers of steps: ZeRO stage 3 gives all groups the number of the \
+             first group",
+        ));
+    }
     if !job.left_out.is_empty() {
         notes.push(format!(
             "{} left out, because DeepSpeed has no place for such values",
@@ -139,7 +147,8 @@ fn notes(job: &JobState, has_scheduler: bool) -> Vec<String> {
 
 /// Checks that a name can be the name of a file or folder.
 fn check_name(name: &str) -> Result<()> {
-    let is_valid = Path::new(name).file_name().is_some_and(|file| file == name) && !name.contains('\0');
+    let is_file_name = Path::new(name).file_name().is_some_and(|file| file == name) && !name.contains('\0');
+    let is_valid = is_file_name && name != OPTIMIZER_FILE;
     if is_valid && name.len() <= MAX_NAME_BYTES - ".pt".len() {
         return Ok(());
     }
