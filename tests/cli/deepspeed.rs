@@ -779,10 +779,11 @@ fn change_last(path: &Path, text: &[u8]) {
 /// Every kind of damage, in every case that it can happen to.
 #[test]
 fn each_damage_of_each_case_is_refused_by_name() {
-    for name in CASES {
+    for name in CASES.into_iter().chain(RELEASES) {
         let damaged = Damaged::new(name);
         let (optimizer, model) = files_of(name);
-        // Stage 0 has one file.
+        let release = name.strip_prefix('v').and_then(|name| Some(name.split_once('/')?.0)).unwrap_or("0.19.8");
+        // Stage 0 has one file, and so has the case without optimizer files.
         let (Some(first), Some(last)) = (optimizer.first(), optimizer.last()) else { continue };
         let remove = |file: &String| {
             let file = file.clone();
@@ -797,10 +798,12 @@ fn each_damage_of_each_case_is_refused_by_name() {
         damaged.refuse(&[&found], |folder| {
             fs::copy(folder.join(first), folder.join(&surplus)).unwrap();
         });
-        damaged.refuse(&[last, "ds_version"], |folder| change_last(&folder.join(last), b"0.19.8"));
+        damaged.refuse(&[last, "ds_version"], |folder| change_last(&folder.join(last), release.as_bytes()));
         damaged.refuse(&[last, "ds_config"], |folder| change_last(&folder.join(last), b"stage"));
-        damaged.refuse(&["dp_world_size"], |folder| {
-            edit_pickle(&folder.join(&model[0]), |pickle| set_number(pickle, b"dp_world_size", 9));
+        // With MiCS, there are fewer partitions than ranks.
+        let size = if name.ends_with("mics") { "mics_shard_size" } else { "dp_world_size" };
+        damaged.refuse(&[size], |folder| {
+            edit_pickle(&folder.join(&model[0]), |pickle| set_number(pickle, size.as_bytes(), 9));
         });
         // `partition_count` is a list of numbers at stages 1 and 2.
         damaged.refuse(&[last, "partition_count"], |folder| {
@@ -809,7 +812,7 @@ fn each_damage_of_each_case_is_refused_by_name() {
         if let [_, .., other] = model.as_slice() {
             for key in ["global_steps", "global_samples", "ds_version", "ds_config"] {
                 damaged.refuse(&[other, key], |folder| match key {
-                    "ds_version" => change_last(&folder.join(other), b"0.19.8"),
+                    "ds_version" => change_last(&folder.join(other), release.as_bytes()),
                     "ds_config" => change_last(&folder.join(other), b"train_micro_batch_size_per_gpu"),
                     _ => edit_pickle(&folder.join(other), |pickle| set_number(pickle, key.as_bytes(), 77)),
                 });
