@@ -241,13 +241,21 @@ fn remove_tied_layers(
     tied.for_each(|(key, shard)| by_key.entry(key).or_default().push(shard));
     // For each tie, the layers that have its values.
     let mut found: HashMap<(&str, usize), Vec<String>> = HashMap::new();
-    // A metadata mirror has no values to compare.
-    let can_read = reading.options.holdings.is_empty();
-    for (name, stored) in module.iter().filter(|(name, _)| can_read && !trained.contains(&***name)) {
+    for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
         let key = name.split_once('.').map_or("", |(_, key)| key);
         for (tie, shard) in by_key.get(key).into_iter().flatten().enumerate() {
             let Some(view) = stored.fields.view(stored.value) else { continue };
-            if view.sizes == shard.placed.shape && is_rounded(&reading.files, shard, stored.fields.file, view)? {
+            if view.sizes != shard.placed.shape {
+                continue;
+            }
+            // A metadata mirror has no values to compare.
+            if !reading.options.holdings.is_empty() {
+                return Err(Error::unsupported(
+                    format!("{}: only values show which layer is tied", stored.fields.path().display()),
+                    "start processes that see all files of SRC, without options::source per-rank",
+                ));
+            }
+            if is_rounded(&reading.files, shard, stored.fields.file, view)? {
                 found.entry((shard.placed.fqn.as_str(), tie)).or_default().push(name.to_string());
             }
         }

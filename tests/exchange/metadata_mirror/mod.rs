@@ -145,6 +145,9 @@ fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
+/// The checkpoints of DeepSpeed in which only values show which tensors belong together. A metadata mirror refuses them.
+const NEED_VALUES: [&str; 4] = ["pipe_fp32", "pipe_bf16", "pipe_tp", "zero0_bf16"];
+
 #[test]
 fn metadata_mirror_opens_like_the_source() {
     let mut all = Vec::new();
@@ -170,6 +173,11 @@ fn metadata_mirror_opens_like_the_source() {
         });
         for mirror in mirrors {
             let mirror = mirror.unwrap();
+            if NEED_VALUES.iter().any(|name| source.iter().any(|part| part == *name)) && whole.is_ok() {
+                let error = mirror.expect_err("a mirror has no values");
+                assert!(error.contains("only values show") || error.contains("no names"), "{error}");
+                continue;
+            }
             assert!(mirror == whole, "{}: {mirror:#?}\n{whole:#?}", source.display());
         }
     }
