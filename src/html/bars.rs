@@ -11,7 +11,7 @@ use crate::text::escape_invisible;
 pub struct Bars {
     /// The heading of the labels: `rank`.
     pub heading: String,
-    pub bars: Vec<Bar>,
+    pub rows: Vec<Bar>,
     /// The mean of all values, in bytes.
     pub mean: u64,
 }
@@ -29,13 +29,13 @@ pub struct Bar {
 
 impl Render for Bars {
     fn render(&self) -> Markup {
-        let most = self.bars.iter().map(|bar| bar.most).max().unwrap_or(0);
+        let most = self.rows.iter().map(|bar| bar.most).max().unwrap_or(0);
         let figure = |bar: &Bar| {
             let [least, most] = [bar.least, bar.most].map(human_bytes);
             if least == most { most } else { format!("{least} to {most}") }
         };
         let mean = format!("{:.2}%", scaled(self.mean, most, 100.0));
-        let has_remarks = self.bars.iter().any(|bar| !bar.remark.is_empty());
+        let has_remarks = self.rows.iter().any(|bar| !bar.remark.is_empty());
         html! {
             div.scroll tabindex="0" role="region" aria-label="Bars" {
                 table.bars {
@@ -45,7 +45,7 @@ impl Render for Bars {
                         th scope="col" .n { "figure" }
                         @if has_remarks { th scope="col" { "remark" } }
                     } }
-                    tbody { @for bar in &self.bars { tr {
+                    tbody { @for bar in &self.rows { tr {
                         th scope="row" { (escape_invisible(&bar.label)) }
                         td.bar { svg aria-hidden="true" width="100%" height="14" {
                             rect.light width=(format!("{:.2}%", scaled(bar.most, most, 100.0))) height="14" {}

@@ -84,7 +84,7 @@ pub fn section(view: &Inspection<'_>) -> Option<Section> {
     if !has_ranks {
         caption.push_str(" The format does not record ranks.");
     }
-    Some(Section::new(format!("Bytes per {noun}"), caption, Bars { heading: noun.to_owned(), bars, mean }))
+    Some(Section::new(format!("Bytes per {noun}"), caption, Bars { heading: noun.to_owned(), rows: bars, mean }))
 }
 
 fn bar(holders: &[(String, Stored)]) -> Bar {
