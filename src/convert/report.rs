@@ -325,7 +325,7 @@ impl<'a> ReportSource<'a> {
         let Prepared { source, reservation, .. } = self.conversion;
         let tensors = source.left_out_remedy.filter(|_| !source.selection.left_out.groups.is_empty());
         // Each verb writes other formats with objects.
-        let with_objects = if self.conversion.to.writers().contains(&"reshard") {
+        let with_objects = if self.conversion.to.writing_verbs().contains(&"reshard") {
             "use options::to dcp or options::to torch-ranks to write objects, too"
         } else {
             "use options::to torch to write objects, too"

@@ -15,7 +15,7 @@ use crate::storage::lookup;
 pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     let to = named_format(args, destination, default)?;
     match &args.torch_version {
-        Some(version) if !to.entry().write_shards.is_some_and(WriteShards::depends_on_torch_version) => {
+        Some(version) if !to.entry().writers.shards.is_some_and(WriteShards::depends_on_torch_version) => {
             Err(Error::usage(
                 format!(
                     "options::torch_version {version} applies only to DTensors in rank files, but DST has format {to}"
@@ -30,8 +30,8 @@ pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, defa
 fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
     const OTHERS: [&str; 10] = ["gguf", "ggml", "h5", "npz", "npy", "onnx", "msgpack", "pkl", "zip", "json"];
     match args.to {
-        Some(to) if to.writers().is_empty() => {
-            let written = Format::ALL.iter().filter(|format| !format.writers().is_empty());
+        Some(to) if to.writing_verbs().is_empty() => {
+            let written = Format::ALL.iter().filter(|format| !format.writing_verbs().is_empty());
             return Err(Error::usage(
                 format!("options::to {to}: dtshard reads this format, but does not write it"),
                 format!("omit options::to, or name one of {}", join(written.map(Format::to_string), "or")),
@@ -69,12 +69,12 @@ fn suffixes() -> impl Iterator<Item = &'static str> {
 
 /// Returns the error of a verb that writes whole tensors, if the format `to` stores only shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
-    let is_whole = |format: &&Format| format.entry().write_whole.is_some();
+    let is_whole = |format: &&Format| format.entry().writers.whole.is_some();
     let mut formats: Vec<&Format> = Format::ALL.iter().filter(is_whole).collect();
     // In the hint, formats that also store objects come first.
     formats.sort_by_key(|format| !format.holds_objects());
     let formats = join(formats.into_iter().map(Format::to_string), "or");
-    let hint = match to.entry().write_state {
+    let hint = match to.entry().writers.state {
         Some(_) => format!("use `dtshard reshard` with options::to {to}"),
         None => String::from("use `dtshard reshard` with options::mesh to write shards"),
     };
@@ -83,7 +83,7 @@ pub fn holds_shards(verb: &str, to: Format) -> Error {
 
 /// Returns the error of a verb that writes shards, if the format `to` stores only whole tensors.
 pub fn holds_whole_tensors(to: Format) -> Error {
-    let is_sharded = |format: &&Format| format.entry().write_shards.is_some();
+    let is_sharded = |format: &&Format| format.entry().writers.shards.is_some();
     let shards = Format::ALL.iter().filter(is_sharded).map(|format| format!("options::to {format}"));
     Error::usage(
         format!("{to} stores whole tensors, which have no mesh"),

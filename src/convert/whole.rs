@@ -40,7 +40,7 @@ pub fn names_to_write(
 /// # Errors
 /// `Usage` if the format cannot record tied names.
 pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
-    if tied != Tied::Drop || to.entry().write_whole.is_some_and(WriteWhole::records_aliases) {
+    if tied != Tied::Drop || to.entry().writers.whole.is_some_and(WriteWhole::records_aliases) {
         return Ok(());
     }
     Err(Error::usage(
@@ -54,7 +54,7 @@ pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
 /// # Errors
 /// `Usage` for a format that stores only shards.
 pub fn whole_writer(verb: &str, to: Format) -> Result<&'static dyn WriteWhole> {
-    to.entry().write_whole.ok_or_else(|| holds_shards(verb, to))
+    to.entry().writers.whole.ok_or_else(|| holds_shards(verb, to))
 }
 
 /// Returns whether the destination is one file or a folder. `destination` is the path of DST, if it is known.
@@ -69,7 +69,7 @@ pub fn shape_of(writer: &dyn WriteWhole, destination: Option<&Path>) -> Destinat
 /// Errors from reading the checkpoint.
 pub fn placing_like(args: &ConvertOptions, like: Option<&Path>, to: Format) -> Result<Option<Placing>> {
     let is_folder = |writer: &dyn WriteWhole| !writer.is_one_file(args.dst.as_deref());
-    let Some(like) = like.filter(|_| to.entry().write_whole.is_some_and(is_folder)) else { return Ok(None) };
+    let Some(like) = like.filter(|_| to.entry().writers.whole.is_some_and(is_folder)) else { return Ok(None) };
     let options = ReadOptions { io: args.source.io, want: Want::State, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(like, &options).map_err(|error| error.within(like))?;
     let is_same = checkpoint.format == to;

@@ -136,7 +136,7 @@ fn reshard_layout(
     path: &Path,
     entry: &TensorEntry,
 ) -> Result<PlacementChoice> {
-    let records_splits = format.entry().write_shards.is_some_and(WriteShards::records_splits);
+    let records_splits = format.entry().writers.shards.is_some_and(WriteShards::records_splits);
     let local = if records_splits { resolver.local_layout(path, entry)? } else { None };
     let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
         Some((_, shared)) => shared,

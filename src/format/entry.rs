@@ -47,12 +47,23 @@ pub struct FormatEntry {
     pub names_tensors_by_rank: bool,
     /// The reader.
     pub read: &'static dyn Read,
+    pub writers: Writers,
+}
+
+/// The writers of a format, which make files of different forms.
+#[derive(Clone, Copy)]
+pub struct Writers {
     /// The writer of tensors that are sharded over the ranks of a mesh; `None` if the format cannot store them.
-    pub write_shards: Option<&'static dyn WriteShards>,
+    pub shards: Option<&'static dyn WriteShards>,
     /// The writer of whole tensors; `None` if the format cannot store them.
-    pub write_whole: Option<&'static dyn WriteWhole>,
+    pub whole: Option<&'static dyn WriteWhole>,
     /// The writer of the complete state of a training job; `None` if the format has another form.
-    pub write_state: Option<&'static dyn WriteState>,
+    pub state: Option<&'static dyn WriteState>,
+}
+
+impl Writers {
+    /// No writer, for a format that is only read.
+    pub const NONE: Self = Self { shards: None, whole: None, state: None };
 }
 
 /// The form in which a format stores a tensor that is distributed over ranks.

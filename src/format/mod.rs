@@ -45,7 +45,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 pub use declared_layout::DeclaredLayout;
-pub use entry::{FormatEntry, TensorStorage};
+pub use entry::{FormatEntry, TensorStorage, Writers};
 pub use find_checkpoint::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
 pub use listing::is_data_file;
@@ -179,15 +179,14 @@ impl Format {
 
     /// Returns the verbs that can write the format.
     #[must_use]
-    pub fn writers(self) -> Vec<&'static str> {
-        let whole = self.entry().write_whole.is_some();
+    pub fn writing_verbs(self) -> Vec<&'static str> {
+        let Writers { shards, whole, state } = self.entry().writers;
         let flat = self.tensors() == TensorStorage::Flat;
-        let resumes = self.entry().write_shards.is_some() || self.entry().write_state.is_some() || flat;
         let verbs = [
-            ("reshard", resumes),
-            ("unshard", whole || self.has_rank_files()),
+            ("reshard", shards.is_some() || state.is_some() || flat),
+            ("unshard", whole.is_some() || self.has_rank_files()),
             ("flatten", flat),
-            ("consolidate", whole),
+            ("consolidate", whole.is_some()),
         ];
         verbs.into_iter().filter(|(_, writes)| *writes).map(|(verb, _)| verb).collect()
     }
@@ -583,7 +582,7 @@ mod tests {
     fn readme_table_lists_every_format() {
         let row = |format: &Format| {
             let FormatEntry { name, about, files, .. } = format.entry();
-            let writers = format.writers().join(", ");
+            let writers = format.writing_verbs().join(", ");
             let writers = if writers.is_empty() { "(only read)" } else { &writers };
             format!("| [`{name}`](docs/reference/formats/{name}.md) | {about} | {files} | {writers} |\n")
         };

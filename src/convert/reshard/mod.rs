@@ -198,7 +198,7 @@ fn reserve(
             ));
             continue;
         }
-        let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
+        let writer = to.entry().writers.shards.expect("a format of shards that is not flat has a writer");
         let reservation = writer.reserve(ShardedTarget {
             source: selected,
             state: &part.state,
@@ -335,6 +335,6 @@ fn check_room(
 
 /// Returns the default format of the result: the format of the source, or DCP if that format does not hold shards.
 fn default_format(source: Format) -> Format {
-    let holds_shards = source.entry().write_shards.is_some() || source.tensors() == TensorStorage::Flat;
+    let holds_shards = source.entry().writers.shards.is_some() || source.tensors() == TensorStorage::Flat;
     if holds_shards { source } else { Format::Dcp }
 }

@@ -27,7 +27,7 @@ pub fn prepare(
     to: Format,
     run: &Run<'_>,
 ) -> Result<Prepared> {
-    let Some(writer) = to.entry().write_state else { return Err(holds_whole_tensors(to)) };
+    let Some(writer) = to.entry().writers.state else { return Err(holds_whole_tensors(to)) };
     refuse_mesh(args, to)?;
     check_flat(&convert.source, None, &[&source.checkpoint])?;
     check_tied(convert.tied, to)?;

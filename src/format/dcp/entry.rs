@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{look_at, metadata_files, objects, read, reserve};
 use crate::catalog::Reservation;
 use crate::error::{Error, FormatError, Result};
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
@@ -38,9 +38,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: Some(&Writer),
-    write_whole: None,
-    write_state: None,
+    writers: Writers { shards: Some(&Writer), ..Writers::NONE },
 };
 
 /// Returns whether a file starts like a pickle of protocol 2 or later.

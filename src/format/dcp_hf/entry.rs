@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{lone_shard, reserve, shortfall};
 use crate::catalog::Reservation;
 use crate::error::Result;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -35,9 +35,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: true,
     read: &Reader,
-    write_shards: Some(&Writer),
-    write_whole: None,
-    write_state: None,
+    writers: Writers { shards: Some(&Writer), ..Writers::NONE },
 };
 
 /// The reader of DCP's Hugging Face shards.

@@ -8,7 +8,7 @@ use super::names::{StatesName, is_states, is_universal};
 use super::read::read;
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::listing::{DetectedFiles, FolderListing};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -33,9 +33,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: true,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: None,
-    write_whole: None,
-    write_state: None,
+    writers: Writers::NONE,
 };
 
 /// The reader of DeepSpeed's folders.

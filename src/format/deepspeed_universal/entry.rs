@@ -10,7 +10,7 @@ use crate::catalog::Reservation;
 use crate::error::Result;
 use crate::format::Format;
 use crate::format::deepspeed::names::{is_states, is_universal};
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::listing::{DetectedFiles, FolderListing};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -36,9 +36,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: None,
-    write_whole: None,
-    write_state: Some(&Writer),
+    writers: Writers { state: Some(&Writer), ..Writers::NONE },
 };
 
 /// The reader of Universal checkpoints.

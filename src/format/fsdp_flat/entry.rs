@@ -10,7 +10,7 @@ use std::path::Path;
 use super::document::FILE_NAME;
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::json::is_layout_document;
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::DetectedFiles;
@@ -37,9 +37,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: true,
     read: &Reader,
-    write_shards: None,
-    write_whole: None,
-    write_state: None,
+    writers: Writers::NONE,
 };
 
 /// The reader of rank files with flat parameters. Detection reports such files as rank files of `torch.save`. The flat

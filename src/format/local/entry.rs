@@ -7,7 +7,7 @@ use super::{FILE_NAME, LocalTarget, matches_listing, rank_of, read, refuse_decla
 use crate::catalog::{Path, Reservation, TensorEntry};
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::json::is_layout_document;
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FolderListing, Match};
@@ -35,9 +35,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: true,
     names_tensors_by_rank: true,
     read: &Reader,
-    write_shards: Some(&Writer),
-    write_whole: None,
-    write_state: None,
+    writers: Writers { shards: Some(&Writer), ..Writers::NONE },
 };
 
 /// The reader of rank files with `layout.json`.

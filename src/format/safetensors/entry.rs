@@ -8,7 +8,7 @@ use super::sharding::ShardName;
 use super::{FileDivision, INDEX_NAME, SelectedTensors, look_at, ranks, read, reserve, starts_with_header};
 use crate::catalog::Reservation;
 use crate::error::Result;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::index::{ShardIndex, is_index_of, main_index};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
@@ -44,9 +44,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: None,
-    write_whole: Some(&Writer),
-    write_state: None,
+    writers: Writers { whole: Some(&Writer), ..Writers::NONE },
 };
 
 /// The reader of one safetensors file, or of the safetensors files of a folder.

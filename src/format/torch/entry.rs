@@ -9,7 +9,7 @@ use super::{DTensorStyle, RankTarget, is_archive, is_no_model, look_at, read, re
 use crate::catalog::{Catalog, Reservation, TensorId, state_dict};
 use crate::error::Result;
 use crate::format::detect::not_that_format;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::index::{ShardIndex, is_index_of, main_index};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
@@ -44,9 +44,7 @@ pub static ONE_FILE: FormatEntry = FormatEntry {
     is_in_module_order: true,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: None,
-    write_whole: Some(&Writer),
-    write_state: None,
+    writers: Writers { whole: Some(&Writer), ..Writers::NONE },
 };
 
 /// The row for torch.save files of ranks in the table of formats.
@@ -68,9 +66,7 @@ pub static RANK_FILES: FormatEntry = FormatEntry {
     is_in_module_order: true,
     names_tensors_by_rank: true,
     read: &RankReader,
-    write_shards: Some(&RankWriter),
-    write_whole: None,
-    write_state: None,
+    writers: Writers { shards: Some(&RankWriter), ..Writers::NONE },
 };
 
 /// The name of the index that loaders of torch files read.

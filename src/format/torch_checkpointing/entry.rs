@@ -10,7 +10,7 @@ use super::metadata::CheckpointMetadata;
 use super::{METADATA, metadata_of, read, write};
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing};
 use crate::format::parts::LoadedFolder;
@@ -41,9 +41,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: false,
     names_tensors_by_rank: true,
     read: &Reader,
-    write_shards: Some(&Writer),
-    write_whole: None,
-    write_state: None,
+    writers: Writers { shards: Some(&Writer), ..Writers::NONE },
 };
 
 /// Returns whether a file starts like the metadata that the package or dtshard writes.

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{MANIFEST, read};
 use crate::error::{Error, Result};
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage};
+use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -32,9 +32,7 @@ pub static ENTRY: FormatEntry = FormatEntry {
     is_in_module_order: true,
     names_tensors_by_rank: false,
     read: &Reader,
-    write_shards: None,
-    write_whole: None,
-    write_state: None,
+    writers: Writers::NONE,
 };
 
 /// The reader of snapshots.

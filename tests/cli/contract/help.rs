@@ -16,7 +16,7 @@ fn formats(verb: &str) -> Vec<String> {
 #[test]
 fn help_of_a_verb_shows_the_formats_that_it_writes() {
     for verb in ["reshard", "unshard", "consolidate", "flatten"] {
-        let written = Format::ALL.iter().filter(|format| format.writers().contains(&verb));
+        let written = Format::ALL.iter().filter(|format| format.writing_verbs().contains(&verb));
         assert_eq!(formats(verb), written.map(|format| format.name()).collect::<Vec<_>>(), "{verb}");
     }
     assert_eq!(formats("flatten"), ["fsdp-flat"]);
