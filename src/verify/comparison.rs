@@ -324,17 +324,15 @@ fn suggest_root(source: &Selected, options: &SelectOptions, found: &mut Findings
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
         let hint = format!("in OTHER, the names of SRC begin with `{prefix}.`: add options::add_prefix {prefix}.");
         found.hints.push(hint);
-    } else if let Some(root) = root_in_other(&found.only_in_src, &found.only_in_other)
-        && options.root.as_deref() == Some(root)
-    {
-        found.hints.push(format!(
-            "in OTHER, the names of SRC are below `{root}`: use options::include {root} instead of options::root {root}"
-        ));
     } else if let Some(root) = root_in_other(&found.only_in_src, &found.only_in_other) {
-        found.hints.push(format!(
-            "in OTHER, the names of SRC are below `{root}`, beside other names: swap SRC and OTHER and add \
-             options::root {root}; or add options::nest {root} and options::common"
-        ));
+        found.hints.push(if options.root.as_deref() == Some(root) {
+            format!("in OTHER, the names of SRC are below `{root}`: use options::include {root} instead of options::root {root}")
+        } else {
+            format!(
+                "in OTHER, the names of SRC are below `{root}`, beside other names: swap SRC and OTHER and add \
+                 options::root {root}; or add options::nest {root} and options::common"
+            )
+        });
     }
 }
 
