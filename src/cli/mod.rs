@@ -472,7 +472,8 @@ pub fn command() -> clap::Command {
         ("consolidate", by_suffix("safetensors")),
     ];
     let command = defaults.into_iter().fold(Cli::command(), |command, (verb, default)| {
-        let written: Vec<&Format> = Format::ALL.iter().filter(|format| format.writing_verbs().contains(&verb)).collect();
+        let written: Vec<&Format> =
+            Format::ALL.iter().filter(|format| format.writing_verbs().contains(&verb)).collect();
         let help = "Choose the format of DST";
         let long_help = format!("{help}\n\n[default: {default}]");
         let to = |arg: clap::Arg| arg.help(help).long_help(long_help).value_parser(values::formats(&written));

@@ -1,5 +1,5 @@
-//! The checks that read data: the counters of steps, and the padding of partitions. Only a few elements of each file are
-//! read.
+//! The checks that read data: the counters of steps, the padding of partitions, the copies of parameters, and the values of
+//! the module. Data is read in blocks.
 
 use std::ops::Range;
 
@@ -10,11 +10,14 @@ use super::join::{Param, Shard};
 use super::optimizer::{OptimizerStates, StateValue};
 use crate::catalog::{Dtype, FileLocation, contiguous_strides};
 use crate::error::Result;
-use crate::format::archive;
 use crate::format::scalar::number;
 use crate::format::torch::{RankFile, View};
+use crate::format::{archive, name_of};
 use crate::layout::{Region, unravel};
 use crate::storage::Files;
+
+/// The maximum number of elements that are read at a time.
+pub const BLOCK: u64 = 1 << 20;
 
 /// Reads elements of the storage of a view. `elements` counts from the first element of the view, and may go beyond its end,
 /// but not beyond the end of its storage.
@@ -95,7 +98,7 @@ pub fn check_steps(files: &Files, all: &[&OptimizerStates<'_>]) -> Result<Option
                             .map_or_else(|| String::from("another value"), |number| number.to_string())
                     };
                     let of = if key == "step" { first_group } else { group };
-                    let name = of.files[0].path.file_name().unwrap_or_default().display();
+                    let name = name_of(&of.files[0].path);
                     let expected = format!("{} as in {name}", show(first));
                     return Err(leftover(&file.path, &format!("group {index}, {key}"), expected, show(&bytes)));
                 }
@@ -141,7 +144,6 @@ type BoxOfShard<'a> = (&'a Shard<'a>, &'a [&'a View], &'a Region);
 
 /// Compares two boxes of equal sizes.
 fn compare(files: &Files, at: &str, first: BoxOfShard<'_>, other: BoxOfShard<'_>) -> Result<()> {
-    const BLOCK: u64 = 1 << 20;
     let sizes = &first.2.sizes;
     // The elements of the inner dims follow one another in both shards, if the boxes have all of them.
     let is_whole = |dim: usize, (shard, _, own): BoxOfShard<'_>| shard.placed.shape[dim] == own.sizes[dim];
@@ -164,7 +166,7 @@ fn compare(files: &Files, at: &str, first: BoxOfShard<'_>, other: BoxOfShard<'_>
             let itemsize = usize::try_from(own.len() as u64 / a).expect("a few bytes");
             if let Some(byte) = own.iter().zip(&found).position(|(own, found)| own != found) {
                 let path = &file_of(first, starts[0] + done).path;
-                let name = path.file_name().unwrap_or_default().display();
+                let name = name_of(path);
                 let element = starts[1] + done + (byte / itemsize) as u64;
                 let other = &file_of(other, starts[1] + done).path;
                 let expected = format!("the values in {name}, because the ranks have copies of it");
@@ -194,7 +196,6 @@ fn block(files: &Files, (shard, views, _): BoxOfShard<'_>, element: u64, most: u
 /// # Errors
 /// `Io`.
 pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View) -> Result<bool> {
-    const BLOCK: u64 = 1 << 20;
     let [dtype, master] = [view.dtype, shard.group.masters[0].dtype];
     if view.strides != contiguous_strides(&view.sizes) {
         return Ok(false);
@@ -205,24 +206,29 @@ pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View
     while done < numel {
         let (count, own) = block(files, (shard, &shard.group.masters, &whole), done, (numel - done).min(BLOCK))?;
         let stored = read(files, file, view, done..done + count)?;
-        let own = own.chunks_exact(usize::try_from(master.itemsize()).expect("a few bytes"));
-        let stored = stored.chunks_exact(usize::try_from(dtype.itemsize()).expect("a few bytes"));
-        let is_equal = |(own, stored): (&[u8], &[u8])| match (number(master, own), number(dtype, stored)) {
-            (Some(own), Some(stored)) => {
-                let rounded = match dtype {
-                    // The master weights are f32, so this rounds once.
-                    Dtype::Bf16 => half::bf16::from_f64(own).to_f64(),
-                    Dtype::F16 => half::f16::from_f64(own).to_f64(),
-                    _ => own,
-                };
-                rounded.to_bits() == stored.to_bits() || own.is_nan() && stored.is_nan()
-            }
-            _ => own == stored,
-        };
-        if !own.zip(stored).all(is_equal) {
+        if rounded(&own, master, dtype) != rounded(&stored, dtype, dtype) {
             return Ok(false);
         }
         done += count;
     }
     Ok(true)
+}
+
+/// Returns the bits of elements, rounded to the dtype `to`: to nearest, ties to even, as PyTorch does. All NaNs have the same
+/// bits. Elements of dtypes that are not rounded have the bits of the file.
+pub fn rounded(bytes: &[u8], from: Dtype, to: Dtype) -> Vec<u64> {
+    let elements = bytes.chunks_exact(usize::try_from(from.itemsize()).expect("a few bytes"));
+    let round = |element: &[u8]| {
+        let Some(exact) = number(from, element) else {
+            return element.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+        };
+        // f64 has every f32 exactly, so this rounds once.
+        let rounded = match to {
+            Dtype::Bf16 => half::bf16::from_f64(exact).to_f64(),
+            Dtype::F16 => half::f16::from_f64(exact).to_f64(),
+            _ => exact,
+        };
+        if rounded.is_nan() { u64::MAX } else { rounded.to_bits() }
+    };
+    elements.map(round).collect()
 }

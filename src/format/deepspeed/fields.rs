@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::catalog::{Dict, Fqn, Value};
 use crate::error::{Error, Result};
+use crate::format::name_of;
 use crate::format::torch::{RankFile, TensorNode, View};
 use crate::layout::Dims;
 
@@ -35,6 +36,19 @@ impl<'a> Fields<'a> {
     /// Returns the path of the file.
     pub fn path(&self) -> &'a Path {
         &self.file.path
+    }
+
+    /// Returns the name of the file, for messages.
+    pub fn file_name(&self) -> String {
+        name_of(self.path())
+    }
+
+    /// Returns whether two files have equal values of an entry, or both none.
+    pub fn has_same(&self, other: &Fields<'_>, key: &str) -> bool {
+        match (self.get(key), other.get(key)) {
+            (Some(own), Some(other)) => own.same_but_tensors(other),
+            (own, other) => own.is_none() && other.is_none(),
+        }
     }
 
     /// Returns the name of an entry in messages.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::names::{ExpertName, LayerName, Role, StatesName, is_expert, is_universal};
 use crate::error::{Error, FormatError, Result};
+use crate::format::name_of;
 use crate::format::shortfall::list_missing_names;
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
@@ -83,7 +84,7 @@ impl FolderFiles {
         for name in names {
             let Some(parsed) = ExpertName::parse(name) else { continue };
             if let Some(other) = experts.insert(parsed, folder.join(name)) {
-                return Err(mixed(folder, &other.file_name().unwrap_or_default().display().to_string(), name));
+                return Err(mixed(folder, &name_of(&other), name));
             }
             if jobs.len() > 1 || jobs[0].is_stage3 {
                 let kind = format!("with experts ({name}) and tensor or pipeline parallelism, or ZeRO stage 3");
@@ -150,7 +151,7 @@ impl FolderFiles {
         if self.jobs.len().is_multiple_of(ranks) {
             return Ok(ranks);
         }
-        let name = path.file_name().unwrap_or_default().display();
+        let name = name_of(path);
         let expected = format!("a multiple of {ranks}, because {name} is of tensor-parallel rank {}", ranks - 1);
         Err(leftover(folder, "the number of model-parallel ranks", expected, self.jobs.len().to_string()))
     }
@@ -196,7 +197,7 @@ fn find_layers(folder: &Path, names: &[String]) -> Result<BTreeMap<LayerName, Pa
     for name in names {
         let Some(parsed) = LayerName::parse(name) else { continue };
         if let Some(other) = layers.insert(parsed, folder.join(name)) {
-            return Err(mixed(folder, &other.file_name().unwrap_or_default().display().to_string(), name));
+            return Err(mixed(folder, &name_of(&other), name));
         }
     }
     let of = |is_parallel: bool| layers.keys().find(move |name| name.tensor_parallel.is_some() == is_parallel);

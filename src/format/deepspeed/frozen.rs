@@ -90,7 +90,7 @@ pub fn shards<'a>(
         let mut shards = Vec::with_capacity(modules.len());
         for (module, job) in modules.iter().zip(jobs) {
             let Some(own) = module.get(name) else {
-                let file = stored.fields.path().file_name().unwrap_or_default().display();
+                let file = stored.fields.file_name();
                 let expected = format!("`{name}` as in {file}");
                 return Err(leftover(job.model.first().path(), "module", expected, "none"));
             };
@@ -119,7 +119,7 @@ fn check_buffer(name: &str, first: &StoredValue<'_>, own: &StoredValue<'_>) -> R
     if expected == found {
         return Ok(());
     }
-    let file = first.fields.path().file_name().unwrap_or_default().display();
+    let file = first.fields.file_name();
     let at = format!("the buffer `{name}`");
     Err(leftover(own.fields.path(), &at, format!("{expected} as in {file}"), found))
 }

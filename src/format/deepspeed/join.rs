@@ -14,7 +14,6 @@
 
 use indexmap::IndexMap;
 
-use super::fields::Fields;
 use super::folder::leftover;
 use super::model::{ModelStates, wrong_name};
 use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
@@ -22,6 +21,7 @@ use super::partitions::Placed;
 use super::tensor_parallel::{INFO, Joined, Part, ShardLayouts};
 use crate::catalog::Fqn;
 use crate::error::{Error, Result};
+use crate::format::name_of;
 use crate::format::torch::View;
 use crate::layout::{Dims, Region};
 
@@ -78,12 +78,11 @@ impl<'a> StageLayouts<'a> {
         for stage in jobs.chunks(tensor_parallel).filter(|_| tensor_parallel > 1) {
             let first = stage[0].model.first();
             for other in stage[1..].iter().map(|job| job.model.first()) {
-                let (expected, found) = (first.get(INFO), other.get(INFO));
-                if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
+                if !first.has_same(other, INFO) {
                     return Err(leftover(
                         other.path(),
                         INFO,
-                        format!("the layout in {}", file_name(first)),
+                        format!("the layout in {}", first.file_name()),
                         "another one",
                     ));
                 }
@@ -199,12 +198,8 @@ fn copies_of<'a>(joined: &Joined, shards: &[Shard<'a>]) -> Vec<[(Shard<'a>, Regi
 
 /// Returns the error for a parameter that one tensor-parallel rank has, and another rank of the stage has not.
 fn lacks(fqn: &Fqn, model: &ModelStates<'_>, with: &Shard<'_>) -> Error {
-    let name = file_name(with.model.first());
+    let name = with.model.first().file_name();
     leftover(model.first().path(), "param_shapes", format!("a shard of `{fqn}` as in {name}"), "none")
-}
-
-fn file_name(fields: &Fields<'_>) -> String {
-    fields.path().file_name().unwrap_or_default().display().to_string()
 }
 
 fn check_same_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Result<()> {
@@ -212,7 +207,7 @@ fn check_same_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Result<(
     if expected == found {
         return Ok(());
     }
-    let expected = format!("{expected} as in {}", file_name(first.model.first()));
+    let expected = format!("{expected} as in {}", first.model.first().file_name());
     Err(leftover(other.model.first().path(), &format!("the shape of `{fqn}` in param_shapes"), expected, found))
 }
 
@@ -233,6 +228,6 @@ fn check_same_state(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Result<(
         return Ok(());
     }
     let file = |shard: &Shard<'_>| shard.group.files[0].path.clone();
-    let name = file(first).file_name().unwrap_or_default().display().to_string();
+    let name = name_of(&file(first));
     Err(leftover(&file(other), &format!("the state of `{fqn}`"), format!("{expected} as in {name}"), found))
 }

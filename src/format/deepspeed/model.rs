@@ -294,10 +294,9 @@ const SAVE_KEYS: [&str; 5] = ["global_steps", "skipped_steps", "global_samples",
 fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
     check_same_values(first, other, &SAVE_KEYS)?;
     check_same_config(first, other)?;
-    let name = first.path().file_name().unwrap_or_default().display();
+    let name = first.file_name();
     for key in ["param_shapes", "frozen_param_shapes"] {
-        let (expected, found) = (first.get(key), other.get(key));
-        if !expected.zip(found).map_or(expected.is_none() == found.is_none(), |(a, b)| a.same_but_tensors(b)) {
+        if !first.has_same(other, key) {
             return Err(leftover(other.path(), key, format!("the parameters and shapes in {name}"), "others"));
         }
     }
@@ -305,15 +304,11 @@ fn check_same_save(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
 }
 
 fn check_same_values(first: &Fields<'_>, other: &Fields<'_>, keys: &[&str]) -> Result<()> {
-    let name = first.path().file_name().unwrap_or_default().display();
+    let name = first.file_name();
     for key in keys {
-        let (expected, found) = (first.get(key), other.get(key));
-        let is_same = match (expected, found) {
-            (Some(expected), Some(found)) => expected.same_but_tensors(found),
-            (expected, found) => expected.is_none() && found.is_none(),
-        };
-        if !is_same {
-            return Err(leftover(other.path(), key, format!("{} as in {name}", show(expected)), show(found)));
+        if !first.has_same(other, key) {
+            let expected = format!("{} as in {name}", show(first.get(key)));
+            return Err(leftover(other.path(), key, expected, show(other.get(key))));
         }
     }
     Ok(())
@@ -334,7 +329,7 @@ fn check_same_config(first: &Fields<'_>, other: &Fields<'_>) -> Result<()> {
     const KEY: &str = "ds_config";
     let (Some(expected), Some(found)) = (first.get(KEY), other.get(KEY)) else { return Ok(()) };
     let Some((at, expected, found)) = difference(KEY, expected, found) else { return Ok(()) };
-    let name = first.path().file_name().unwrap_or_default().display();
+    let name = first.file_name();
     Err(leftover(other.path(), &at, format!("{} as in {name}", show(expected)), show(found)))
 }
 

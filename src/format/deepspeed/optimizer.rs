@@ -220,7 +220,7 @@ impl<'a> PartitionFile<'a> {
         if own.len() == first.len() && own.iter().zip(first).all(|(own, first)| is_same(*own, *first)) {
             return Ok(());
         }
-        let name = file.path().file_name().unwrap_or_default().display().to_string();
+        let name = file.file_name();
         Err(leftover(self.fields.path(), &self.at().name(GROUPS), format!("the parameter groups of {name}"), "others"))
     }
 
@@ -283,7 +283,7 @@ fn partition_counts(
         None => return Err(wrong(String::from("nothing"))),
     };
     let most = counts.iter().copied().max().unwrap_or_default();
-    let name = fields.path().file_name().unwrap_or_default().display().to_string();
+    let name = fields.file_name();
     if most as usize != files {
         found.check_partitions(folder, most, &format!("partition_count in {name}"))?;
         return Err(wrong(format!("{most}, beside {}", count(files, "optimizer file"))));

@@ -18,9 +18,9 @@ use crate::catalog::optimizer::{GROUPS, PARAMS};
 use crate::catalog::{Catalog, Dict, Dtype, Value, Weights};
 use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
-use crate::format::list;
 use crate::format::reading::ReadFindings;
 use crate::format::torch::{RankFile, dropped_objects, load};
+use crate::format::{list, name_of};
 use crate::quantity::count;
 use torch_pickle::pickle::Unknown;
 
@@ -127,13 +127,10 @@ struct JobFiles {
 
 impl JobFiles {
     fn load(reading: &mut ReadFindings<'_>, found: &StatesFiles) -> Result<Self> {
-        for path in found.model.values().chain(found.optimizer.values()) {
-            refuse_file(path, &first_bytes(path)?)?;
-        }
         let unknown = reading.options.unknown();
-        let model = load::load(&mut reading.files, &found.model, unknown)?;
+        let model = load_files(reading, &found.model, unknown)?;
         // The objects of DeepSpeed's own classes are not part of the result, so they never matter.
-        let optimizer = load::load(&mut reading.files, &found.optimizer, Unknown::Refuse)?;
+        let optimizer = load_files(reading, &found.optimizer, Unknown::Refuse)?;
         Ok(Self { model, optimizer })
     }
 }
@@ -162,7 +159,7 @@ fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>], tensor_paral
     const KEY: &str = "mp_world_size";
     let first = jobs[0].model.first();
     if let Some(ranks) = first.number(KEY)? {
-        let name = first.path().file_name().unwrap_or_default().display();
+        let name = first.file_name();
         found.check_ranks(folder, ranks, &format!("{KEY} in {name}"))?;
     }
     const DIMS: &str = "checkpoint_parallel_dimensions";
@@ -206,9 +203,21 @@ fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_
     if Value::List(expected_options.clone()).same_but_tensors(&Value::List(options.clone())) {
         return Ok(());
     }
-    let name = expected.first.path.file_name().unwrap_or_default().display();
+    let name = name_of(&expected.first.path);
     let expected = format!("{} with the options in {name}", count(expected_options.len(), "group"));
     Err(leftover(&found.first.path, GROUPS, expected, format!("{} with other options", count(options.len(), "group"))))
+}
+
+/// Loads files, after checking that they are files of the form that dtshard reads.
+pub fn load_files(
+    reading: &mut ReadFindings<'_>,
+    paths: &BTreeMap<u32, PathBuf>,
+    unknown: Unknown,
+) -> Result<Vec<RankFile>> {
+    for path in paths.values() {
+        refuse_file(path, &first_bytes(path)?)?;
+    }
+    load::load(&mut reading.files, paths, unknown)
 }
 
 /// Loads the files of the layers of a pipeline, or of experts.
@@ -216,11 +225,8 @@ fn load_named<Name: Copy>(
     reading: &mut ReadFindings<'_>,
     found: &BTreeMap<Name, PathBuf>,
 ) -> Result<Vec<(Name, RankFile)>> {
-    for path in found.values() {
-        refuse_file(path, &first_bytes(path)?)?;
-    }
     let numbered: BTreeMap<u32, PathBuf> = (0..).zip(found.values().cloned()).collect();
-    let files = load::load(&mut reading.files, &numbered, reading.options.unknown())?;
+    let files = load_files(reading, &numbered, reading.options.unknown())?;
     Ok(found.keys().copied().zip(files).collect())
 }
 
@@ -266,8 +272,8 @@ fn remove_tied_layers(
     Ok(())
 }
 
-/// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number of steps
-/// than the job.
+/// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number
+/// of steps than the job.
 fn check_bytes<'a>(
     reading: &ReadFindings<'_>,
     jobs: &[Job<'_>],

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use indexmap::IndexMap;
 
-use super::bytes::read;
+use super::bytes::{BLOCK, read, rounded};
 use super::fields::Fields;
 use super::folder::{leftover, refused};
 use super::model::{ModelStates, StoredValue};
@@ -44,8 +44,8 @@ pub struct WholeGroup<'a> {
     pub options: &'a Dict,
 }
 
-/// The shape of a tensor, with the first elements in the dtype of the module. Bits of NaNs are not compared.
-type Likeness = (Dims, Dtype, Vec<u16>);
+/// The shape of a tensor, with the first elements in the dtype of the module.
+type Likeness = (Dims, Dtype, Vec<u64>);
 
 /// The names of parameters that are alike, and the positions (group, index) of master weights that are alike.
 #[derive(Default)]
@@ -82,27 +82,22 @@ impl<'a> Alike<'a> {
 
 /// Returns the BLAKE3 hash of the values of a tensor, rounded to a dtype.
 fn digest(files: &Files, fields: &Fields<'_>, view: &View, dtype: Dtype) -> Result<blake3::Hash> {
-    const BLOCK: u64 = 1 << 20;
     let numel: u64 = view.sizes.iter().product();
     let mut hasher = blake3::Hasher::new();
-    for first in (0..numel).step_by(1 << 20) {
-        let bits = rounded(files, fields, view, first..numel.min(first + BLOCK), dtype)?;
-        bits.iter().for_each(|bits| {
+    let mut first = 0;
+    while first < numel {
+        let end = numel.min(first + BLOCK);
+        for bits in values(files, fields, view, first..end, dtype)? {
             hasher.update(&bits.to_le_bytes());
-        });
+        }
+        first = end;
     }
     Ok(hasher.finalize())
 }
 
 /// Reads elements of a tensor, and rounds them to a dtype.
-fn rounded(files: &Files, fields: &Fields<'_>, view: &View, elements: Range<u64>, dtype: Dtype) -> Result<Vec<u16>> {
-    let bytes = read(files, fields.file, view, elements)?;
-    if view.dtype == Dtype::F32 {
-        let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
-        return Ok(round(&values, dtype));
-    }
-    let bits = bytes.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
-    Ok(bits.map(|bits| without_nan_bits(bits, dtype)).collect())
+fn values(files: &Files, fields: &Fields<'_>, view: &View, elements: Range<u64>, dtype: Dtype) -> Result<Vec<u64>> {
+    Ok(rounded(&read(files, fields.file, view, elements)?, view.dtype, dtype))
 }
 
 /// Finds the name of each master weight.
@@ -125,7 +120,7 @@ pub fn find_names<'a>(folder: &Path, files: &Files, model: &'a ModelStates<'a>) 
         for (index, view) in views.iter().enumerate() {
             let mut known = None;
             for dtype in &dtypes {
-                let key = (view.sizes.clone(), *dtype, rounded(files, first, view, 0..compared(view), *dtype)?);
+                let key = (view.sizes.clone(), *dtype, values(files, first, view, 0..compared(view), *dtype)?);
                 known = known.or_else(|| alike.contains_key(&key).then_some(key));
             }
             let Some(known) = known else {
@@ -214,7 +209,7 @@ fn parameters<'a>(files: &Files, model: &'a ModelStates<'a>) -> Result<IndexMap<
         if !is_16_bit || model.buffers.contains(&&**name) || !is_dense(view) || !seen.insert(*id) {
             continue;
         }
-        let bits = rounded(files, fields, view, 0..compared(view), view.dtype)?;
+        let bits = values(files, fields, view, 0..compared(view), view.dtype)?;
         found.entry((view.sizes.clone(), view.dtype, bits)).or_default().names.push(name);
     }
     Ok(found)
@@ -226,23 +221,6 @@ fn compared(view: &View) -> u64 {
 
 fn is_dense(view: &View) -> bool {
     view.strides == contiguous_strides(&view.sizes)
-}
-
-/// Rounds to nearest, ties to even, as PyTorch does.
-fn round(values: &[f32], dtype: Dtype) -> Vec<u16> {
-    let bits = values.iter().map(|value| match dtype {
-        Dtype::Bf16 => half::bf16::from_f32(*value).to_bits(),
-        _ => half::f16::from_f32(*value).to_bits(),
-    });
-    bits.map(|bits| without_nan_bits(bits, dtype)).collect()
-}
-
-fn without_nan_bits(bits: u16, dtype: Dtype) -> u16 {
-    let is_nan = match dtype {
-        Dtype::Bf16 => half::bf16::from_bits(bits).is_nan(),
-        _ => half::f16::from_bits(bits).is_nan(),
-    };
-    if is_nan { u16::MAX } else { bits }
 }
 
 fn ambiguous(folder: &Path, alike: &Alike<'_>) -> Error {

@@ -21,8 +21,7 @@ use crate::format::deepspeed::join::Job;
 use crate::format::deepspeed::model::{ModelStates, wrong_name};
 use crate::format::deepspeed::names::{LayerName, Role, StatesName, is_expert};
 use crate::format::deepspeed::optimizer::Shapes;
-use crate::format::deepspeed::read::{dropped_values, without_module};
-use crate::format::foreign::{first_bytes, refuse_file};
+use crate::format::deepspeed::read::{dropped_values, load_files, without_module};
 use crate::format::list;
 use crate::format::reading::ReadFindings;
 use crate::format::scalar::read_scalar;
@@ -52,11 +51,8 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     if !layers.is_empty() {
         return Err(refused(folder, "in Universal form, of pipeline parallelism", GATHER));
     }
-    for path in found.model.values() {
-        refuse_file(path, &first_bytes(path)?)?;
-    }
     let unknown = reading.options.unknown();
-    let model_files = load::load(&mut reading.files, &found.model, unknown)?;
+    let model_files = load_files(reading, &found.model, unknown)?;
     let jobs = [Job { model: ModelStates::read(folder, found, &model_files, false)?, optimizer: None }];
     let model = &jobs[0].model;
     let first = *model.first();
@@ -84,54 +80,50 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
 
     let mut catalog = Catalog::empty();
     let (mut values, mut state) = (IndexMap::new(), Vec::new());
-    let params = shapes.iter().flatten().zip(&listed.params);
-    let mut files_of_params = files.iter();
-    let ends = shapes.iter().scan(0, |end, group| {
-        *end += group.len();
-        Some(*end)
-    });
-    let ends: BTreeSet<usize> = ends.collect();
-    let mut steps = Steps::default();
-    for (index, ((fqn, shape), keys)) in params.enumerate() {
-        if ends.contains(&index) {
-            steps = Steps::default();
-        }
-        let mut own = Vec::new();
-        for key in keys {
-            let file = files_of_params.next().expect("a file for each value");
-            let value = match key.as_str() {
-                STEP => step(file, &mut catalog)?,
-                _ => Value::Tensor(catalog.push_tensor(tensor(folder, file, fqn, shape)?)),
-            };
-            match (key.as_str(), &value) {
-                (MASTER, _) if weights == Weights::Module => {}
-                (MASTER, Value::Tensor(id)) => {
-                    if values.insert(fqn.clone(), *id).is_some() {
-                        return Err(wrong_name(&first, fqn.as_str(), "each name once"));
+    let (mut keys_of_params, mut files_of_values) = (listed.params.iter(), files.iter());
+    for group in &shapes {
+        let mut steps = Steps::default();
+        for (fqn, shape) in group {
+            let keys = keys_of_params.next().expect("the values of each parameter");
+            let mut own = Vec::new();
+            for key in keys {
+                let file = files_of_values.next().expect("a file for each value");
+                let value = match key.as_str() {
+                    STEP => step(file, &mut catalog)?,
+                    _ => Value::Tensor(catalog.push_tensor(tensor(folder, file, fqn, shape)?)),
+                };
+                match (key.as_str(), &value) {
+                    (MASTER, _) if weights == Weights::Module => {}
+                    (MASTER, Value::Tensor(id)) => {
+                        if values.insert(fqn.clone(), *id).is_some() {
+                            return Err(wrong_name(&first, fqn.as_str(), "each name once"));
+                        }
                     }
-                }
-                (STEP, _) => {
-                    if reading.options.holdings.is_empty() {
-                        steps.check(reading, file, &value, &catalog)?;
+                    (STEP, _) => {
+                        if reading.options.holdings.is_empty() {
+                            steps.check(reading, file, &value, &catalog)?;
+                        }
+                        own.push((Value::Str(STEP.into()), value));
                     }
-                    own.push((Value::Str(STEP.into()), value));
+                    _ => own.push((Value::Str(key.as_str().into()), value)),
                 }
-                _ => own.push((Value::Str(key.as_str().into()), value)),
             }
-        }
-        if let Some(step) = optimizer.step.filter(|_| !own.is_empty()) {
-            // Stage 3 stores one counter for all parameters.
-            let own_step = match step {
-                Value::Tensor(id) => match &optimizer_files[0].contents.tensors[id.0 as usize] {
-                    TensorNode::Plain(view) => Value::Tensor(catalog.push_tensor(whole(&optimizer_files[0], "", view))),
-                    _ => Value::None,
-                },
-                other => other.clone(),
-            };
-            own.push((Value::Str(STEP.into()), own_step));
-        }
-        if !own.is_empty() {
-            state.push((Value::Str(fqn.into()), dict(DictKind::Plain, own)));
+            if let Some(step) = optimizer.step.filter(|_| !own.is_empty()) {
+                // Stage 3 stores one counter for all parameters.
+                let own_step = match step {
+                    Value::Tensor(id) => match &optimizer_files[0].contents.tensors[id.0 as usize] {
+                        TensorNode::Plain(view) => {
+                            Value::Tensor(catalog.push_tensor(whole(&optimizer_files[0], "", view)))
+                        }
+                        _ => Value::None,
+                    },
+                    other => other.clone(),
+                };
+                own.push((Value::Str(STEP.into()), own_step));
+            }
+            if !own.is_empty() {
+                state.push((Value::Str(fqn.into()), dict(DictKind::Plain, own)));
+            }
         }
     }
     let groups = optimizer

@@ -75,8 +75,8 @@ pub fn reserve(target: StateTarget<'_>) -> Result<Reservation> {
 }
 
 /// Returns the number of steps that the optimizer has made, which is `None` if it is unknown, and whether all groups have made
-/// the same number. Checks that the parameters of each group
-/// have equal numbers, because DeepSpeed counts the steps of a group.
+/// the same number. Checks that the parameters of each group have equal numbers, because DeepSpeed counts the steps of a
+/// group.
 #[allow(clippy::cast_precision_loss, reason = "no job makes 2^53 steps")]
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "negative numbers become 0")]
 fn steps(job: &JobState, number: &dyn Fn(TensorId) -> Result<Option<f64>>) -> Result<(Option<u64>, bool)> {
