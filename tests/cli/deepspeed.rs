@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use dtshard::catalog::Value;
 use dtshard::format::{Checkpoint, Format, ReadOptions};
 
-use crate::common::corrupt::{dtshard, edit, edit_entries, edit_pickle, find, replace};
+use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace, with_each_number_hostile};
 use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, succeed};
 
@@ -491,11 +491,17 @@ fn master_weights_without_a_parameter_are_an_error() {
 pub struct Damaged {
     pub env: TestEnv,
     case: &'static str,
+    /// The folder of the checkpoint in the case.
+    tag: &'static str,
 }
 
 impl Damaged {
     pub fn new(case: &'static str) -> Self {
-        Self { env: TestEnv::new(), case }
+        Self::in_folder(case, TAG)
+    }
+
+    pub fn in_folder(case: &'static str, tag: &'static str) -> Self {
+        Self { env: TestEnv::new(), case, tag }
     }
 
     /// Makes a new copy of the case, changes it, and asserts that conversions refuse it with a message that contains all of
@@ -503,7 +509,7 @@ impl Damaged {
     #[track_caller]
     pub fn refuse(&self, words: &[&str], change: impl FnOnce(&Path)) {
         let root = self.env.copy(&format!("trainers/deepspeed/{}", self.case));
-        let folder = root.join(TAG);
+        let folder = root.join(self.tag);
         change(&folder);
         let out = self.env.path("out.pt");
         dtshard(&[&"unshard", &folder, &out, &"--no-sync"]).assert_refused(words);
@@ -887,32 +893,9 @@ fn hostile_sizes_do_not_crash() {
     ] {
         let root = env.copy(&format!("trainers/deepspeed/{name}"));
         let path = root.join(TAG).join(file);
-        let original = fs::read(&path).unwrap();
-        let mut at = 0;
-        for round in 0_usize.. {
-            // Replaces a small number by the largest one of 8 bytes.
-            let mut is_changed = false;
-            edit_pickle(&path, |pickle| {
-                let next = pickle[at..].windows(2).position(|window| window[0] == b'K' && window[1] < 80);
-                let Some(next) = next else { return };
-                at += next;
-                let hostile: &[u8] = if round.is_multiple_of(2) {
-                    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"
-                } else {
-                    b"\x8a\x08\x00\x00\x00\x00\x00\x00\x00\x80"
-                };
-                pickle.splice(at..at + 2, hostile.iter().copied());
-                at += 1;
-                is_changed = true;
-            });
-            if !is_changed {
-                break;
-            }
-            at += round % 7;
-            // The result does not matter: it must not be a panic.
-            let _ = Checkpoint::open(&root, &ReadOptions::default());
-            edit(&path, |bytes| bytes.clone_from(&original));
-        }
+        // The result does not matter: it must not be a panic.
+        let open = || _ = Checkpoint::open(&root, &ReadOptions::default());
+        with_each_number_hostile(&path, usize::MAX, |round| round % 7, open);
         fs::remove_dir_all(root).unwrap();
     }
 }

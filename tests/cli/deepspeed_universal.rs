@@ -2,14 +2,15 @@
 //! the live engines, those that dtshard writes give the values of SRC, and damaged ones are refused.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dtshard::catalog::Value;
 use dtshard::format::{Checkpoint, Format, ReadOptions};
 
-use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace};
+use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace, with_each_number_hostile};
 use crate::common::env::TestEnv;
-use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read, read_safetensors, succeed};
+use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read_safetensors, succeed};
+use crate::deepspeed::{Damaged, at, case, tensors, truth};
 
 /// The fixtures that `ds_to_universal.py` made.
 const CASES: [&str; 2] = ["universal1_bf16", "universal3_fp32"];
@@ -17,29 +18,10 @@ const TAG: &str = "global_step2_universal";
 const MODEL: &str = "mp_rank_00_model_states.pt";
 const TO: &str = "--to deepspeed-universal --verify";
 
-fn case(name: &str) -> PathBuf {
-    fixture(&format!("trainers/deepspeed/{name}"))
-}
-
-fn truth(name: &str) -> Tensors {
-    Truth::load(&format!("trainers/deepspeed/{name}.truth")).tensors
-}
-
-/// Returns the tensors of a checkpoint without the table that the training loop saved.
-fn tensors(path: &Path) -> Tensors {
-    let mut found = read(path);
-    found.retain(|name, _| !name.starts_with("nested."));
-    found
-}
-
 fn state(path: &Path) -> Value {
     let checkpoint = Checkpoint::open(path, &ReadOptions::default()).unwrap();
     assert_eq!(checkpoint.format, Format::DeepspeedUniversal);
     checkpoint.catalog.state
-}
-
-fn at<'a>(state: &'a Value, keys: &[&str]) -> &'a Value {
-    keys.iter().fold(state, |value, key| value.as_dict().unwrap().get(key).unwrap())
 }
 
 #[test]
@@ -185,36 +167,14 @@ fn options_without_effect_and_unsuitable_sources_are_refused() {
     refuse(&["cannot be the name of a folder"], "reshard", &source, &options);
 }
 
-/// A copy of a case that a test damages.
-struct Damaged {
-    env: TestEnv,
-    case: &'static str,
-}
-
-impl Damaged {
-    fn new(case: &'static str) -> Self {
-        Self { env: TestEnv::new(), case }
-    }
-
-    /// Makes a new copy of the case, changes it, and asserts that conversions refuse it with a message that contains all of
-    /// `words`.
-    #[track_caller]
-    fn refuse(&self, words: &[&str], change: impl FnOnce(&Path)) {
-        let root = self.env.copy(&format!("trainers/deepspeed/{}", self.case));
-        let folder = root.join(TAG);
-        change(&folder);
-        let out = self.env.path("out.pt");
-        dtshard(&[&"unshard", &root, &out, &"--no-sync"]).assert_refused(words);
-        assert!(!out.exists());
-        dtshard(&[&"inspect", &folder]).assert_no_crash();
-        fs::remove_dir_all(root).unwrap();
-    }
+fn copy_of(case: &'static str) -> Damaged {
+    Damaged::in_folder(case, TAG)
 }
 
 #[test]
 fn missing_files_are_errors() {
     let remove = |name: &'static str| move |folder: &Path| fs::remove_file(folder.join(name)).unwrap();
-    let damaged = Damaged::new("universal1_bf16");
+    let damaged = copy_of("universal1_bf16");
     damaged.refuse(&["missing", "scale/fp32.pt"], remove("zero/scale/fp32.pt"));
     damaged.refuse(&["missing", "scale/exp_avg.pt"], remove("zero/scale/exp_avg.pt"));
     damaged.refuse(&["missing", "scale/step.pt"], remove("zero/scale/step.pt"));
@@ -228,7 +188,7 @@ fn missing_files_are_errors() {
         fs::copy(folder.join(MODEL), folder.join("mp_rank_01_model_states.pt")).unwrap();
     });
     let second = "zero_pp_rank_1_mp_rank_00_model_states.pt";
-    Damaged::new("universal3_fp32").refuse(&["frozen_param_fragments", "expected 25"], |folder| {
+    copy_of("universal3_fp32").refuse(&["frozen_param_fragments", "expected 25"], |folder| {
         fs::remove_file(folder.join(second)).unwrap();
     });
 }
@@ -239,11 +199,11 @@ fn values_that_contradict_the_model_file_are_errors() {
         ("universal1_bf16", ["zero/scale/fp32.pt", "shape [2]", "[7]"]),
         ("universal3_fp32", ["zero/scale/fp32.pt", "shape [2]", "[7]"]),
     ] {
-        Damaged::new(case).refuse(&words, |folder| {
+        copy_of(case).refuse(&words, |folder| {
             fs::copy(folder.join("zero/layers.0.up.bias/fp32.pt"), folder.join("zero/scale/fp32.pt")).unwrap();
         });
     }
-    let damaged = Damaged::new("universal1_bf16");
+    let damaged = copy_of("universal1_bf16");
     damaged.refuse(&["zero/layers.0.up.bias/step.pt", "expected 2 as for scale", "found 3"], |folder| {
         edit_entries(&folder.join("zero/layers.0.up.bias/step.pt"), |entries| {
             let entry = entries.iter_mut().find(|entry| entry.name.ends_with("/data/0")).unwrap();
@@ -265,7 +225,7 @@ fn values_that_contradict_the_model_file_are_errors() {
 
 #[test]
 fn names_that_leave_the_folder_are_errors() {
-    let damaged = Damaged::new("universal1_bf16");
+    let damaged = copy_of("universal1_bf16");
     for name in [&b"../le"[..], b"a/b.c", b"/scal"] {
         damaged.refuse(&["param_shapes"], |folder| {
             edit_pickle(&folder.join(MODEL), |pickle| {
@@ -283,31 +243,8 @@ fn hostile_sizes_do_not_crash() {
     for file in ["zero/scale/fp32.pt", "zero/scale/step.pt", "zero/optimizer_state.pt", MODEL] {
         let root = env.copy("trainers/deepspeed/universal1_bf16");
         let path = root.join(TAG).join(file);
-        let original = fs::read(&path).unwrap();
-        let mut at = 0;
-        for round in 0_usize..200 {
-            // Replaces a small number by the largest or the smallest one of 8 bytes.
-            let mut is_changed = false;
-            edit_pickle(&path, |pickle| {
-                let next = pickle[at..].windows(2).position(|window| window[0] == b'K' && window[1] < 80);
-                let Some(next) = next else { return };
-                at += next;
-                let hostile: &[u8] = if round.is_multiple_of(2) {
-                    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"
-                } else {
-                    b"\x8a\x08\x00\x00\x00\x00\x00\x00\x00\x80"
-                };
-                pickle.splice(at..at + 2, hostile.iter().copied());
-                at += 1;
-                is_changed = true;
-            });
-            if !is_changed {
-                break;
-            }
-            // The result does not matter: it must not be a panic.
-            let _ = Checkpoint::open(&root, &ReadOptions::default());
-            fs::write(&path, &original).unwrap();
-        }
+        // The result does not matter: it must not be a panic.
+        with_each_number_hostile(&path, 200, |_| 0, || _ = Checkpoint::open(&root, &ReadOptions::default()));
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -144,6 +144,37 @@ pub fn edit_pickle(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     });
 }
 
+/// Replaces one small number after another in a pickle by the largest or the smallest number of 8 bytes, in turn, and runs a
+/// check of each such file. `skip` gives the number of bytes that are skipped after a round. The file is restored.
+pub fn with_each_number_hostile(path: &Path, rounds: usize, skip: impl Fn(usize) -> usize, check: impl Fn()) {
+    let original = fs::read(path).unwrap();
+    let mut at = 0;
+    for round in 0..rounds {
+        let mut is_changed = false;
+        edit_pickle(path, |pickle| {
+            let next = pickle[at..].windows(2).position(|window| window[0] == b'K' && window[1] < 80);
+            let Some(next) = next else { return };
+            at += next;
+            let hostile: &[u8] = if round.is_multiple_of(2) {
+                b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"
+            } else {
+                b"\x8a\x08\x00\x00\x00\x00\x00\x00\x00\x80"
+            };
+            pickle.splice(at..at + 2, hostile.iter().copied());
+            at += 1;
+            is_changed = true;
+        });
+        if is_changed {
+            at += skip(round);
+            check();
+        }
+        fs::write(path, &original).unwrap();
+        if !is_changed {
+            return;
+        }
+    }
+}
+
 pub fn edit_entries(path: &Path, change: impl FnOnce(&mut Vec<ZipEntry>)) {
     let mut entries = unzip(&fs::read(path).unwrap());
     change(&mut entries);
