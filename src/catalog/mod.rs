@@ -344,7 +344,7 @@ pub struct Catalog {
     /// The names of the groups of model-parallel ranks in makani's `comm_grid`; empty for other checkpoints.
     pub model_parallel_groups: Vec<String>,
     /// True if plain tensors without a recorded layout may be parts of larger tensors, because other plain tensors of
-    /// the checkpoint have a recorded layout, or because makani saved the checkpoint.
+    /// the checkpoint have a recorded layout, or because makani, or DeepSpeed with tensor parallelism, saved the checkpoint.
     pub plain_may_be_parts: bool,
     /// The values that the parameters have, if the checkpoint has both; otherwise `None`.
     pub weights: Option<Weights>,

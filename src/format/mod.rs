@@ -317,6 +317,7 @@ impl Checkpoint {
             parameter_layout::follow_parameters(&mut catalog);
         }
         match &options.declared_layout {
+            Some(_) if reading.has_applied_layout => {}
             Some(declared) => {
                 let (files, order) = (&reading.files, formats[0].1.order());
                 declared_layout::apply(declared, &mut catalog, &root, (files, &reading.ranks), order)?;

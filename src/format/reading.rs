@@ -41,6 +41,9 @@ pub struct ReadFindings<'a> {
     pub missing: Vec<String>,
     /// The ranks that have a file, for formats with one file per rank.
     pub ranks: RanksWithFiles,
+    /// True if the reader of the format has applied the declared layout. It does so if a rank has a tensor in several
+    /// chunks.
+    pub has_applied_layout: bool,
     /// Files that belong to the checkpoint and were not opened to read tensors, such as an index.
     pub other_files: Vec<PathBuf>,
 }
@@ -55,6 +58,7 @@ impl<'a> ReadFindings<'a> {
             skipped_series: Vec::new(),
             missing: Vec::new(),
             ranks: RanksWithFiles { allow_missing: options.allow_missing, ..RanksWithFiles::default() },
+            has_applied_layout: false,
             other_files: Vec::new(),
         }
     }

@@ -2,7 +2,7 @@
 //! whole tensors of the live engines, and damaged checkpoints are refused by the name of the file.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dtshard::catalog::Value;
 
@@ -248,13 +248,98 @@ fn experts_that_are_missing_or_have_other_numbers_are_errors() {
     damaged.refuse(&[&optim(3, 0), "step"], |folder| set_element(&folder.join(optim(3, 0)), is_step, 3.0));
 }
 
+/// Copies a case, and takes the description of the layout out of all model files.
+fn without_layout(env: &TestEnv, name: &str) -> PathBuf {
+    let root = env.copy(&format!("trainers/deepspeed/{name}"));
+    let files = fs::read_dir(root.join(TAG)).unwrap().map(|entry| entry.unwrap().path());
+    for file in files.filter(|path| path.to_str().unwrap().ends_with("_model_states.pt")) {
+        edit_pickle(&file, |pickle| {
+            // The pickles of layers have no description.
+            if let Some(at) = find(pickle, b"universal_checkpoint_info") {
+                pickle[at] = b'x';
+            }
+        });
+    }
+    root
+}
+
+/// The layout of the megatron layers on 2 ranks; that of `qkv`, whose three parts have different sizes, cannot be declared.
+const MEGATRON: &str = "--src-mesh tp=2 --src-placements **.words.weight=S(0) --src-placements **.qkv.weight=S(0) \
+                        --src-placements **.glu.weight=_S(0,2) --src-placements **.proj.weight=S(1) \
+                        --src-placements **.down.weight=S(1)";
+const AUTOTP: &str = "--src-mesh tp=2 --src-placements **.qkv.*=_S(0,3) --src-placements **.up.*=S(0) \
+                      --src-placements **.proj.weight=S(1) --src-placements **.down.weight=S(1)";
+
 #[test]
 fn shards_without_a_layout_are_refused() {
     let env = TestEnv::new();
     let (source, out) = (case("tp_unknown"), env.path("out"));
-    let words = ["2 tensor-parallel ranks", "words.weight", "universal_checkpoint_info"];
+    let words = ["2 tensor-parallel ranks", "words.weight", "universal_checkpoint_info", "--src-placements"];
     dtshard(&[&"consolidate", &source, &out]).assert_refused(&words);
     dtshard(&[&"reshard", &source, &out, &"--mesh", &"dp=2", &"--to", &"dcp"]).assert_refused(&words);
+    dtshard(&[&"verify", &source]).assert_refused(&words);
+    let shown = succeed("inspect", &[&source], "--all").stdout;
+    assert!(shown.contains("model.layer.qkv.weight") && shown.contains("[12, 6]  unknown"), "{shown}");
+}
+
+#[test]
+fn shards_with_a_declared_layout_equal_the_live_engines() {
+    let env = TestEnv::new();
+    for (name, options, other) in [
+        ("autotp_zero1", AUTOTP, [].as_slice()),
+        ("autotp_zero3", AUTOTP, &[]),
+        ("tp_unknown", MEGATRON, &["words.weight", "qkv.weight"]),
+        ("tp_zero2", MEGATRON, &["words.weight", "qkv.weight"]),
+        ("pipe_tp", MEGATRON, &["words.weight", "qkv.weight"]),
+    ] {
+        let source = without_layout(&env, name);
+        let is_declared = |name: &String| !other.iter().any(|part| name.contains(part));
+        let mut expected = truth(name);
+        let all = expected.len();
+        expected.retain(|name, _| is_declared(name));
+        for (number, target) in
+            ["--mesh dp=3 --to dcp", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"].iter().enumerate()
+        {
+            let made =
+                env.make("reshard", &source, &format!("{name}_{number}"), &format!("{options} {target} --verify"));
+            let mut found = tensors(&made.path);
+            assert_eq!(found.len(), all, "{name}");
+            found.retain(|name, _| is_declared(name));
+            assert_same(&found, &expected, name);
+        }
+        succeed("verify", &[&source], options);
+        succeed("inspect", &[&source], options);
+    }
+}
+
+#[test]
+fn weights_of_the_module_have_the_declared_layout() {
+    let env = TestEnv::new();
+    let source = without_layout(&env, "autotp_zero1");
+    let made = env.make("consolidate", &source, "module", &format!("{AUTOTP} --weights module --assets none"));
+    let with_layout = env.make("consolidate", case("autotp_zero1"), "other", "--weights module --assets none");
+    assert_same(&read_safetensors(&made.path), &read_safetensors(&with_layout.path), "module");
+}
+
+#[test]
+fn declared_layout_that_does_not_fit_is_an_error() {
+    let env = TestEnv::new();
+    let refuse_case = |source: &Path, options: &str, words: &[&str]| {
+        let run = env.refuse("consolidate", source, "out", options);
+        assert!(words.iter().all(|word| run.stderr.contains(word)), "{words:?}: {}", run.stderr);
+    };
+    let refuse = |options: &str, words: &[&str]| refuse_case(&case("tp_unknown"), options, words);
+    refuse("--src-mesh tp=3 --src-placements S(0)", &["tp=3", "2 ranks"]);
+    refuse("--src-mesh tp=2 --src-placements **.other=S(0)", &["**.other=S(0)", "layer.down.weight"]);
+    refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(2)", &["layer.proj.weight", "S(2)"]);
+    // The ranks have different values, so they have no copies.
+    refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(1)", &["words.weight", "mp_rank_01", "copies"]);
+    refuse("--src-mesh tp=2 --reduce tp", &["partial values"]);
+    let uneven = without_layout(&env, "autotp_zero1");
+    refuse_case(&uneven, "--src-mesh tp=2 --src-placements **.up.weight=S(1)", &["up.weight", "[4, 6]", "[3, 6]"]);
+    // The files describe the layout, so nothing is to be declared.
+    let words = ["--src-placements", "rank files"];
+    refuse_case(&case("tp_zero2"), "--src-mesh tp=2 --src-placements S(0)", &words);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use super::join::{Job, Param, Shard};
 use super::model::{ModelStates, Module, OWN_KEYS, StoredValue, wrong_name};
 use super::optimizer::StateValue;
 use super::partitions::{Partitioned, Placed};
-use super::tensor_parallel::Joined;
+use super::tensor_parallel::{INFO, Joined};
 use super::whole_masters::{WholeGroup, WholeMaster};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
@@ -44,6 +44,14 @@ struct Source<'a> {
 impl<'a> Source<'a> {
     fn new(shard: &Shard<'a>, views: &'a [&'a View]) -> Self {
         Self { files: &shard.group.files, views, partitioned: &shard.group.partitioned, placed: shard.placed }
+    }
+
+    /// Makes a chunk that stands for the complete shard of a tensor-parallel rank. It has the shape of the shard, and is in the
+    /// file of the first partition.
+    fn shard(&self, rank: Rank) -> Chunk {
+        let tile = Tile::from_region(&Region::whole(&self.placed.shape));
+        let location = self.files[0].contents.record_location(self.views[0]);
+        Chunk { tile, location, strides: None, rank: Some(rank), view: None }
     }
 
     /// Adds the chunks of a box of the shard. `to` is the position of the box in the tensor.
@@ -82,6 +90,7 @@ impl<'a> Source<'a> {
 }
 
 /// Makes the entry of a parameter, or of its state, from its parts. `sources` has one shard for each tensor-parallel rank.
+/// Without a known layout, the entry has the complete shards, and cannot be read.
 ///
 /// # Errors
 /// `Malformed` if the shape does not fit memory.
@@ -93,6 +102,12 @@ fn entry(fqn: &Fqn, joined: &Joined, sources: &[Source<'_>]) -> Result<TensorEnt
         return Err(fields.wrong(fqn.as_str(), "a shape that fits memory", format!("{:?}", shape.as_slice())));
     }
     let mut entry = TensorEntry::new(fqn.clone(), dtype, shape.clone());
+    if joined.is_unknown {
+        let of_rank = |(rank, source): (u32, &Source<'_>)| source.shard(Rank(rank));
+        (0..).zip(sources).map(of_rank).for_each(|chunk| entry.chunks.push(chunk));
+        entry.unreadable = Some(Box::new(unknown_layout(sources[0].files[0], fqn, sources.len())));
+        return Ok(entry);
+    }
     if shape.contains(&0) {
         let tile = Tile::from_region(&Region::whole(shape));
         entry.chunks.push(Chunk { tile, location: FileLocation::Empty, strides: None, rank: None, view: None });
@@ -104,8 +119,23 @@ fn entry(fqn: &Fqn, joined: &Joined, sources: &[Source<'_>]) -> Result<TensorEnt
     Ok(entry)
 }
 
+/// Returns the reason why a parameter of unknown layout cannot be read.
+fn unknown_layout(file: &RankFile, fqn: &Fqn, ranks: usize) -> Unreadable {
+    let folder = file.path.parent().unwrap_or(&file.path);
+    let kind = UnreadableKind::UnknownLayout {
+        what: format!(
+            "{fqn}: the model files do not say how {ranks} tensor-parallel ranks have cut this parameter: they have no `{INFO}`"
+        ),
+        hint: format!(
+            "declare the layout with options::src_mesh tp={ranks} and with options::src_placements '{fqn}=LIST' for each kind of \
+             parameter, such as '**.up.weight=S(0)', or with options::src_plan"
+        ),
+    };
+    Unreadable { file: folder.to_path_buf(), kind }
+}
+
 /// Makes the entry of the master weights of a parameter.
-fn master_entry(param: &Param<'_>) -> Result<TensorEntry> {
+pub fn master_entry(param: &Param<'_>) -> Result<TensorEntry> {
     let sources: Vec<Source<'_>> = param.shards.iter().map(|shard| Source::new(shard, &shard.group.masters)).collect();
     entry(param.fqn, &param.joined, &sources)
 }

@@ -92,7 +92,7 @@ impl<'a> StageLayouts<'a> {
         Ok(Self { tensor_parallel, stages })
     }
 
-    /// Joins the shards of a parameter on the ranks of one stage.
+    /// Joins the shards of a parameter on the ranks of one stage. The layout is unknown if the model files do not describe it.
     fn join(&self, fqn: &Fqn, stage: usize, shards: &[Shard<'_>]) -> Result<Joined> {
         match self.stages.get(stage) {
             None => Ok(Joined::whole(&shards[0].placed.shape)),
@@ -100,16 +100,7 @@ impl<'a> StageLayouts<'a> {
                 let shapes: Vec<&Dims> = shards.iter().map(|shard| &shard.placed.shape).collect();
                 layouts.join(fqn, &shapes)
             }
-            Some(None) => Err(Error::unsupported(
-                format!(
-                    "{} is the file of one of {} tensor-parallel ranks, and does not say how the ranks have cut the \
-                     parameters, such as `{fqn}`: it has no `{INFO}`",
-                    shards[0].model.first().path().display(),
-                    shards.len(),
-                ),
-                "set the attribute universal_checkpoint_info of the module, as Megatron-DeepSpeed does, and save the \
-                 checkpoint again; DeepSpeed 0.19.7 and later set it for tensor_parallel.autotp_size",
-            )),
+            Some(None) => Ok(Joined::unknown(&shards[0].placed.shape)),
         }
     }
 }
@@ -191,7 +182,8 @@ pub fn frozen<'a>(
     frozen.iter().map(one).collect()
 }
 
-fn copies_of<'a>(joined: &Joined, shards: &[Shard<'a>]) -> Vec<[(Shard<'a>, Region); 2]> {
+/// Returns the boxes of the shards that must have equal elements.
+pub fn copies_of<'a>(joined: &Joined, shards: &[Shard<'a>]) -> Vec<[(Shard<'a>, Region); 2]> {
     let own = |part: &Part| (shards[part.shard], part.from.clone());
     joined.copies.iter().map(|[part, copy]| [own(part), own(copy)]).collect()
 }

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! The files of each model-parallel rank (`mp_rank_MM`) form a ZeRO job of their own, whose parameters are joined: those of
-//! all stages of a pipeline, and the shards of tensor-parallel ranks.
+//! all stages of a pipeline, and the shards of tensor-parallel ranks. The user declares how the ranks have cut the parameters if the
+//! files do not describe it.
 //!
 //! The vectors of a partition have elements of many parameters. Each parameter becomes a tensor of boxes, and each box is
 //! at an offset of a vector: nothing is put together in memory. Everything in the files is untrusted.
@@ -20,6 +21,7 @@
 
 pub(super) mod assemble;
 mod bytes;
+mod declared;
 pub(super) mod entry;
 mod experts;
 pub(super) mod fields;

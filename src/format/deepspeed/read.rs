@@ -7,6 +7,7 @@ use indexmap::IndexSet;
 
 use super::assemble::{Parts, Stage0, TIED_LAYERS};
 use super::bytes::{check_copies, check_padding, check_steps, is_rounded};
+use super::declared::DeclaredShards;
 use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
 use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
@@ -48,7 +49,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     }
     check_jobs(folder, &found, &jobs, tensor_parallel)?;
     let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
-    let params = params(&jobs, &layouts)?;
+    let mut params = params(&jobs, &layouts)?;
     let weights = reading.options.weights.unwrap_or(Weights::Master);
     let mut pipeline = Vec::new();
     for rank in (0..tensor_parallel).filter(|_| !layers.is_empty()) {
@@ -67,7 +68,16 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let shards =
         if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, with_masters, is_stage3)? } else { vec![] };
-    let frozen = frozen_params(&jobs, &shards, &layouts)?;
+    let mut frozen = frozen_params(&jobs, &shards, &layouts)?;
+    let has_unknown_layout = params.iter().chain(&frozen).any(|param| param.joined.is_unknown);
+    let mut notes = Vec::new();
+    if let Some(declared) = reading.options.declared_layout.as_ref().filter(|_| has_unknown_layout) {
+        let declared = DeclaredShards::new(reading, declared, folder, modules[0], (&params, &frozen))?;
+        declared.join(&mut params)?;
+        declared.join(&mut frozen)?;
+        reading.has_applied_layout = true;
+        notes = declared.notes;
+    }
     let by_name: HashMap<&str, &Param<'_>> = frozen.iter().map(|param| (param.fqn.as_str(), param)).collect();
     let parts = Parts {
         folder,
@@ -102,6 +112,8 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
     let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_values(&files.model)).collect();
     catalog.dropped = dropped.into_iter().collect();
+    catalog.notes.extend(notes);
+    catalog.plain_may_be_parts = has_unknown_layout && !reading.has_applied_layout;
     Ok(catalog)
 }
 

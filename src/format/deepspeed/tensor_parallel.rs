@@ -50,6 +50,8 @@ pub struct Joined {
     pub copies: Vec<[Part; 2]>,
     /// True if DeepSpeed's converter takes the mean of the copies, which need not be equal then.
     pub is_averaged: bool,
+    /// True if no file describes the layout. Then `shape` is that of the first shard, and there are no parts.
+    pub is_unknown: bool,
 }
 
 impl Joined {
@@ -57,6 +59,11 @@ impl Joined {
     pub fn whole(shape: &Dims) -> Self {
         let part = Part { shard: 0, from: Region::whole(shape), to: Dims::from_elem(0, shape.len()) };
         Self { shape: shape.clone(), parts: vec![part], ..Self::default() }
+    }
+
+    /// Returns the layout of a parameter that no file describes. `shape` is the shape of its first shard.
+    pub fn unknown(shape: &Dims) -> Self {
+        Self { shape: shape.clone(), is_unknown: true, ..Self::default() }
     }
 
     /// Leaves out all rows from `rows` on, such as the padding of a vocabulary.
