@@ -52,10 +52,12 @@ impl DeclaredShards {
         (trained, frozen): (&[Param<'_>], &[Param<'_>]),
     ) -> Result<Self> {
         let is_trained: HashSet<&str> = trained.iter().map(|param| param.fqn.as_str()).collect();
-        let mut params: Vec<&Param<'_>> = trained.iter().collect();
         // With weights of the module, the trained parameters are among the frozen ones, too.
-        params.extend(frozen.iter().filter(|param| !is_trained.contains(param.fqn.as_str())));
-        params.retain(|param| param.joined.is_unknown);
+        let mut by_name: IndexMap<&Fqn, &Param<'_>> = IndexMap::new();
+        for param in trained.iter().chain(frozen).filter(|param| param.joined.is_unknown) {
+            by_name.entry(param.fqn).or_insert(param);
+        }
+        let mut params: Vec<&Param<'_>> = by_name.into_values().collect();
         params.sort_by_key(|param| module.get_index_of(param.fqn.as_str()).unwrap_or(usize::MAX));
         let ranks = params.iter().map(|param| param.shards.len()).max().unwrap_or(0);
         let all = (0..).map(Rank).take(ranks).collect();

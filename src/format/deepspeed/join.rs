@@ -100,7 +100,13 @@ impl<'a> StageLayouts<'a> {
                 let shapes: Vec<&Dims> = shards.iter().map(|shard| &shard.placed.shape).collect();
                 layouts.join(fqn, &shapes)
             }
-            Some(None) => Ok(Joined::unknown(&shards[0].placed.shape)),
+            Some(None) => {
+                let first = &shards[0].placed.shape;
+                match shards.iter().find(|shard| shard.placed.shape.len() != first.len()) {
+                    None => Ok(Joined::unknown(first)),
+                    Some(other) => Err(other_shape(fqn, &shards[0], other)),
+                }
+            }
         }
     }
 }
@@ -195,12 +201,14 @@ fn lacks(fqn: &Fqn, model: &ModelStates<'_>, with: &Shard<'_>) -> Error {
 }
 
 fn check_same_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Result<()> {
+    if first.placed.shape == other.placed.shape { Ok(()) } else { Err(other_shape(fqn, first, other)) }
+}
+
+/// Returns the error for two shards whose shapes contradict each other.
+fn other_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Error {
     let [expected, found] = [first, other].map(|shard| format!("{:?}", shard.placed.shape.as_slice()));
-    if expected == found {
-        return Ok(());
-    }
     let expected = format!("{expected} as in {}", first.model.first().file_name());
-    Err(leftover(other.model.first().path(), &format!("the shape of `{fqn}` in param_shapes"), expected, found))
+    leftover(other.model.first().path(), &format!("the shape of `{fqn}` in param_shapes"), expected, found)
 }
 
 /// Checks that two jobs have the same optimizer state for a parameter, with the same dtypes.
