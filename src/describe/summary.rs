@@ -218,7 +218,7 @@ fn tied(view: &Inspection<'_>) -> Vec<String> {
 }
 
 /// The names under which trainers store the training step.
-const STEP: [&str; 3] = ["step", "global_step", "iteration"];
+const STEP: [&str; 4] = ["step", "global_step", "global_steps", "iteration"];
 
 /// The keys of dicts in which the training step is looked up, after the top level of the state dict. The optimizer is
 /// not in the list, because the step counters of an optimizer may differ from the training step.

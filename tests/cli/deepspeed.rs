@@ -197,6 +197,8 @@ fn objects_of_the_training_loop_are_kept() {
         assert_eq!(at(&state, &["note"]).as_str(), Some("client state"));
         assert_eq!(at(&state, &["nested", "list"]).to_string(), "[1, 2.5, None]");
         assert_eq!(at(&state, &["lr_scheduler", "last_epoch"]), &Value::Int(2));
+        let shown = succeed("inspect", &[&case(name)], "--brief").stdout;
+        assert!(shown.contains("\nstep        2\n"), "{shown}");
     }
 }
 
