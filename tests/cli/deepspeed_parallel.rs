@@ -278,7 +278,7 @@ fn shards_without_a_layout_are_refused() {
     dtshard(&[&"consolidate", &source, &out]).assert_refused(&words);
     dtshard(&[&"reshard", &source, &out, &"--mesh", &"dp=2", &"--to", &"dcp"]).assert_refused(&words);
     dtshard(&[&"verify", &source]).assert_refused(&words);
-    Damaged::new("tp_unknown").refuse(&[&model(1), "layer.proj.weight", "[6, 3]", "found [18]"], |folder| {
+    Damaged::new("tp_unknown").refuse(&[&model(0), "layer.proj.weight", "found [6, 3], [18]"], |folder| {
         edit_pickle(&folder.join(model(1)), |pickle| {
             let key = find(pickle, b"param_shapes").unwrap();
             let shape = key + find(&pickle[key..], b"K\x06K\x03\x86").unwrap();

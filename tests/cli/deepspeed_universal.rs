@@ -2,7 +2,7 @@
 //! the live engines, those that dtshard writes give the values of SRC, and damaged ones are refused.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dtshard::catalog::Value;
 use dtshard::format::{Checkpoint, Format, ReadOptions};
@@ -10,10 +10,17 @@ use dtshard::format::{Checkpoint, Format, ReadOptions};
 use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace, with_each_number_hostile};
 use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read_safetensors, succeed};
-use crate::deepspeed::{Damaged, at, case, tensors, truth};
+use crate::deepspeed::{self, Damaged, at, case, set_number, tensors, truth};
 
 /// The fixtures that `ds_to_universal.py` made.
-const CASES: [&str; 2] = ["universal1_bf16", "universal3_fp32"];
+const CASES: [&str; 6] = [
+    "universal1_bf16",
+    "universal3_fp32",
+    "universal_autotp1",
+    "universal_autotp3",
+    "universal_tp2",
+    "universal_pipe_tp",
+];
 const TAG: &str = "global_step2_universal";
 const MODEL: &str = "mp_rank_00_model_states.pt";
 const TO: &str = "--to deepspeed-universal --verify";
@@ -71,6 +78,82 @@ fn checkpoint_is_found_from_the_folder_above() {
     dtshard(&[&"inspect", &folder]).assert_refused(&["latest_universal", "global_step9"]);
     fs::write(folder.join("latest_universal"), "../outside").unwrap();
     dtshard(&[&"inspect", &folder]).assert_refused(&["latest_universal"]);
+}
+
+/// Returns a copy of the checkpoint of a pipeline, with the files of layers of the same job, which `ds_to_universal.py` does not
+/// copy.
+fn pipeline_with_layers(env: &TestEnv) -> PathBuf {
+    let root = env.copy("trainers/deepspeed/universal_pipe");
+    let plain = case("pipe_fp32").join("global_step2");
+    for name in (0..6).map(|layer| format!("layer_{layer:02}-model_states.pt")) {
+        fs::copy(plain.join(&name), root.join(TAG).join(&name)).unwrap();
+    }
+    root
+}
+
+#[test]
+fn model_parallel_jobs_equal_their_own_form() {
+    let env = TestEnv::new();
+    for (name, plain) in
+        [("universal_autotp1", "autotp_zero1"), ("universal_autotp3", "autotp_zero3"), ("universal_tp2", "tp_zero2")]
+    {
+        succeed("verify", &[&case(plain), &case(name)], "");
+        assert_eq!(groups(&state(&case(name))), groups(&deepspeed::state(plain)), "{name}");
+    }
+    let pipeline = pipeline_with_layers(&env);
+    succeed("verify", &[&case("pipe_fp32"), &pipeline], "");
+    assert_same(&tensors(&pipeline), &truth("universal_pipe"), "pipeline");
+    let found = state(&pipeline);
+    assert_eq!(groups(&found), groups(&deepspeed::state("pipe_fp32")));
+    let names = |state: &Value| {
+        let model = at(state, &["model"]).as_dict().unwrap().clone();
+        model.entries.iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&found), names(&deepspeed::state("pipe_fp32")));
+    let weights = "--weights module";
+    let made = env.make("reshard", &pipeline, "module", &format!("--mesh dp=2 {weights}"));
+    let plain = env.make("reshard", case("pipe_fp32"), "plain", &format!("--mesh dp=2 {weights}"));
+    assert_same(&tensors(&made.path), &tensors(&plain.path), weights);
+}
+
+/// Returns the names in all parameter groups.
+fn groups(state: &Value) -> Vec<String> {
+    let Value::List(groups) = at(state, &["optimizer", "param_groups"]) else { panic!("a list") };
+    groups.iter().map(|group| at(group, &["params"]).to_string()).collect()
+}
+
+#[test]
+fn pipeline_without_files_of_layers_lacks_only_buffers_and_frozen_parameters() {
+    let env = TestEnv::new();
+    let out = env.path("out.pt");
+    let words = ["1.gain", "layer_*-model_states.pt"];
+    dtshard(&[&"unshard", &case("universal_pipe"), &out, &"--no-sync"]).assert_refused(&words);
+    let options = "--mesh dp=2 --exclude model.*.gain";
+    let made = env.make("reshard", case("universal_pipe"), "without", options);
+    assert!(made.run.stderr.contains("does not copy the files of layers"), "{}", made.run.stderr);
+    let mut expected = truth("universal_pipe");
+    for name in ["model.1.gain", "model.3.gain", "model.2.weight"] {
+        expected.remove(name).unwrap();
+    }
+    assert_same(&tensors(&made.path), &expected, "without files of layers");
+
+    // A pipeline with several tensor-parallel ranks; releases before 0.19.7 do not record their number.
+    let root = env.copy("trainers/deepspeed/universal_pipe_tp");
+    let folder = root.join(TAG);
+    for name in fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if name.file_name().unwrap().to_str().unwrap().starts_with("layer_") {
+            fs::remove_file(name).unwrap();
+        }
+    }
+    assert_same(&tensors(&root), &truth("universal_pipe_tp"), "without files of layers");
+    for rank in 0..4 {
+        edit_pickle(&folder.join(model(rank)), |pickle| replace(pickle, b"tp_degree", b"tp_Degree"));
+    }
+    assert_same(&tensors(&root), &truth("universal_pipe_tp"), "without the number of ranks");
+}
+
+fn model(rank: u32) -> String {
+    format!("mp_rank_{rank:02}_model_states.pt")
 }
 
 /// Releases up to 0.19.7 write folders for trained parameters only.
@@ -184,12 +267,66 @@ fn missing_files_are_errors() {
         fs::remove_dir_all(folder.join("zero/emb.weight")).unwrap();
     });
     damaged.refuse(&["ds_to_universal.py", "tmp"], |folder| fs::create_dir(folder.join("tmp")).unwrap());
-    damaged.refuse(&["several model-parallel ranks"], |folder| {
-        fs::copy(folder.join(MODEL), folder.join("mp_rank_01_model_states.pt")).unwrap();
+    damaged.refuse(&["model-parallel ranks 0 to 0", "mp_world_size"], |folder| {
+        fs::copy(folder.join(MODEL), folder.join(model(1))).unwrap();
     });
     let second = "zero_pp_rank_1_mp_rank_00_model_states.pt";
     copy_of("universal3_fp32").refuse(&["frozen_param_fragments", "expected 25"], |folder| {
         fs::remove_file(folder.join(second)).unwrap();
+    });
+}
+
+#[test]
+fn damaged_files_of_model_parallel_ranks_are_errors() {
+    for name in ["universal_autotp1", "universal_tp2", "universal_pipe", "universal_pipe_tp"] {
+        let damaged = copy_of(name);
+        for rank in 0..2 {
+            damaged.refuse(&["missing", &model(rank)], |folder| fs::remove_file(folder.join(model(rank))).unwrap());
+        }
+        // The file of another save.
+        let words = [&model(1), "skipped_steps", "0 as in mp_rank_00_model_states.pt"];
+        damaged.refuse(&words, |folder| {
+            edit_pickle(&folder.join(model(1)), |pickle| set_number(pickle, b"skipped_steps", 1));
+        });
+    }
+    let damaged = copy_of("universal_tp2");
+    damaged.refuse(&["missing", "words.weight/fp32.pt"], |folder| {
+        fs::remove_dir_all(folder.join("zero/words.weight")).unwrap();
+    });
+    // A norm that was put together like a parameter that is cut, or one that was not put together.
+    let words = ["zero/layer.norm.weight/fp32.pt", "shape [6]", "2 tensor-parallel ranks", "[24, 6]"];
+    damaged.refuse(&words, |folder| {
+        fs::copy(folder.join("zero/layer.qkv.weight/fp32.pt"), folder.join("zero/layer.norm.weight/fp32.pt")).unwrap();
+    });
+    let words = ["zero/words.weight/fp32.pt", "shape [9, 6]", "2 tensor-parallel ranks", "[16, 6]"];
+    damaged.refuse(&words, |folder| {
+        fs::copy(folder.join("zero/layer.glu.weight/fp32.pt"), folder.join("zero/words.weight/fp32.pt")).unwrap();
+    });
+    damaged.refuse(&["words.weight", "universal_checkpoint_info"], |folder| {
+        for rank in 0..2 {
+            edit_pickle(&folder.join(model(rank)), |pickle| {
+                replace(pickle, b"universal_checkpoint_info", b"universal_checkpoint_inf0");
+            });
+        }
+    });
+    damaged.refuse(&["param_shapes", "a shard of `words.weight` as in mp_rank_00"], |folder| {
+        edit_pickle(&folder.join(model(1)), |pickle| replace(pickle, b"words.weight", b"wordz.weight"));
+    });
+    let damaged = copy_of("universal_pipe");
+    damaged.refuse(&["missing", "tied_modules.emb.weight/exp_avg.pt"], |folder| {
+        fs::remove_file(folder.join("zero/tied_modules.emb.weight/exp_avg.pt")).unwrap();
+    });
+    let damaged = copy_of("universal_pipe_tp");
+    damaged.refuse(&["the number of model-parallel ranks", "a multiple of 2"], |folder| {
+        fs::remove_file(folder.join(model(3))).unwrap();
+    });
+    damaged.refuse(&["missing", "layer_01-model_01-model_states.pt"], |folder| {
+        fs::remove_file(folder.join("layer_01-model_01-model_states.pt")).unwrap();
+    });
+    damaged.refuse(&["missing", "layer_01-model_states.pt"], |folder| {
+        for rank in 0..2 {
+            fs::remove_file(folder.join(format!("layer_01-model_{rank:02}-model_states.pt"))).unwrap();
+        }
     });
 }
 
@@ -240,8 +377,16 @@ fn names_that_leave_the_folder_are_errors() {
 #[test]
 fn hostile_sizes_do_not_crash() {
     let env = TestEnv::new();
-    for file in ["zero/scale/fp32.pt", "zero/scale/step.pt", "zero/optimizer_state.pt", MODEL] {
-        let root = env.copy("trainers/deepspeed/universal1_bf16");
+    for (name, file) in [
+        ("universal1_bf16", "zero/scale/fp32.pt"),
+        ("universal1_bf16", "zero/scale/step.pt"),
+        ("universal1_bf16", "zero/optimizer_state.pt"),
+        ("universal1_bf16", MODEL),
+        ("universal_pipe_tp", MODEL),
+        ("universal_pipe_tp", "zero/tied_modules.words.weight/fp32.pt"),
+        ("universal_pipe_tp", "layer_00-model_01-model_states.pt"),
+    ] {
+        let root = env.copy(&format!("trainers/deepspeed/{name}"));
         let path = root.join(TAG).join(file);
         // The result does not matter: it must not be a panic.
         with_each_number_hostile(&path, 200, |_| 0, || _ = Checkpoint::open(&root, &ReadOptions::default()));

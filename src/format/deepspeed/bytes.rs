@@ -7,7 +7,8 @@ use rayon::prelude::*;
 
 use super::folder::leftover;
 use super::join::{Param, Shard};
-use super::optimizer::{OptimizerStates, StateValue};
+use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
+use super::partitions::Placed;
 use crate::catalog::{Dtype, FileLocation, contiguous_strides};
 use crate::error::Result;
 use crate::format::scalar::number;
@@ -120,8 +121,8 @@ pub fn check_steps(files: &Files, all: &[&OptimizerStates<'_>]) -> Result<Option
 ///
 /// # Errors
 /// `Malformed` that names the file, the parameter and the element; `Io`.
-pub fn check_copies(files: &Files, params: &[&Param<'_>]) -> Result<()> {
-    let check = |param: &&Param<'_>| {
+pub fn check_copies<'a>(files: &Files, params: &'a [&Param<'a>]) -> Result<()> {
+    let check = |param: &&'a Param<'a>| {
         for [(first, box_of_first), (other, box_of_other)] in &param.copies {
             let state = first.group.state.iter().map(|(key, _)| *key);
             let vectors = state.filter_map(|key| Some((key, first.vectors(key)?, other.vectors(key)?)));
@@ -131,7 +132,11 @@ pub fn check_copies(files: &Files, params: &[&Param<'_>]) -> Result<()> {
                 if param.joined.is_averaged {
                     at.push_str(", of which DeepSpeed's converter takes the mean, and dtshard does not");
                 }
-                compare(files, &at, (first, own, box_of_first), (other, others, box_of_other))?;
+                let of = |shard: &Shard<'a>, views, region| {
+                    let Shard { group, placed, .. } = *shard;
+                    BoxOfShard { group, placed, views, region }
+                };
+                compare(files, &at, of(first, own, box_of_first), of(other, others, box_of_other))?;
             }
         }
         Ok(())
@@ -140,78 +145,86 @@ pub fn check_copies(files: &Files, params: &[&Param<'_>]) -> Result<()> {
 }
 
 /// A box of a shard, and the vectors that have its elements.
-type BoxOfShard<'a> = (&'a Shard<'a>, &'a [&'a View], &'a Region);
+#[derive(Clone, Copy)]
+pub struct BoxOfShard<'a> {
+    pub group: &'a FlatGroup<'a>,
+    pub placed: &'a Placed,
+    pub views: &'a [&'a View],
+    pub region: &'a Region,
+}
 
-/// Compares two boxes of equal sizes.
-fn compare(files: &Files, at: &str, first: BoxOfShard<'_>, other: BoxOfShard<'_>) -> Result<()> {
-    let sizes = &first.2.sizes;
+/// Reads two boxes of equal sizes in parts, and calls `is_same` with the bytes of each part and with the number of its first
+/// element in each shard. Returns false as soon as a call returns false.
+fn all_parts(
+    files: &Files,
+    first: BoxOfShard<'_>,
+    other: BoxOfShard<'_>,
+    mut is_same: impl FnMut([(u64, &[u8]); 2]) -> Result<bool>,
+) -> Result<bool> {
+    let sizes = &first.region.sizes;
     // The elements of the inner dims follow one another in both shards, if the boxes have all of them.
-    let is_whole = |dim: usize, (shard, _, own): BoxOfShard<'_>| shard.placed.shape[dim] == own.sizes[dim];
+    let is_whole = |dim: usize, own: BoxOfShard<'_>| own.placed.shape[dim] == own.region.sizes[dim];
     let inner = (1..sizes.len()).rev().take_while(|dim| is_whole(*dim, first) && is_whole(*dim, other)).last();
     let outer = inner.unwrap_or(sizes.len()).saturating_sub(1);
     let len: u64 = sizes[outer..].iter().product();
-    let rows = if first.2.is_empty() { 0 } else { sizes[..outer].iter().product() };
+    let rows = if first.region.is_empty() { 0 } else { sizes[..outer].iter().product() };
+    let itemsize = first.views[0].dtype.itemsize();
     for row in 0..rows {
         let steps = unravel(row, &sizes[..outer]);
-        let start = |(shard, _, own): BoxOfShard<'_>| {
-            let strides = contiguous_strides(&shard.placed.shape);
-            let at = |dim: usize| own.offsets[dim] + steps.get(dim).copied().unwrap_or(0);
+        let start = |own: BoxOfShard<'_>| {
+            let strides = contiguous_strides(&own.placed.shape);
+            let at = |dim: usize| own.region.offsets[dim] + steps.get(dim).copied().unwrap_or(0);
             (0..strides.len()).map(|dim| at(dim) * strides[dim]).sum::<u64>()
         };
         let starts = [start(first), start(other)];
         let mut done = 0;
         while done < len {
-            let (a, own) = block(files, first, starts[0] + done, (len - done).min(BLOCK))?;
-            let (b, found) = block(files, other, starts[1] + done, a)?;
-            let itemsize = usize::try_from(own.len() as u64 / a).expect("a few bytes");
-            if let Some(byte) = own.iter().zip(&found).position(|(own, found)| own != found) {
-                let path = &file_of(first, starts[0] + done).path;
-                let name = name_of(path);
-                let element = starts[1] + done + (byte / itemsize) as u64;
-                let other = &file_of(other, starts[1] + done).path;
-                let expected = format!("the values in {name}, because the ranks have copies of it");
-                return Err(leftover(other, at, expected, format!("another value in element {element}")));
+            let [at, other_at] = starts.map(|start| start + done);
+            let (most, own) = block(files, first, at, (len - done).min(BLOCK))?;
+            let (count, found) = block(files, other, other_at, most)?;
+            let own = &own[..own.len().min(usize::try_from(count * itemsize).expect("a part of a block"))];
+            if !is_same([(at, own), (other_at, &found)])? {
+                return Ok(false);
             }
-            done += b;
+            done += count;
         }
     }
-    Ok(())
+    Ok(true)
 }
 
-fn file_of((shard, ..): BoxOfShard<'_>, element: u64) -> &RankFile {
-    let piece = shard.group.partitioned.piece_from(shard.placed, element).expect("an element of the shard");
-    shard.group.files[piece.partition]
+/// Compares two boxes of equal sizes.
+fn compare(files: &Files, at: &str, first: BoxOfShard<'_>, other: BoxOfShard<'_>) -> Result<()> {
+    let itemsize = first.views[0].dtype.itemsize();
+    let is_same = |[(start, own), (other_start, found)]: [(u64, &[u8]); 2]| {
+        let Some(byte) = own.iter().zip(found).position(|(own, found)| own != found) else { return Ok(true) };
+        let name = name_of(&file_of(first, start).path);
+        let element = other_start + byte as u64 / itemsize;
+        let expected = format!("the values in {name}, because the ranks have copies of it");
+        Err(leftover(&file_of(other, other_start).path, at, expected, format!("another value in element {element}")))
+    };
+    all_parts(files, first, other, is_same).map(|_| ())
+}
+
+fn file_of(own: BoxOfShard<'_>, element: u64) -> &RankFile {
+    let piece = own.group.partitioned.piece_from(own.placed, element).expect("an element of the shard");
+    own.group.files[piece.partition]
 }
 
 /// Reads at most `most` elements of a shard, all of one partition, from `element` on. Returns their number and their bytes.
-fn block(files: &Files, (shard, views, _): BoxOfShard<'_>, element: u64, most: u64) -> Result<(u64, Vec<u8>)> {
-    let piece = shard.group.partitioned.piece_from(shard.placed, element).expect("an element of the shard");
+fn block(files: &Files, own: BoxOfShard<'_>, element: u64, most: u64) -> Result<(u64, Vec<u8>)> {
+    let piece = own.group.partitioned.piece_from(own.placed, element).expect("an element of the shard");
     let count = (piece.elements.end - element).min(most);
-    let own = piece.at..piece.at + count;
-    Ok((count, read(files, shard.group.files[piece.partition], views[piece.partition], own)?))
+    let at = piece.at..piece.at + count;
+    Ok((count, read(files, own.group.files[piece.partition], own.views[piece.partition], at)?))
 }
 
-/// Returns whether a tensor of the module has the master weights of a shard, rounded to its dtype.
+/// Returns whether a box of the module has the elements of a box of master weights, rounded to the dtype of the module.
 ///
 /// # Errors
 /// `Io`.
-pub fn is_rounded(files: &Files, shard: &Shard<'_>, file: &RankFile, view: &View) -> Result<bool> {
-    let [dtype, master] = [view.dtype, shard.group.masters[0].dtype];
-    if view.strides != contiguous_strides(&view.sizes) {
-        return Ok(false);
-    }
-    let numel: u64 = view.sizes.iter().product();
-    let whole = Region::whole(&view.sizes);
-    let mut done = 0;
-    while done < numel {
-        let (count, own) = block(files, (shard, &shard.group.masters, &whole), done, (numel - done).min(BLOCK))?;
-        let stored = read(files, file, view, done..done + count)?;
-        if rounded(&own, master, dtype) != rounded(&stored, dtype, dtype) {
-            return Ok(false);
-        }
-        done += count;
-    }
-    Ok(true)
+pub fn is_rounded(files: &Files, master: BoxOfShard<'_>, module: BoxOfShard<'_>) -> Result<bool> {
+    let [from, to] = [master, module].map(|own| own.views[0].dtype);
+    all_parts(files, master, module, |[(_, own), (_, stored)]| Ok(rounded(own, from, to) == rounded(stored, to, to)))
 }
 
 /// Returns the bits of elements, rounded to the dtype `to`: to nearest, ties to even, as PyTorch does. All NaNs have the same

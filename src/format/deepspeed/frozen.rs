@@ -6,13 +6,13 @@ use std::path::Path;
 
 use super::fields::Fields;
 use super::folder::{GATHER, leftover, refused};
-use super::join::{Job, Param};
+use super::join::Job;
 use super::model::{ModelStates, Module, StoredValue};
 use super::optimizer::FlatGroup;
 use super::partitions::Partitioned;
-use crate::catalog::contiguous_strides;
+use crate::catalog::{Fqn, contiguous_strides};
 use crate::error::Result;
-use crate::format::torch::View;
+use crate::format::torch::{RankFile, View};
 
 const FRAGMENTS: &str = "frozen_param_fragments";
 
@@ -62,7 +62,8 @@ pub fn partitioned<'a>(folder: &Path, model: &ModelStates<'a>, name: &str) -> Re
     Ok(FlatGroup { files, partitioned, masters: views, state: Vec::new() })
 }
 
-/// Returns the shards of the frozen parameters on all tensor-parallel ranks. `modules` has the state dict of each rank.
+/// Returns the shards of the frozen parameters on all tensor-parallel ranks. `modules` has the state dict of each rank,
+/// and `trained` the names of the parameters that get their master weights.
 ///
 /// # Errors
 /// `Malformed` for ranks that contradict each other, and the errors of [`partitioned`].
@@ -70,10 +71,9 @@ pub fn shards<'a>(
     folder: &Path,
     jobs: &[Job<'a>],
     modules: &[&Module<'a>],
-    params: &[Param<'_>],
+    trained: &HashSet<&str>,
     is_stage3: bool,
 ) -> Result<Vec<Vec<FlatGroup<'a>>>> {
-    let trained: HashSet<&str> = params.iter().map(|param| param.fqn.as_str()).collect();
     let all = || jobs.iter().map(|job| &job.model);
     let buffers: HashSet<&str> = all().flat_map(|model| model.buffers.iter().copied()).collect();
     let ties: HashSet<&str> = all().flat_map(|model| model.shared.iter().map(|(alias, _)| *alias)).collect();
@@ -129,12 +129,13 @@ fn whole<'a>(name: &str, stored: &StoredValue<'a>) -> Result<FlatGroup<'a>> {
     let fields: Fields<'a> = stored.fields;
     let wrong = |found: String| fields.wrong(name, "a dense tensor without gaps", found);
     let Some(view) = fields.view(stored.value) else { return Err(wrong(stored.value.type_name().into_owned())) };
-    let param = (name.into(), view.sizes.clone());
+    one_partition(name.into(), fields.file, view).ok_or_else(|| wrong(format!("strides {:?}", view.strides.as_slice())))
+}
+
+/// Returns a tensor as a group with one parameter and one partition; `None` if its elements are not in row-major order
+/// without gaps.
+pub fn one_partition<'a>(fqn: Fqn, file: &'a RankFile, view: &'a View) -> Option<FlatGroup<'a>> {
     let is_row_major = view.strides == contiguous_strides(&view.sizes) || view.sizes.contains(&0);
-    match Partitioned::together(vec![param], &[0], 1).filter(|_| is_row_major) {
-        Some(partitioned) => {
-            Ok(FlatGroup { files: vec![fields.file], partitioned, masters: vec![view], state: Vec::new() })
-        }
-        None => Err(wrong(format!("strides {:?}", view.strides.as_slice()))),
-    }
+    let partitioned = Partitioned::together(vec![(fqn, view.sizes.clone())], &[0], 1).filter(|_| is_row_major)?;
+    Some(FlatGroup { files: vec![file], partitioned, masters: vec![view], state: Vec::new() })
 }

@@ -14,6 +14,7 @@
 
 use indexmap::IndexMap;
 
+use super::fields::Fields;
 use super::folder::leftover;
 use super::model::{ModelStates, wrong_name};
 use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::format::name_of;
 use crate::format::torch::View;
 use crate::layout::{Dims, Region};
+use crate::name_list::{FEW, short_list};
 
 /// The content of the files of one model-parallel rank.
 pub struct Job<'a> {
@@ -92,23 +94,73 @@ impl<'a> StageLayouts<'a> {
         Ok(Self { tensor_parallel, stages })
     }
 
-    /// Joins the shards of a parameter on the ranks of one stage. The layout is unknown if the model files do not describe it.
-    fn join(&self, fqn: &Fqn, stage: usize, shards: &[Shard<'_>]) -> Result<Joined> {
+    /// Joins the shards of a parameter on the ranks of one stage. `shapes` has the shape of each shard, and `model` is the
+    /// first model file of the stage. The layout is unknown if the model files do not describe it.
+    ///
+    /// # Errors
+    /// `Malformed` for shapes that contradict the layout, or each other.
+    pub fn join(&self, fqn: &Fqn, stage: usize, shapes: &[&Dims], model: &Fields<'_>) -> Result<Joined> {
         match self.stages.get(stage) {
-            None => Ok(Joined::whole(&shards[0].placed.shape)),
-            Some(Some(layouts)) => {
-                let shapes: Vec<&Dims> = shards.iter().map(|shard| &shard.placed.shape).collect();
-                layouts.join(fqn, &shapes)
-            }
+            None => Ok(Joined::whole(shapes[0])),
+            Some(Some(layouts)) => layouts.join(fqn, shapes),
+            Some(None) if shapes.iter().all(|shape| shape.len() == shapes[0].len()) => Ok(Joined::unknown(shapes[0])),
             Some(None) => {
-                let first = &shards[0].placed.shape;
-                match shards.iter().find(|shard| shard.placed.shape.len() != first.len()) {
-                    None => Ok(Joined::unknown(first)),
-                    Some(other) => Err(other_shape(fqn, &shards[0], other)),
-                }
+                let found: Vec<String> = shapes.iter().map(|shape| format!("{:?}", shape.as_slice())).collect();
+                let at = format!("the shapes of `{fqn}` in param_shapes of all tensor-parallel ranks");
+                Err(leftover(model.path(), &at, "one number of dims", short_list(&found, FEW)))
             }
         }
     }
+}
+
+/// The shards of a parameter in all stages that have it.
+pub struct Shards<T> {
+    /// The first stage that has the parameter.
+    pub stage: usize,
+    /// The shards of the tensor-parallel ranks of the first stage, then those of the next stage, and so on.
+    pub all: Vec<T>,
+}
+
+/// Groups shards by their parameters, in the order of the first job that has each of them. `shards` has the number of the job
+/// of each shard, in ascending order.
+///
+/// # Errors
+/// `Malformed` if a job has two parameters of one name, or if a tensor-parallel rank of a stage has no shard.
+pub fn by_parameter<'a, T>(
+    jobs: &[Job<'_>],
+    tensor_parallel: usize,
+    shards: impl Iterator<Item = (usize, &'a Fqn, T)>,
+) -> Result<IndexMap<&'a Fqn, Shards<T>>> {
+    let mut by_name: IndexMap<&Fqn, Vec<(usize, T)>> = IndexMap::new();
+    for (number, fqn, shard) in shards {
+        let own = by_name.entry(fqn).or_default();
+        if own.last().is_some_and(|(last, _)| *last == number) {
+            return Err(wrong_name(jobs[number].model.first(), fqn.as_str(), "each name once"));
+        }
+        own.push((number, shard));
+    }
+    let one = |(fqn, shards): (&'a Fqn, Vec<(usize, T)>)| {
+        let lacks = |number: usize, with: usize| {
+            let name = jobs[with].model.first().file_name();
+            let expected = format!("a shard of `{fqn}` as in {name}");
+            leftover(jobs[number].model.first().path(), "param_shapes", expected, "none")
+        };
+        for (place, (number, _)) in shards.iter().enumerate() {
+            // The ranks of a stage follow one another, and each of them has a shard.
+            let stage = shards[place - place % tensor_parallel].0 / tensor_parallel;
+            let expected = stage * tensor_parallel + place % tensor_parallel;
+            if *number != expected {
+                return Err(lacks(expected, *number));
+            }
+        }
+        if !shards.len().is_multiple_of(tensor_parallel) {
+            let last = shards[shards.len() - 1].0;
+            return Err(lacks(last + 1, last));
+        }
+        let stage = shards[0].0 / tensor_parallel;
+        Ok((fqn, Shards { stage, all: shards.into_iter().map(|(_, shard)| shard).collect() }))
+    };
+    by_name.into_iter().map(one).collect()
 }
 
 /// Joins the parameters of all jobs, in the order of the first job that has each of them.
@@ -117,47 +169,36 @@ impl<'a> StageLayouts<'a> {
 /// `Malformed` for names that contradict each other, `Unsupported` for unknown layouts.
 pub fn params<'a>(jobs: &'a [Job<'a>], layouts: &StageLayouts<'_>) -> Result<Vec<Param<'a>>> {
     let tensor_parallel = layouts.tensor_parallel;
-    let mut by_name: IndexMap<&Fqn, Vec<(usize, Shard<'a>)>> = IndexMap::new();
-    for (number, job) in jobs.iter().enumerate() {
-        for group in job.optimizer.iter().flat_map(|optimizer| &optimizer.groups) {
-            for placed in &group.partitioned.params {
-                let shards = by_name.entry(&placed.fqn).or_default();
-                if shards.last().is_some_and(|(last, _)| *last == number) {
-                    return Err(wrong_name(job.model.first(), placed.fqn.as_str(), "each name once"));
-                }
-                shards.push((number, Shard { model: &job.model, group, placed }));
-            }
+    let groups = jobs.iter().enumerate().flat_map(|(number, job)| {
+        job.optimizer.iter().flat_map(|optimizer| &optimizer.groups).map(move |group| (number, job, group))
+    });
+    let shards = groups.flat_map(|(number, job, group)| {
+        let shard = move |placed| Shard { model: &job.model, group, placed };
+        group.partitioned.params.iter().map(move |placed| (number, &placed.fqn, shard(placed)))
+    });
+    let one = |(fqn, Shards { stage, all }): (&'a Fqn, Shards<Shard<'a>>)| {
+        for shard in &all[1..] {
+            check_same_state(fqn, &all[0], shard)?;
         }
-    }
-    let one = |(fqn, shards): (&'a Fqn, Vec<(usize, Shard<'a>)>)| {
-        for (place, (number, shard)) in shards.iter().enumerate() {
-            // The ranks of a stage follow one another, and each of them has a shard.
-            let stage = shards[place - place % tensor_parallel].0 / tensor_parallel;
-            let expected = stage * tensor_parallel + place % tensor_parallel;
-            if *number != expected {
-                return Err(lacks(fqn, &jobs[expected].model, shard));
-            }
-            check_same_state(fqn, &shards[0].1, shard)?;
-        }
-        let ranks = shards.len() % tensor_parallel;
-        if ranks > 0 {
-            let last = &shards[shards.len() - 1];
-            return Err(lacks(fqn, &jobs[last.0 + 1].model, &last.1));
-        }
-        let stage = shards[0].0 / tensor_parallel;
-        let all: Vec<Shard<'a>> = shards.into_iter().map(|(_, shard)| shard).collect();
         let (first, others) = all.split_at(tensor_parallel);
-        let joined = layouts.join(fqn, stage, first)?;
+        let joined = join(layouts, fqn, stage, first)?;
         let mut copies = copies_of(&joined, first);
         for (place, other) in others.iter().enumerate() {
             let own = first[place % tensor_parallel];
-            check_same_shape(fqn, &own, other)?;
+            let [shape, other_shape] = [own, *other].map(|shard| (shard.model.first(), &shard.placed.shape));
+            check_same_shape(fqn, shape, other_shape)?;
             let whole = Region::whole(&own.placed.shape);
             copies.push([(own, whole.clone()), (*other, whole)]);
         }
         Ok(Param { fqn, shards: first.to_vec(), joined, copies })
     };
-    by_name.into_iter().map(one).collect()
+    by_parameter(jobs, tensor_parallel, shards)?.into_iter().map(one).collect()
+}
+
+/// Joins the shards of a parameter on the ranks of one stage.
+fn join(layouts: &StageLayouts<'_>, fqn: &Fqn, stage: usize, shards: &[Shard<'_>]) -> Result<Joined> {
+    let shapes: Vec<&Dims> = shards.iter().map(|shard| &shard.placed.shape).collect();
+    layouts.join(fqn, stage, &shapes, shards[0].model.first())
 }
 
 /// Joins the frozen parameters of a job with several tensor-parallel ranks. Each of `frozen` has the shards of all ranks.
@@ -181,7 +222,7 @@ pub fn frozen<'a>(
         for other in &shards[1..] {
             check_same_state(fqn, &shards[0], other)?;
         }
-        let joined = layouts.join(fqn, 0, &shards)?;
+        let joined = join(layouts, fqn, 0, &shards)?;
         let copies = copies_of(&joined, &shards);
         Ok(Param { fqn, shards, joined, copies })
     };
@@ -194,21 +235,17 @@ pub fn copies_of<'a>(joined: &Joined, shards: &[Shard<'a>]) -> Vec<[(Shard<'a>, 
     joined.copies.iter().map(|[part, copy]| [own(part), own(copy)]).collect()
 }
 
-/// Returns the error for a parameter that one tensor-parallel rank has, and another rank of the stage has not.
-fn lacks(fqn: &Fqn, model: &ModelStates<'_>, with: &Shard<'_>) -> Error {
-    let name = with.model.first().file_name();
-    leftover(model.first().path(), "param_shapes", format!("a shard of `{fqn}` as in {name}"), "none")
-}
-
-fn check_same_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Result<()> {
-    if first.placed.shape == other.placed.shape { Ok(()) } else { Err(other_shape(fqn, first, other)) }
-}
-
-/// Returns the error for two shards whose shapes contradict each other.
-fn other_shape(fqn: &Fqn, first: &Shard<'_>, other: &Shard<'_>) -> Error {
-    let [expected, found] = [first, other].map(|shard| format!("{:?}", shard.placed.shape.as_slice()));
-    let expected = format!("{expected} as in {}", first.model.first().file_name());
-    leftover(other.model.first().path(), &format!("the shape of `{fqn}` in param_shapes"), expected, found)
+/// Checks that two jobs have shards of the same shape. Each shard has the model file that lists it.
+///
+/// # Errors
+/// `Malformed` that names the file and both shapes.
+pub fn check_same_shape(fqn: &Fqn, first: (&Fields<'_>, &Dims), other: (&Fields<'_>, &Dims)) -> Result<()> {
+    if first.1 == other.1 {
+        return Ok(());
+    }
+    let [expected, found] = [first.1, other.1].map(|shape| format!("{:?}", shape.as_slice()));
+    let expected = format!("{expected} as in {}", first.0.file_name());
+    Err(leftover(other.0.path(), &format!("the shape of `{fqn}` in param_shapes"), expected, found))
 }
 
 /// Checks that two jobs have the same optimizer state for a parameter, with the same dtypes.

@@ -20,13 +20,13 @@
 //! `deepspeed/utils/zero_to_fp32.py` and `deepspeed/checkpoint` (0.19.8).
 
 pub(super) mod assemble;
-mod bytes;
+pub(super) mod bytes;
 mod declared;
 pub(super) mod entry;
 mod experts;
 pub(super) mod fields;
 pub(super) mod folder;
-mod frozen;
+pub(super) mod frozen;
 pub(super) mod join;
 mod mappings;
 pub(super) mod model;
@@ -34,7 +34,7 @@ pub(super) mod names;
 pub(super) mod optimizer;
 mod partitions;
 pub(super) mod read;
-mod tensor_parallel;
+pub(super) mod tensor_parallel;
 mod whole_masters;
 
 pub use model::OWN_KEYS;

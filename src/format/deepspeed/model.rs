@@ -37,6 +37,9 @@ pub const OWN_KEYS: [&str; 16] = [
     "ds_autoep_layers",
 ];
 
+/// The path of the number of tensor-parallel ranks in a model file.
+pub const TENSOR_PARALLEL: &str = "checkpoint_parallel_dimensions.tp_degree";
+
 /// The values of the state dict of the module by their names, in order.
 pub type Module<'a> = IndexMap<Cow<'a, str>, StoredValue<'a>>;
 
@@ -180,6 +183,12 @@ impl<'a> ModelStates<'a> {
         }
         let groups = first.list(KEY)?.iter().enumerate();
         groups.map(|(index, group)| first.shapes(&format!("{KEY}[{index}]"), group)).collect::<Result<_>>().map(Some)
+    }
+
+    /// Returns the number of tensor-parallel ranks that the files record, which DeepSpeed 0.19.7 and later write.
+    pub fn tensor_parallel(&self) -> Option<u64> {
+        let (key, degree) = TENSOR_PARALLEL.split_once('.')?;
+        u64::try_from(self.first().get(key)?.as_dict()?.get(degree)?.as_i64()?).ok()
     }
 
     /// Checks the number of partitions that the files record.

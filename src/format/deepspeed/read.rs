@@ -6,22 +6,24 @@ use std::path::{Path, PathBuf};
 use indexmap::IndexSet;
 
 use super::assemble::{Parts, Stage0, TIED_LAYERS};
-use super::bytes::{check_copies, check_padding, check_steps, is_rounded};
+use super::bytes::{BoxOfShard, check_copies, check_padding, check_steps, is_rounded};
 use super::declared::DeclaredShards;
 use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
 use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
-use super::model::{ModelStates, Module, OWN_KEYS, check_optimizer_file, check_same_job, read_layers};
-use super::names::{Role, StatesName};
-use super::optimizer::{self, OptimizerStates};
+use super::model::{ModelStates, Module, OWN_KEYS, TENSOR_PARALLEL, check_optimizer_file, check_same_job, read_layers};
+use super::names::{LayerName, Role, StatesName};
+use super::optimizer::{self, FlatGroup, OptimizerStates};
+use super::partitions::Placed;
 use super::{mappings, whole_masters};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
-use crate::catalog::{Catalog, Dict, Dtype, Value, Weights};
+use crate::catalog::{Catalog, Dict, Dtype, Fqn, Value, Weights};
 use crate::error::{Error, Result};
 use crate::format::foreign::{first_bytes, refuse_file};
 use crate::format::reading::ReadFindings;
 use crate::format::torch::{RankFile, dropped_objects, load};
 use crate::format::{list, name_of};
+use crate::layout::{Dims, Region};
 use crate::quantity::count;
 use torch_pickle::pickle::Unknown;
 
@@ -51,23 +53,24 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
     let mut params = params(&jobs, &layouts)?;
     let weights = reading.options.weights.unwrap_or(Weights::Master);
-    let mut pipeline = Vec::new();
-    for rank in (0..tensor_parallel).filter(|_| !layers.is_empty()) {
-        let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
-        let mut module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
-        if weights == Weights::Master {
-            remove_tied_layers(reading, &params, rank, &mut module)?;
-        }
-        pipeline.push(module);
-    }
     let is_pipeline = !layers.is_empty();
+    // Parameters that do not get their master weights are read like frozen ones.
+    let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
+    let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
+    let mut pipeline = Vec::new();
+    for rank in (0..tensor_parallel).filter(|_| is_pipeline) {
+        let tied = with_masters.iter().map(|Param { fqn, shards, .. }| {
+            let Shard { group, placed, .. } = shards[rank];
+            let whole = Region::whole(&placed.shape);
+            Tied { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
+        });
+        pipeline.push(read_pipeline(reading, &layers, rank, &trained, &tied.collect::<Vec<_>>())?);
+    }
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
-    // Parameters that do not get their master weights are read like frozen ones.
-    let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let shards =
-        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, with_masters, is_stage3)? } else { vec![] };
+        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &trained, is_stage3)? } else { vec![] };
     let mut frozen = frozen_params(&jobs, &shards, &layouts)?;
     let has_unknown_layout = params.iter().chain(&frozen).any(|param| param.joined.is_unknown);
     let mut notes = Vec::new();
@@ -167,19 +170,21 @@ fn read_job<'a>(folder: &Path, found: &StatesFiles, model: ModelStates<'a>, file
 }
 
 /// Checks that the files of all model-parallel ranks come from one save, and that no rank is missing.
-fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>], tensor_parallel: usize) -> Result<()> {
+///
+/// # Errors
+/// `Missing` and `Malformed` that name the files.
+pub fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>], tensor_parallel: usize) -> Result<()> {
     const KEY: &str = "mp_world_size";
     let first = jobs[0].model.first();
     if let Some(ranks) = first.number(KEY)? {
         let name = first.file_name();
         found.check_ranks(folder, ranks, &format!("{KEY} in {name}"))?;
     }
-    const DIMS: &str = "checkpoint_parallel_dimensions";
-    if let Some(ranks) = first.get(DIMS).and_then(|dims| dims.as_dict()?.get("tp_degree")?.as_i64())
-        && i64::try_from(tensor_parallel) != Ok(ranks)
+    if let Some(ranks) = jobs[0].model.tensor_parallel()
+        && u64::try_from(tensor_parallel) != Ok(ranks)
     {
         let expected = format!("{tensor_parallel} tensor-parallel ranks, as the names of the files say");
-        return Err(leftover(first.path(), &format!("{DIMS}.tp_degree"), expected, ranks.to_string()));
+        return Err(leftover(first.path(), TENSOR_PARALLEL, expected, ranks.to_string()));
     }
     for job in &jobs[1..] {
         check_same_job(first, job.model.first())?;
@@ -233,7 +238,10 @@ pub fn load_files(
 }
 
 /// Loads the files of the layers of a pipeline, or of experts.
-fn load_named<Name: Copy>(
+///
+/// # Errors
+/// The errors of [`load_files`].
+pub fn load_named<Name: Copy>(
     reading: &mut ReadFindings<'_>,
     found: &BTreeMap<Name, PathBuf>,
 ) -> Result<Vec<(Name, RankFile)>> {
@@ -242,28 +250,49 @@ fn load_named<Name: Copy>(
     Ok(found.keys().copied().zip(files).collect())
 }
 
-/// Removes the layers that several stages use from the state dict of a pipeline. The first stage that uses such a layer
-/// writes a file of it, in which the layer has the number of a layer; `param_shapes` has it under the name of the tie.
-fn remove_tied_layers(
+/// A parameter of a layer that several stages of a pipeline use, on one tensor-parallel rank.
+pub struct Tied<'a> {
+    /// The name in `param_shapes`.
+    pub fqn: &'a Fqn,
+    /// The shape of the shard.
+    pub shape: &'a Dims,
+    /// The master weights.
+    pub group: &'a FlatGroup<'a>,
+    pub placed: &'a Placed,
+    /// Boxes of the master weights, each with the box of the shard that has the same elements.
+    pub boxes: Vec<[Region; 2]>,
+}
+
+/// Reads the state dict of a pipeline on one tensor-parallel rank, without the layers in `ties`.
+///
+/// The first stage that uses a tied layer writes a file of it, in which the layer has the number of a layer; `param_shapes`
+/// has it under the name of the tie.
+///
+/// # Errors
+/// `Malformed` for files that are not state dicts; `Io`.
+pub fn read_pipeline<'a>(
     reading: &ReadFindings<'_>,
-    params: &[Param<'_>],
+    layers: &'a [(LayerName, RankFile)],
     rank: usize,
-    module: &mut Module<'_>,
-) -> Result<()> {
-    let trained: HashSet<&str> = params.iter().map(|param| param.fqn.as_str()).collect();
-    let tied = params.iter().filter_map(|param| {
-        let (_, key) = param.fqn.as_str().strip_prefix(TIED_LAYERS)?.split_once('.')?;
-        Some((key, param.shards[rank]))
-    });
-    let mut by_key: HashMap<&str, Vec<Shard<'_>>> = HashMap::new();
-    tied.for_each(|(key, shard)| by_key.entry(key).or_default().push(shard));
+    trained: &HashSet<&str>,
+    ties: &[Tied<'_>],
+) -> Result<Module<'a>> {
+    let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
+    let mut module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
+    let mut by_key: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
+    for tied in ties {
+        let key = tied.fqn.as_str().strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.'));
+        if let Some((_, key)) = key {
+            by_key.entry(key).or_default().push(tied);
+        }
+    }
     // For each tie, the layers that have its values.
-    let mut found: HashMap<(&str, usize), Vec<String>> = HashMap::new();
+    let mut found: HashMap<&str, Vec<String>> = HashMap::new();
     for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
         let key = name.split_once('.').map_or("", |(_, key)| key);
-        for (tie, shard) in by_key.get(key).into_iter().flatten().enumerate() {
+        for tied in by_key.get(key).into_iter().flatten() {
             let Some(view) = stored.fields.view(stored.value) else { continue };
-            if view.sizes != shard.placed.shape {
+            if view.sizes != *tied.shape {
                 continue;
             }
             // A metadata mirror has no values to compare.
@@ -273,15 +302,28 @@ fn remove_tied_layers(
                     "start processes that see all files of SRC, without options::source per-rank",
                 ));
             }
-            if is_rounded(&reading.files, shard, stored.fields.file, view)? {
-                found.entry((shard.placed.fqn.as_str(), tie)).or_default().push(name.to_string());
+            let Some(module) = frozen::one_partition(tied.fqn.clone(), stored.fields.file, view) else { continue };
+            let mut is_same = true;
+            for [from, to] in &tied.boxes {
+                let Tied { group, placed, .. } = *tied;
+                let masters = BoxOfShard { group, placed, views: &group.masters, region: from };
+                let own = BoxOfShard {
+                    group: &module,
+                    placed: &module.partitioned.params[0],
+                    views: &module.masters,
+                    region: to,
+                };
+                is_same = is_same && is_rounded(&reading.files, masters, own)?;
+            }
+            if is_same {
+                found.entry(tied.fqn.as_str()).or_default().push(name.to_string());
             }
         }
     }
     // A frozen layer can have the same values. Then it is not known which of the layers is the tied one, and all are kept.
     let removed: HashSet<String> = found.into_values().filter(|names| names.len() == 1).flatten().collect();
     module.retain(|name, _| !removed.contains(&**name));
-    Ok(())
+    Ok(module)
 }
 
 /// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number

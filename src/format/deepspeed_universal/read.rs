@@ -1,31 +1,41 @@
 //! Reads a checkpoint into a catalog: the model files as in other checkpoints of DeepSpeed, and a file for each value of
 //! each trained parameter.
 //!
+//! `ds_to_universal.py` joins the shards of tensor-parallel ranks, and puts the parameters of all stages of a pipeline into one
+//! folder. It copies the model file of each rank as it was. The shapes of the shards in these files, joined as the files
+//! describe, are the shapes of the parameters.
+//!
 //! A folder in `zero` belongs to a trained parameter only if `param_shapes` of the model file lists its name. DeepSpeed
 //! 0.19.8 also writes folders of buffers, of frozen parameters, and of further names of tied parameters, but converts
 //! their values: they come from the model files.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
-use indexmap::IndexMap;
+use indexmap::{IndexMap, IndexSet};
 
 use super::{FOLDER, OPTIMIZER_FILE};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
+use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{Catalog, Chunk, Dict, DictKind, Fqn, TensorEntry, Value, Weights};
 use crate::error::{Error, FormatError, Result};
-use crate::format::deepspeed::assemble::{Parts, Stage0, dict, optimizer_dict, unreadable, whole};
+use crate::format::deepspeed::assemble::{Parts, Stage0, TIED_LAYERS, dict, optimizer_dict, unreadable, whole};
+use crate::format::deepspeed::bytes::check_copies;
 use crate::format::deepspeed::fields::{Fields, is_vector};
 use crate::format::deepspeed::folder::{FolderFiles, GATHER, leftover, refused};
-use crate::format::deepspeed::join::Job;
-use crate::format::deepspeed::model::{ModelStates, wrong_name};
-use crate::format::deepspeed::names::{LayerName, Role, StatesName, is_expert};
-use crate::format::deepspeed::optimizer::Shapes;
-use crate::format::deepspeed::read::{dropped_values, load_files, without_module};
-use crate::format::list;
+use crate::format::deepspeed::frozen;
+use crate::format::deepspeed::join::{self, Job, Shards, StageLayouts, by_parameter, check_same_shape};
+use crate::format::deepspeed::model::{ModelStates, Module, wrong_name};
+use crate::format::deepspeed::names::{LayerName, Role, StatesName, is_expert, is_states};
+use crate::format::deepspeed::optimizer::{FlatGroup, Shapes};
+use crate::format::deepspeed::read::{
+    Tied, check_jobs, dropped_values, load_files, load_named, read_pipeline, without_module,
+};
+use crate::format::deepspeed::tensor_parallel::{INFO, Joined};
 use crate::format::reading::ReadFindings;
 use crate::format::scalar::read_scalar;
 use crate::format::torch::{RankFile, TensorNode, View, load};
+use crate::format::{list, name_of};
 use crate::layout::{Dims, Region, Tile};
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
@@ -44,110 +54,282 @@ const STEP: &str = "step";
 pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let names = list(folder)?;
     refuse_unfinished(folder)?;
-    let FolderFiles { jobs, layers, .. } = FolderFiles::find(folder, &model_names(&names))?;
-    let [found] = jobs.as_slice() else {
-        return Err(refused(folder, "in Universal form, of several model-parallel ranks", GATHER));
-    };
-    if !layers.is_empty() {
-        return Err(refused(folder, "in Universal form, of pipeline parallelism", GATHER));
+    let found = FolderFiles::find(folder, &model_names(&names))?;
+    if let Some(name) = found.experts.values().next() {
+        return Err(refused(folder, &format!("with experts ({})", name_of(name)), GATHER));
     }
-    let unknown = reading.options.unknown();
-    let model_files = load_files(reading, &found.model, unknown)?;
-    let jobs = [Job { model: ModelStates::read(folder, found, &model_files, false)?, optimizer: None }];
-    let model = &jobs[0].model;
-    let first = *model.first();
-    let Some(shapes) = model.param_shapes()? else {
-        return Err(first.wrong("param_shapes", "the shapes of the parameters of each group", "none"));
-    };
-    let weights = reading.options.weights.unwrap_or(Weights::Master);
-    let has_values = |(fqn, _): &(Fqn, Dims)| model.module.contains_key(fqn.as_str());
-    if weights == Weights::Module && (found.is_stage3 || !shapes.iter().flatten().all(has_values)) {
-        return Err(without_module(folder, "in Universal form, which has master weights only"));
+    let mut model_files = Vec::with_capacity(found.jobs.len());
+    for own in &found.jobs {
+        model_files.push(load_files(reading, &own.model, reading.options.unknown())?);
     }
+    let dropped: IndexSet<String> = model_files.iter().flat_map(|files| dropped_values(files)).collect();
+    let layers = load_named(reading, &found.layers)?;
+    let is_pipeline = !layers.is_empty() || is_pipeline(&model_files)?;
+    let mut jobs = Vec::with_capacity(found.jobs.len());
+    for (own, files) in found.jobs.iter().zip(&model_files) {
+        jobs.push(Job { model: ModelStates::read(folder, own, files, is_pipeline)?, optimizer: None });
+    }
+    let is_stage3 = found.jobs[0].is_stage3;
+    if is_stage3 && is_pipeline {
+        return Err(refused(folder, "in Universal form, of ZeRO stage 3 and pipeline parallelism", GATHER));
+    }
+    let mut shapes = Vec::with_capacity(jobs.len());
+    for Job { model, .. } in &jobs {
+        let Some(own) = model.param_shapes()? else {
+            return Err(model.first().wrong("param_shapes", "the shapes of the parameters of each group", "none"));
+        };
+        shapes.push(own);
+    }
+    let ranks =
+        if is_pipeline && layers.is_empty() { stage_ranks(&jobs, &shapes) } else { found.tensor_parallel(folder)? };
+    check_jobs(folder, &found, &jobs, ranks)?;
+    if !jobs.len().is_multiple_of(ranks) {
+        let expected = format!("a multiple of {ranks}, the number of tensor-parallel ranks");
+        return Err(leftover(folder, "the number of model-parallel ranks", expected, jobs.len().to_string()));
+    }
+    let layouts = StageLayouts::read(&jobs, ranks)?;
+    let params = Trained::read(&jobs, &shapes, &layouts)?;
+    let first = *jobs[0].model.first();
     let zero = folder.join(FOLDER);
-    let listed = ParamFiles::list(&zero, &first, &shapes)?;
+    let listed = ParamFiles::list(&zero, &first, params.iter().map(|param| param.fqn))?;
     let files = load::load(&mut reading.files, &listed.paths(), Unknown::Refuse)?;
     let path = zero.join(OPTIMIZER_FILE);
     if !lookup::is_file(&path)? {
         return Err(missing(&zero, "the options of the parameter groups", &[String::from(OPTIMIZER_FILE)]));
     }
     let optimizer_files = load::load(&mut reading.files, &BTreeMap::from([(0, path)]), Unknown::Refuse)?;
-    let optimizer = OptimizerFile::read(&optimizer_files[0], &shapes, found.is_stage3)?;
+    let optimizer = OptimizerFile::read(&optimizer_files[0], &shapes, &params, is_stage3)?;
+    let values = listed.values(&files);
+
+    let weights = reading.options.weights.unwrap_or(Weights::Master);
+    let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
+    let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
+    let mut pipeline = Vec::new();
+    for rank in (0..ranks).filter(|_| is_pipeline) {
+        let groups = tied_masters(with_masters, &values)?;
+        let tied: Vec<Tied<'_>> = groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
+        pipeline.push(read_pipeline(reading, &layers, rank, &trained, &tied)?);
+    }
+    let modules: Vec<&Module<'_>> =
+        if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
+    // The file of a tied layer has the number of the layer.
+    let has_values =
+        |param: &Trained<'_>| modules[0].contains_key(param.fqn.as_str()) || !layers.is_empty() && param.is_tied();
+    if weights == Weights::Module && (is_stage3 || !params.iter().all(has_values)) {
+        return Err(without_module(folder, "in Universal form, which has master weights only"));
+    }
+    let shards = if ranks > 1 { frozen::shards(folder, &jobs, &modules, &trained, is_stage3)? } else { vec![] };
+    let frozen = join::frozen(&jobs, &shards, &layouts)?;
+    if reading.options.holdings.is_empty() {
+        check_copies(&reading.files, &frozen.iter().collect::<Vec<_>>())?;
+    }
     // No other file in the folder is part of the state dict, but all of them are part of the checkpoint.
     reading.other_files.extend(files_below(&zero)?);
-    let is_model = |name: &&String| StatesName::parse(name).is_some();
-    reading.other_files.extend(names.iter().filter(is_model).map(|name| folder.join(name)));
+    reading.other_files.extend(names.iter().filter(|name| is_states(name)).map(|name| folder.join(name)));
 
     let mut catalog = Catalog::empty();
-    let (mut values, mut state) = (IndexMap::new(), Vec::new());
-    let (mut keys_of_params, mut files_of_values) = (listed.params.iter(), files.iter());
-    for group in &shapes {
-        let mut steps = Steps::default();
-        for (fqn, shape) in group {
-            let keys = keys_of_params.next().expect("the values of each parameter");
-            let mut own = Vec::new();
-            for key in keys {
-                let file = files_of_values.next().expect("a file for each value");
-                let value = match key.as_str() {
-                    STEP => step(file, &mut catalog)?,
-                    _ => Value::Tensor(catalog.push_tensor(tensor(folder, file, fqn, shape)?)),
-                };
-                match (key.as_str(), &value) {
-                    (MASTER, _) if weights == Weights::Module => {}
-                    (MASTER, Value::Tensor(id)) => {
-                        if values.insert(fqn.clone(), *id).is_some() {
-                            return Err(wrong_name(&first, fqn.as_str(), "each name once"));
-                        }
+    let (mut masters, mut state) = (IndexMap::new(), Vec::new());
+    let mut steps: Vec<Steps> = Vec::new();
+    for (param, values) in params.iter().zip(&values) {
+        let fqn = param.fqn;
+        let mut own = Vec::new();
+        for (key, file) in values {
+            let value = match *key {
+                STEP => step(file, &mut catalog)?,
+                _ => Value::Tensor(catalog.push_tensor(tensor(folder, file, param)?)),
+            };
+            match (*key, &value) {
+                (MASTER, _) if weights == Weights::Module => {}
+                (MASTER, Value::Tensor(id)) => _ = masters.insert(fqn.clone(), *id),
+                (STEP, _) => {
+                    if reading.options.holdings.is_empty() {
+                        steps.resize_with(steps.len().max(param.group + 1), Steps::default);
+                        steps[param.group].check(reading, file, &value, &catalog)?;
                     }
-                    (STEP, _) => {
-                        if reading.options.holdings.is_empty() {
-                            steps.check(reading, file, &value, &catalog)?;
-                        }
-                        own.push((Value::Str(STEP.into()), value));
-                    }
-                    _ => own.push((Value::Str(key.as_str().into()), value)),
+                    own.push((Value::Str(STEP.into()), value));
                 }
+                (key, _) => own.push((Value::Str(key.into()), value)),
             }
-            if let Some(step) = optimizer.step.filter(|_| !own.is_empty()) {
-                // Stage 3 stores one counter for all parameters.
-                let own_step = match step {
-                    Value::Tensor(id) => match &optimizer_files[0].contents.tensors[id.0 as usize] {
-                        TensorNode::Plain(view) => {
-                            Value::Tensor(catalog.push_tensor(whole(&optimizer_files[0], "", view)))
-                        }
-                        _ => Value::None,
-                    },
-                    other => other.clone(),
-                };
-                own.push((Value::Str(STEP.into()), own_step));
-            }
-            if !own.is_empty() {
-                state.push((Value::Str(fqn.into()), dict(DictKind::Plain, own)));
+        }
+        if let Some(step) = optimizer.step.filter(|_| !own.is_empty()) {
+            // Stage 3 stores one counter for all parameters.
+            let own_step = match step {
+                Value::Tensor(id) => match &optimizer_files[0].contents.tensors[id.0 as usize] {
+                    TensorNode::Plain(view) => Value::Tensor(catalog.push_tensor(whole(&optimizer_files[0], "", view))),
+                    _ => Value::None,
+                },
+                other => other.clone(),
+            };
+            own.push((Value::Str(STEP.into()), own_step));
+        }
+        if !own.is_empty() {
+            state.push((Value::Str(fqn.into()), dict(DictKind::Plain, own)));
+        }
+    }
+    if is_pipeline && layers.is_empty() {
+        catalog.warnings.push(without_layers(folder));
+        for model in jobs.iter().map(|job| &job.model) {
+            let file = model.first().file;
+            for name in &model.buffers {
+                let kind = UnreadableKind::Tensor(format!("a buffer of a pipeline, without a value: {COPY}"));
+                masters.entry(Fqn::from(*name)).or_insert_with(|| catalog.push_tensor(unreadable(file, name, kind)));
             }
         }
     }
     let groups = optimizer
         .groups
         .iter()
-        .map(|(names, options)| (names.iter().map(|name| Value::Str(name.into())).collect(), Some(*options)));
+        .map(|(names, options)| (names.iter().map(|name| Value::Str((*name).into())).collect(), Some(*options)));
     let optimizer = optimizer_dict(&optimizer_files[0], state, groups.collect(), &mut catalog);
     let parts = Parts {
         folder,
         jobs: &jobs,
         params: &[],
-        frozen: &HashMap::new(),
-        modules: &[&model.module],
-        is_pipeline: false,
-        is_stage3: found.is_stage3,
+        frozen: &frozen.iter().map(|param| (param.fqn.as_str(), param)).collect(),
+        modules: &modules,
+        is_pipeline,
+        is_stage3,
         weights,
         stage0: Stage0::None,
-        may_lack_trained: true,
+        may_lack_trained: layers.is_empty(),
     };
-    let mut catalog = parts.complete(catalog, values, Some(optimizer))?;
-    let all = model_files.iter().chain(&files).chain(&optimizer_files);
+    let mut catalog = parts.complete(catalog, masters, Some(optimizer))?;
+    let model_files = || model_files.iter().flatten();
+    let all = model_files().chain(layers.iter().map(|(_, file)| file)).chain(&files).chain(&optimizer_files);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
-    catalog.dropped = dropped_values(&model_files);
+    catalog.dropped = dropped.into_iter().collect();
     Ok(catalog)
+}
+
+/// The advice for a pipeline without files of layers.
+const COPY: &str =
+    "copy `layer_*-model_states.pt` from the checkpoint that ds_to_universal.py has read into the folder";
+
+/// Returns the warning about a pipeline without files of layers.
+fn without_layers(folder: &Path) -> String {
+    format!(
+        "{}: ds_to_universal.py does not copy the files of layers, which have the buffers and the frozen parameters of a \
+         pipeline; if the model has any, {COPY}",
+        folder.display()
+    )
+}
+
+/// Returns whether the model files have no module, as those of a pipeline.
+fn is_pipeline(files: &[Vec<RankFile>]) -> Result<bool> {
+    const KEY: &str = "module";
+    let mut all = Vec::with_capacity(files.len());
+    for files in files {
+        let fields = Fields::of_file(&files[0])?;
+        all.push((fields, !matches!(fields.dict.get(KEY), Some(Value::None))));
+    }
+    let (first, first_has_module) = all[0];
+    let show = |has_module: bool| if has_module { "a state dict" } else { "none" };
+    match all.iter().find(|(_, has_module)| *has_module != first_has_module) {
+        Some((other, has_module)) => {
+            let expected = format!("{} as in {}", show(first_has_module), first.file_name());
+            Err(leftover(other.path(), KEY, expected, show(*has_module)))
+        }
+        None => Ok(!first_has_module),
+    }
+}
+
+/// Returns the number of tensor-parallel ranks of each stage of a pipeline without files of layers: as the files record, or
+/// else the number of ranks from rank 0 on that have the same parameters. Stages have different ones.
+fn stage_ranks(jobs: &[Job<'_>], shapes: &[Vec<Shapes>]) -> usize {
+    let names = |own: &Vec<Shapes>| own.iter().flatten().map(|(fqn, _)| fqn.clone()).collect::<Vec<Fqn>>();
+    let recorded = jobs[0].model.tensor_parallel().and_then(|ranks| usize::try_from(ranks).ok());
+    let ranks = recorded.unwrap_or_else(|| {
+        let first = names(&shapes[0]);
+        shapes.iter().take_while(|own| names(own) == first).count()
+    });
+    ranks.max(1)
+}
+
+/// A trained parameter.
+struct Trained<'a> {
+    fqn: &'a Fqn,
+    /// The number of the group in `param_shapes`.
+    group: usize,
+    /// The shape of the shard of each tensor-parallel rank.
+    shards: Vec<&'a Dims>,
+    joined: Joined,
+}
+
+/// The hint for a checkpoint that DeepSpeed's script may have joined in a wrong way.
+const FROM_ZERO: &str = "convert the ZeRO checkpoint of which it was made, and declare the layout there with options::src_mesh and \
+                         options::src_placements";
+
+impl<'a> Trained<'a> {
+    /// Returns the parameters of all jobs. `shapes` is `param_shapes` of each job.
+    ///
+    /// # Errors
+    /// `Malformed` for files that contradict each other, `Unsupported` for shards that no file describes.
+    fn read(jobs: &[Job<'_>], shapes: &'a [Vec<Shapes>], layouts: &StageLayouts<'_>) -> Result<Vec<Self>> {
+        let ranks = layouts.tensor_parallel;
+        let groups = shapes
+            .iter()
+            .enumerate()
+            .flat_map(|(number, own)| own.iter().enumerate().map(move |(group, own)| (number, group, own)));
+        let shards = groups
+            .flat_map(|(number, group, own)| own.iter().map(move |(fqn, shape)| (number, fqn, (number, group, shape))));
+        let one = |(fqn, Shards { stage, all }): (&'a Fqn, Shards<(usize, usize, &'a Dims)>)| {
+            let (first, others) = all.split_at(ranks);
+            let model = |number: usize| jobs[number].model.first();
+            for (place, (number, _, shape)) in others.iter().enumerate() {
+                let (own, _, own_shape) = first[place % ranks];
+                check_same_shape(fqn, (model(own), own_shape), (model(*number), shape))?;
+            }
+            let shapes: Vec<&Dims> = first.iter().map(|(.., shape)| *shape).collect();
+            let file = model(stage * ranks);
+            let joined = layouts.join(fqn, stage, &shapes, file)?;
+            if joined.is_unknown {
+                // Without a description, `ds_to_universal.py --inject_missing_state` puts also copies one after another.
+                let kind = format!("in Universal form, of {ranks} tensor-parallel ranks without `{INFO}` (`{fqn}`)");
+                return Err(refused(file.path(), &kind, FROM_ZERO));
+            }
+            Ok(Self { fqn, group: first[0].1, shards: shapes, joined })
+        };
+        by_parameter(jobs, ranks, shards)?.into_iter().map(one).collect()
+    }
+
+    /// Returns whether the parameter is of a layer that several stages of a pipeline use.
+    fn is_tied(&self) -> bool {
+        self.fqn.as_str().starts_with(TIED_LAYERS)
+    }
+
+    /// Returns the parameter as one of a tied layer on a tensor-parallel rank. `group` has its master weights.
+    fn tied<'b>(&'b self, group: &'b FlatGroup<'b>, rank: usize) -> Tied<'b> {
+        let Joined { parts, copies, .. } = &self.joined;
+        let own = parts.iter().chain(copies.iter().map(|[_, copy]| copy)).filter(|part| part.shard == rank);
+        let placed = &group.partitioned.params[0];
+        let stored = Region::whole(&placed.shape);
+        let boxes = own.filter_map(|part| {
+            let common = Region { offsets: part.to.clone(), sizes: part.from.sizes.clone() }.intersect(&stored)?;
+            let mut shard = common.relative_to(&part.to);
+            shard.offsets.iter_mut().zip(&part.from.offsets).for_each(|(offset, first)| *offset += first);
+            Some([common, shard])
+        });
+        Tied { fqn: self.fqn, shape: self.shards[rank], boxes: boxes.collect(), group, placed }
+    }
+}
+
+/// Returns the master weights of the layers that several stages of a pipeline use. `values` has the files of each parameter.
+fn tied_masters<'a>(
+    params: &'a [Trained<'a>],
+    values: &[Vec<(&str, &'a RankFile)>],
+) -> Result<Vec<(&'a Trained<'a>, FlatGroup<'a>)>> {
+    let mut found = Vec::new();
+    for (param, values) in params.iter().zip(values).filter(|(param, _)| param.is_tied()) {
+        let file = values.iter().find_map(|(key, file)| (*key == MASTER).then_some(*file));
+        let Some(file) = file else { continue };
+        let (_, TensorNode::Plain(view)) = node(file)? else { continue };
+        // A tensor of another shape is an error later.
+        if view.sizes.len() != param.joined.shape.len() {
+            continue;
+        }
+        found.extend(frozen::one_partition(param.fqn.clone(), file, view).map(|group| (param, group)));
+    }
+    Ok(found)
 }
 
 /// Refuses a folder in which ds_to_universal.py was interrupted.
@@ -190,14 +372,14 @@ struct ParamFiles {
 }
 
 impl ParamFiles {
-    /// Lists the folders of the parameters in `shapes`.
+    /// Lists the folders of parameters.
     ///
     /// # Errors
     /// `Missing` with the names of missing folders and files, `Malformed` for a name that is not the name of a folder.
-    fn list(zero: &Path, model: &Fields<'_>, shapes: &[Shapes]) -> Result<Self> {
+    fn list<'a>(zero: &Path, model: &Fields<'_>, params: impl Iterator<Item = &'a Fqn>) -> Result<Self> {
         let mut found = Self { zero: zero.to_path_buf(), names: Vec::new(), params: Vec::new() };
         let mut lost = Vec::new();
-        for (fqn, _) in shapes.iter().flatten() {
+        for fqn in params {
             let name = fqn.as_str();
             // The name is a path in the file system, so it must not lead out of the folder.
             if Path::new(name).file_name().is_none_or(|file| file != name) || name.contains('\0') {
@@ -230,6 +412,13 @@ impl ParamFiles {
             return Ok(found);
         }
         Err(missing(zero, "the same files for each parameter", &lost))
+    }
+
+    /// Returns the values of each parameter with their names. `files` are the files of [`Self::paths`].
+    fn values<'a>(&'a self, files: &'a [RankFile]) -> Vec<Vec<(&'a str, &'a RankFile)>> {
+        let mut files = files.iter();
+        let of_param = |keys: &'a Vec<String>| keys.iter().map(String::as_str).zip(files.by_ref()).collect();
+        self.params.iter().map(of_param).collect()
     }
 
     /// Returns the paths of all files, in the order of the parameters and their values.
@@ -267,9 +456,26 @@ fn files_below(zero: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Makes the entry of a tensor in the file of a parameter.
-fn tensor(folder: &Path, file: &RankFile, fqn: &Fqn, shape: &Dims) -> Result<TensorEntry> {
+/// Returns the tensor in the file of a parameter, with its position in the file.
+fn node(file: &RankFile) -> Result<(&'static str, &TensorNode)> {
     const PARAM: &str = "param";
+    let (at, value) = match &file.contents.value {
+        Value::Dict(dict) => (PARAM, dict.get(PARAM)),
+        bare => ("the pickled value", Some(bare)),
+    };
+    match value {
+        Some(Value::Tensor(id)) => Ok((at, &file.contents.tensors[id.0 as usize])),
+        other => {
+            let found = other.map_or_else(|| String::from("none"), |value| value.type_name().into_owned());
+            Err(Error::malformed(&file.path, at, "a tensor", found))
+        }
+    }
+}
+
+/// Makes the entry of a tensor in the file of a parameter.
+fn tensor(folder: &Path, file: &RankFile, param: &Trained<'_>) -> Result<TensorEntry> {
+    let Trained { fqn, joined, shards, .. } = param;
+    let shape = &joined.shape;
     let is_true = |key: &str| {
         let value = file.contents.value.as_dict().and_then(|dict| dict.get(key));
         matches!(value, Some(Value::Bool(true)))
@@ -277,17 +483,7 @@ fn tensor(folder: &Path, file: &RankFile, fqn: &Fqn, shape: &Dims) -> Result<Ten
     if is_true("is_expert_param") {
         return Err(refused(folder, &format!("with experts ({fqn})"), GATHER));
     }
-    let (at, value) = match &file.contents.value {
-        Value::Dict(dict) => (PARAM, dict.get(PARAM)),
-        bare => ("the pickled value", Some(bare)),
-    };
-    let node = match value {
-        Some(Value::Tensor(id)) => &file.contents.tensors[id.0 as usize],
-        other => {
-            let found = other.map_or_else(|| String::from("none"), |value| value.type_name().into_owned());
-            return Err(Error::malformed(&file.path, at, "a tensor", found));
-        }
-    };
+    let (at, node) = node(file)?;
     let view = match node {
         TensorNode::Plain(view) => view,
         TensorNode::Unreadable(kind) => return Ok(unreadable(file, fqn.as_str(), kind.clone())),
@@ -301,16 +497,20 @@ fn tensor(folder: &Path, file: &RankFile, fqn: &Fqn, shape: &Dims) -> Result<Ten
     if view.sizes == *shape {
         return Ok(whole(file, fqn.as_str(), view));
     }
-    // The rows with which Megatron-DeepSpeed pads a vocabulary are not in the file.
-    let is_cut = is_true("vocab_tensor") && is_without_rows(&view.sizes, shape);
-    if is_cut {
+    // The rows with which Megatron-DeepSpeed pads a vocabulary are not in the file. The layout of several shards says how many
+    // rows they are.
+    if shards.len() == 1 && is_true("vocab_tensor") && is_without_rows(&view.sizes, shape) {
         return Ok(whole(file, fqn.as_str(), view));
     }
     // Stage 3 stores a vector.
     match is_vector(view).then(|| crate::layout::numel(shape)).flatten() {
         Some(numel) if view.sizes[0] == numel => Ok(shaped(file, fqn, view, shape)),
         _ => {
-            let expected = format!("a tensor of shape {:?} (param_shapes of the model file)", shape.as_slice());
+            let ranks = match shards.len() {
+                1 => String::new(),
+                ranks => format!(" of {ranks} tensor-parallel ranks"),
+            };
+            let expected = format!("a tensor of shape {:?} (param_shapes of the model file{ranks})", shape.as_slice());
             Err(leftover(&file.path, at, expected, format!("{:?}", view.sizes.as_slice())))
         }
     }
@@ -373,13 +573,14 @@ impl Steps {
 /// The content of `optimizer_state.pt`.
 struct OptimizerFile<'a> {
     /// The names of the parameters of each group, and the options.
-    groups: Vec<(Vec<Fqn>, &'a Dict)>,
+    groups: Vec<(Vec<&'a Fqn>, &'a Dict)>,
     /// The number of steps, which stage 3 stores here.
     step: Option<&'a Value>,
 }
 
 impl<'a> OptimizerFile<'a> {
-    fn read(file: &'a RankFile, shapes: &[Shapes], is_stage3: bool) -> Result<Self> {
+    /// Reads the file. `shapes` is `param_shapes` of each job.
+    fn read(file: &'a RankFile, shapes: &[Vec<Shapes>], params: &[Trained<'a>], is_stage3: bool) -> Result<Self> {
         let root = Fields::of_file(file)?;
         let own = if is_stage3 {
             const KEY: &str = "optimizer_state_dict";
@@ -389,22 +590,25 @@ impl<'a> OptimizerFile<'a> {
         };
         let wrong = || own.wrong(GROUPS, "parameter groups with numbers of parameters", "others");
         let mut groups = Vec::new();
-        let mut rest = shapes;
+        let mut start = 0;
         for group in own.list(GROUPS)? {
             let group = group.as_dict().ok_or_else(wrong)?;
             // dtshard writes empty groups after the groups of the optimizer.
             if group.entries.is_empty() {
                 continue;
             }
-            let Some(Value::List(params)) = group.get(PARAMS) else { return Err(wrong()) };
+            let Some(Value::List(numbers)) = group.get(PARAMS) else { return Err(wrong()) };
             // A parameter group of stage 3 lists its sub-groups.
-            let taken = if is_stage3 { params.len() } else { 1 };
-            let Some((own, after)) = rest.split_at_checked(taken) else { return Err(groups_differ(&own, shapes)) };
-            groups.push((own.iter().flatten().map(|(fqn, _)| fqn.clone()).collect(), group));
-            rest = after;
+            let end = start + if is_stage3 { numbers.len() } else { 1 };
+            let of_group = params.iter().filter(|param| (start..end).contains(&param.group));
+            groups.push((of_group.map(|param| param.fqn).collect(), group));
+            start = end;
         }
-        if !rest.is_empty() {
-            return Err(groups_differ(&own, shapes));
+        // The ranks of stage 3 can have different sub-groups, but the first rank, which writes the file, has all parameters.
+        let jobs = if is_stage3 { &shapes[..1] } else { shapes };
+        if let Some(other) = jobs.iter().map(Vec::len).find(|groups| *groups != start) {
+            let expected = format!("{} (param_shapes of the model file)", count(other, "group"));
+            return Err(own.wrong(GROUPS, expected, "another number"));
         }
         let first = || {
             let states = own.get(STATE)?.as_dict()?;
@@ -413,9 +617,4 @@ impl<'a> OptimizerFile<'a> {
         };
         Ok(Self { groups, step: if is_stage3 { first() } else { None } })
     }
-}
-
-fn groups_differ(own: &Fields<'_>, shapes: &[Shapes]) -> Error {
-    let expected = format!("{} (param_shapes of the model file)", count(shapes.len(), "group"));
-    own.wrong(GROUPS, expected, "another number")
 }
