@@ -12,7 +12,7 @@ use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, succeed};
 
 /// The cases that are read completely.
-const CASES: [&str; 15] = [
+pub const CASES: [&str; 15] = [
     "zero0_fp32",
     "zero0_bf16",
     "zero1_fp32",
@@ -30,7 +30,7 @@ const CASES: [&str; 15] = [
     "zero3_hpz",
 ];
 /// The cases that other releases of DeepSpeed wrote.
-const RELEASES: [&str; 7] = [
+pub const RELEASES: [&str; 7] = [
     "v0.14.4/zero2_bf16",
     "v0.14.4/zero3_fp32",
     "v0.16.9/zero1_bf16",
@@ -516,7 +516,6 @@ impl Damaged {
         let out = self.env.path("out.pt");
         dtshard(&[&"unshard", &folder, &out, &"--no-sync"]).assert_refused(words);
         assert!(!out.exists());
-        dtshard(&[&"inspect", &folder]).assert_no_crash();
         fs::remove_dir_all(root).unwrap();
     }
 }
@@ -764,124 +763,6 @@ fn parameters_with_other_addresses_are_errors() {
     };
     Damaged::new("zero2_sgd")
         .refuse(&[&optim(0), "param_slice_mappings[0][\"layers.0.up.bias\"]", "expected no elements"], swap);
-}
-
-/// Returns the names of the optimizer files of a case, in the order of partitions, and of its model files.
-fn files_of(case_name: &str) -> (Vec<String>, Vec<String>) {
-    let mut names: Vec<String> = fs::read_dir(case(case_name).join(TAG))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort_unstable();
-    names.into_iter().partition(|name| name.ends_with("optim_states.pt"))
-}
-
-/// Adds 1 to the last byte of the last occurrence of a text in the pickle of a file.
-fn change_last(path: &Path, text: &[u8]) {
-    edit_pickle(path, |pickle| {
-        let at = pickle.windows(text.len()).rposition(|window| window == text).unwrap();
-        pickle[at + text.len() - 1] ^= 1;
-    });
-}
-
-/// Every kind of damage, in every case that it can happen to.
-#[test]
-fn each_damage_of_each_case_is_refused_by_name() {
-    for name in CASES.into_iter().chain(RELEASES) {
-        let damaged = Damaged::new(name);
-        let (optimizer, model) = files_of(name);
-        let release = name.strip_prefix('v').and_then(|name| Some(name.split_once('/')?.0)).unwrap_or("0.19.8");
-        // Stage 0 has one file, and so has the case without optimizer files.
-        let (Some(first), Some(last)) = (optimizer.first(), optimizer.last()) else { continue };
-        let remove = |file: &String| {
-            let file = file.clone();
-            move |folder: &Path| fs::remove_file(folder.join(file)).unwrap()
-        };
-        for file in optimizer.iter().chain(&model) {
-            damaged.refuse(&["missing", file], remove(file));
-        }
-        let partitions = optimizer.len();
-        let surplus = first.replace("pp_rank_0", &format!("pp_rank_{partitions}"));
-        let found = if model.len() > 1 { format!("pp_rank_{partitions}") } else { format!("partition {partitions}") };
-        damaged.refuse(&[&found], |folder| {
-            fs::copy(folder.join(first), folder.join(&surplus)).unwrap();
-        });
-        damaged.refuse(&[last, "ds_version"], |folder| change_last(&folder.join(last), release.as_bytes()));
-        damaged.refuse(&[last, "ds_config"], |folder| change_last(&folder.join(last), b"stage"));
-        // With MiCS, there are fewer partitions than ranks.
-        let size = if name.ends_with("mics") { "mics_shard_size" } else { "dp_world_size" };
-        damaged.refuse(&[size], |folder| {
-            edit_pickle(&folder.join(&model[0]), |pickle| set_number(pickle, size.as_bytes(), 9));
-        });
-        // `partition_count` is a list of numbers at stages 1 and 2.
-        damaged.refuse(&[last, "partition_count"], |folder| {
-            edit_pickle(&folder.join(last), |pickle| set_number(pickle, b"partition_count", 9));
-        });
-        if let [_, .., other] = model.as_slice() {
-            for key in ["global_steps", "global_samples", "ds_version", "ds_config"] {
-                damaged.refuse(&[other, key], |folder| match key {
-                    "ds_version" => change_last(&folder.join(other), release.as_bytes()),
-                    "ds_config" => change_last(&folder.join(other), b"train_micro_batch_size_per_gpu"),
-                    _ => edit_pickle(&folder.join(other), |pickle| set_number(pickle, key.as_bytes(), 77)),
-                });
-            }
-        }
-        if !["zero2_sgd", "zero2_skipped"].contains(&name) {
-            damaged.refuse(&[last, "step", "expected 2", "found 3"], |folder| {
-                let is_step = |data: &[u8]| (data.len() == 4 && data == 2_f32.to_le_bytes()).then_some(0);
-                set_element(&folder.join(last), is_step, 3.0);
-            });
-        }
-        // Every vector of every partition: one element less.
-        for file in &optimizer {
-            let vectors = damage_lengths(&damaged, file);
-            assert!(vectors >= if name == "zero2_skipped" { 1 } else { 2 }, "{name} {file}: {vectors}");
-        }
-    }
-}
-
-/// Makes each vector of a file shorter by one element, and asserts that every such file is refused. Returns their number.
-fn damage_lengths(damaged: &Damaged, file: &str) -> usize {
-    let mut vectors = 0;
-    loop {
-        let mut is_done = false;
-        let root = damaged.env.copy(&format!("trainers/deepspeed/{}", damaged.case));
-        edit_pickle(&root.join(TAG).join(file), |pickle| {
-            let mut seen = 0;
-            let found = (0..pickle.len().saturating_sub(12)).find(|at| {
-                let is_vector = is_size_of_vector(&pickle[*at..]);
-                seen += usize::from(is_vector);
-                is_vector && seen > vectors
-            });
-            match found {
-                Some(at) => pickle[at + 1] -= 1,
-                None => is_done = true,
-            }
-        });
-        let out = damaged.env.path("short.pt");
-        if is_done {
-            fs::remove_dir_all(root).unwrap();
-            return vectors;
-        }
-        let run = dtshard(&[&"unshard", &root, &out, &"--no-sync"]);
-        if run.code == Some(0) {
-            // A vector without its padding is complete.
-            assert_same(&tensors(&out), &truth(damaged.case), damaged.case);
-            fs::remove_file(out).unwrap();
-        } else {
-            run.assert_refused(&[file, "elements in partition"]);
-        }
-        fs::remove_dir_all(root).unwrap();
-        vectors += 1;
-    }
-}
-
-/// Returns whether a pickle goes on with the size of a vector: `K size \x85 q memo K 1 \x85`.
-fn is_size_of_vector(pickle: &[u8]) -> bool {
-    matches!(
-        pickle,
-        [b'K', 2..=255, 0x85, b'q', _, b'K', 1, 0x85, ..] | [b'K', 2..=255, 0x85, b'r', _, _, _, _, b'K', 1, 0x85, ..]
-    )
 }
 
 #[test]

@@ -12,7 +12,8 @@ use crate::common::{assert_same, below, expect, read_safetensors, succeed};
 use crate::deepspeed::{Damaged, TAG, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
-const CASES: [&str; 7] = ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp", "moe_zero2"];
+pub const CASES: [&str; 7] =
+    ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp", "moe_zero2"];
 
 #[test]
 fn whole_tensors_equal_those_of_the_live_engines() {
@@ -245,6 +246,12 @@ fn experts_that_are_missing_or_have_other_numbers_are_errors() {
     // The dense group has no names of experts.
     damaged.refuse(&["param_shapes", "emb.weight", "expert"], counts(0..4, [2, 4]));
     let is_step = |data: &[u8]| (data.len() == 4 && data == 2_f32.to_le_bytes()).then_some(0);
+    damaged.refuse(&[&optim(3, 0), "param_slice_mappings[1]", "experts.0.up.weighT"], |folder| {
+        edit_pickle(&folder.join(optim(3, 0)), |pickle| {
+            let name = find(pickle, b"experts.0.up.weight").unwrap();
+            pickle[name + 18] = b'T';
+        });
+    });
     damaged.refuse(&[&optim(3, 0), "step"], |folder| set_element(&folder.join(optim(3, 0)), is_step, 3.0));
 }
 

@@ -12,6 +12,7 @@ mod bad_input;
 mod contract;
 mod conversions;
 mod deepspeed;
+mod deepspeed_damage;
 mod deepspeed_parallel;
 mod deepspeed_universal;
 mod dequantize;

@@ -168,6 +168,14 @@ fn check_alike(folder: &Path, jobs: &[StatesFiles]) -> Result<()> {
         |path: Option<&PathBuf>| path.and_then(|path| path.file_name()).unwrap_or_default().display().to_string();
     let first = &jobs[0];
     for job in jobs {
+        let with = jobs.iter().find_map(|job| job.optimizer.values().next());
+        if let (true, Some(with)) = (job.optimizer.is_empty(), with) {
+            let name = with.file_name().and_then(|name| StatesName::parse(name.to_str()?));
+            let name = name.expect("files are found by their names");
+            let missing = [StatesName { model_parallel: job.rank, ..name }.of_partition(0)];
+            let expected = String::from("the files of every model-parallel rank");
+            return Err(missing_files(folder, "optimizer files", expected, &missing));
+        }
         let is_bf16 = |job: &StatesFiles| name(job.optimizer.values().next()).starts_with("bf16_");
         if (first.is_stage3, is_bf16(first)) != (job.is_stage3, is_bf16(job)) {
             let [own, other] = if first.is_stage3 == job.is_stage3 {
@@ -176,14 +184,6 @@ fn check_alike(folder: &Path, jobs: &[StatesFiles]) -> Result<()> {
                 [first, job].map(|job| name(job.model.values().next()))
             };
             return Err(mixed(folder, &own, &other));
-        }
-        let with = jobs.iter().find_map(|job| job.optimizer.values().next());
-        if let (true, Some(with)) = (job.optimizer.is_empty(), with) {
-            let name = with.file_name().and_then(|name| StatesName::parse(name.to_str()?));
-            let name = name.expect("files are found by their names");
-            let missing = [StatesName { model_parallel: job.rank, ..name }.of_partition(0)];
-            let expected = String::from("the files of every model-parallel rank");
-            return Err(missing_files(folder, "optimizer files", expected, &missing));
         }
         let partitions = u32::try_from(partitions).unwrap_or(u32::MAX);
         job.check_partitions(folder, partitions, "as many as of the other model-parallel ranks")?;

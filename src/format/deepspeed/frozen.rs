@@ -79,6 +79,11 @@ pub fn shards<'a>(
     let ties: HashSet<&str> = all().flat_map(|model| model.shared.iter().map(|(alias, _)| *alias)).collect();
     let tensors: HashSet<_> =
         trained.iter().filter_map(|name| modules[0].get(*name)?.tensor().filter(|_| !is_stage3)).collect();
+    let names = modules[1..].iter().flat_map(|module| *module);
+    if let Some((name, stored)) = names.into_iter().find(|(name, _)| !modules[0].contains_key(&***name)) {
+        let with = jobs[0].model.first().file_name();
+        return Err(leftover(stored.fields.path(), "module", format!("the names in {with}"), format!("`{name}`, too")));
+    }
     let mut found = Vec::new();
     for (name, stored) in modules[0] {
         let name: &str = name;

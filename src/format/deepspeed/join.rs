@@ -21,7 +21,7 @@ use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
 use super::partitions::Placed;
 use super::tensor_parallel::{INFO, Joined, Part, ShardLayouts};
 use crate::catalog::Fqn;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::format::name_of;
 use crate::format::torch::View;
 use crate::layout::{Dims, Region};

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 
+use super::experts::global_expert;
 use super::fields::Fields;
 use super::folder::leftover;
 use super::model::ModelStates;
@@ -38,21 +39,26 @@ pub fn check(model: &ModelStates<'_>, files: &[RankFile], groups: &[FlatGroup<'_
         let Some(Value::List(own)) = fields.get(MAPPINGS) else { return Ok(()) };
         listed.push((fields, own));
     }
-    for (index, group) in groups.iter().enumerate() {
-        let mut expected: Vec<HashMap<&str, Address>> = vec![HashMap::new(); files.len()];
+    // A group of experts has a vector for each expert-parallel rank, as `optimizer::read` lists them.
+    let (mut index, mut rank) = (0, 0);
+    for group in groups {
+        let ranks = files.len() / group.files.len();
+        let mut expected: Vec<HashMap<&str, Address>> = vec![HashMap::new(); group.files.len()];
         for param in &group.partitioned.params {
             for piece in group.partitioned.pieces(param) {
                 let address = Address { numel: piece.elements.end - piece.elements.start, start: piece.at };
                 expected[piece.partition].insert(param.fqn.as_str(), address);
             }
         }
-        for ((fields, own), mut expected) in listed.iter().zip(expected) {
-            let at = format!("{MAPPINGS}[{index}]");
+        let at = format!("{MAPPINGS}[{index}]");
+        for ((fields, own), mut expected) in listed.iter().skip(rank).step_by(ranks).zip(expected) {
             let own = own.get(index).and_then(Value::as_dict);
             let Some(own) = own else { return Err(fields.wrong(&at, "the addresses of parameters", "none")) };
             for (name, value) in &own.entries {
                 let name = name.as_str().unwrap_or_default();
-                let (expected, found) = (expected.remove(name), address(value));
+                let global = Some(ranks).filter(|ranks| *ranks > 1);
+                let global = global.and_then(|_| global_expert(&model.experts, name, rank as u64, ranks as u64));
+                let (expected, found) = (expected.remove(global.as_deref().unwrap_or(name)), address(value));
                 if expected != found || found.is_none() {
                     return Err(wrong(fields, &at, name, expected, found));
                 }
@@ -61,6 +67,8 @@ pub fn check(model: &ModelStates<'_>, files: &[RankFile], groups: &[FlatGroup<'_
                 return Err(wrong(fields, &at, name, Some(expected), None));
             }
         }
+        rank = (rank + 1) % ranks;
+        index += usize::from(rank == 0);
     }
     Ok(())
 }

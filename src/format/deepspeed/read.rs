@@ -57,15 +57,16 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     // Parameters that do not get their master weights are read like frozen ones.
     let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
-    let mut pipeline = Vec::new();
-    for rank in (0..tensor_parallel).filter(|_| is_pipeline) {
+    let of_rank = |rank: usize| {
         let tied = with_masters.iter().map(|Param { fqn, shards, .. }| {
             let Shard { group, placed, .. } = shards[rank];
             let whole = Region::whole(&placed.shape);
             Tied { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
         });
-        pipeline.push(read_pipeline(reading, &layers, rank, &trained, &tied.collect::<Vec<_>>())?);
-    }
+        tied.collect::<Vec<_>>()
+    };
+    let tied: Vec<Vec<Tied<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
+    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?;
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
@@ -160,9 +161,7 @@ fn read_job<'a>(folder: &Path, found: &StatesFiles, model: ModelStates<'a>, file
     };
     let states = optimizer::read(folder, found, files, shapes, &model.experts)?;
     model.check_partitions(files.len())?;
-    if model.experts.is_empty() {
-        mappings::check(&model, files, &states.groups)?;
-    }
+    mappings::check(&model, files, &states.groups)?;
     for file in files {
         check_optimizer_file(model.first(), file)?;
     }
@@ -263,23 +262,51 @@ pub struct Tied<'a> {
     pub boxes: Vec<[Region; 2]>,
 }
 
-/// Reads the state dict of a pipeline on one tensor-parallel rank, without the layers in `ties`.
+/// Reads the state dict of a pipeline on each tensor-parallel rank, without the tied layers. `tied` has the tied parameters of
+/// each rank.
+///
+/// # Errors
+/// `Malformed` for files that are not state dicts, and for a tied layer that does not have its values on all ranks; `Io`.
+pub fn read_pipeline<'a>(
+    reading: &ReadFindings<'_>,
+    folder: &Path,
+    layers: &'a [(LayerName, RankFile)],
+    trained: &HashSet<&str>,
+    tied: &[Vec<Tied<'_>>],
+) -> Result<Vec<Module<'a>>> {
+    let (mut modules, mut ties) = (Vec::new(), Vec::new());
+    for (rank, tied) in tied.iter().enumerate() {
+        let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
+        let module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
+        ties.push(tied_layers(reading, &module, trained, tied)?);
+        modules.push(module);
+    }
+    let of_any_rank: BTreeMap<&String, &Fqn> = ties.iter().flatten().map(|(name, tie)| (name, tie.fqn)).collect();
+    for ((module, own), tied) in modules.iter_mut().zip(&ties).zip(tied) {
+        let differing = of_any_rank.iter().find(|(name, _)| !own.contains_key(**name));
+        if let Some((name, tie)) = differing {
+            let stored = module.get(name.as_str()).map_or(folder, |stored| stored.fields.path());
+            let own = tied.iter().find(|tied| tied.fqn == *tie);
+            let masters = own.map_or_else(String::new, |tied| name_of(&tied.group.files[0].path));
+            let expected = format!("the values of `{tie}` in {masters}, as on the other tensor-parallel ranks");
+            return Err(leftover(stored, name, expected, "other values"));
+        }
+        module.retain(|name, _| !own.contains_key(&**name));
+    }
+    Ok(modules)
+}
+
+/// Returns the layers in the state dict of one tensor-parallel rank that several stages use, by their names.
 ///
 /// The first stage that uses a tied layer writes a file of it, in which the layer has the number of a layer; `param_shapes`
 /// has it under the name of the tie.
-///
-/// # Errors
-/// `Malformed` for files that are not state dicts; `Io`.
-pub fn read_pipeline<'a>(
+fn tied_layers<'a, 'b>(
     reading: &ReadFindings<'_>,
-    layers: &'a [(LayerName, RankFile)],
-    rank: usize,
+    module: &Module<'_>,
     trained: &HashSet<&str>,
-    ties: &[Tied<'_>],
-) -> Result<Module<'a>> {
-    let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
-    let mut module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
-    let mut by_key: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
+    ties: &'b [Tied<'a>],
+) -> Result<HashMap<String, &'b Tied<'a>>> {
+    let mut by_key: HashMap<&str, Vec<&'b Tied<'a>>> = HashMap::new();
     for tied in ties {
         let key = tied.fqn.as_str().strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.'));
         if let Some((_, key)) = key {
@@ -287,7 +314,7 @@ pub fn read_pipeline<'a>(
         }
     }
     // For each tie, the layers that have its values.
-    let mut found: HashMap<&str, Vec<String>> = HashMap::new();
+    let mut found: HashMap<&Fqn, (&'b Tied<'a>, Vec<String>)> = HashMap::new();
     for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
         let key = name.split_once('.').map_or("", |(_, key)| key);
         for tied in by_key.get(key).into_iter().flatten() {
@@ -316,14 +343,13 @@ pub fn read_pipeline<'a>(
                 is_same = is_same && is_rounded(&reading.files, masters, own)?;
             }
             if is_same {
-                found.entry(tied.fqn.as_str()).or_default().push(name.to_string());
+                found.entry(tied.fqn).or_insert_with(|| (tied, Vec::new())).1.push(name.to_string());
             }
         }
     }
     // A frozen layer can have the same values. Then it is not known which of the layers is the tied one, and all are kept.
-    let removed: HashSet<String> = found.into_values().filter(|names| names.len() == 1).flatten().collect();
-    module.retain(|name, _| !removed.contains(&**name));
-    Ok(module)
+    let known = found.into_values().filter(|(_, names)| names.len() == 1);
+    Ok(known.flat_map(|(tied, names)| names.into_iter().map(move |name| (name, tied))).collect())
 }
 
 /// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number

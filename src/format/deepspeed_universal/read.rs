@@ -70,6 +70,14 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         jobs.push(Job { model: ModelStates::read(folder, own, files, is_pipeline)?, optimizer: None });
     }
     let is_stage3 = found.jobs[0].is_stage3;
+    for (Job { model, .. }, own) in jobs.iter().zip(&found.jobs).filter(|_| is_stage3) {
+        // With MiCS, fewer ranks save files.
+        let first = model.first();
+        let ranks = first.number("dp_world_size")?.and_then(|ranks| u32::try_from(ranks).ok());
+        if let Some(ranks) = ranks.filter(|_| model.zero_setting("mics_shard_size").is_none()) {
+            own.check_partitions(folder, ranks, &format!("dp_world_size in {}", first.file_name()))?;
+        }
+    }
     if is_stage3 && is_pipeline {
         return Err(refused(folder, "in Universal form, of ZeRO stage 3 and pipeline parallelism", GATHER));
     }
@@ -104,12 +112,10 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let weights = reading.options.weights.unwrap_or(Weights::Master);
     let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
-    let mut pipeline = Vec::new();
-    for rank in (0..ranks).filter(|_| is_pipeline) {
-        let groups = tied_masters(with_masters, &values)?;
-        let tied: Vec<Tied<'_>> = groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
-        pipeline.push(read_pipeline(reading, &layers, rank, &trained, &tied)?);
-    }
+    let groups = if is_pipeline { tied_masters(with_masters, &values)? } else { Vec::new() };
+    let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
+    let tied: Vec<Vec<Tied<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
+    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?;
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     // The file of a tied layer has the number of the layer.
