@@ -71,10 +71,11 @@ impl CaseFiles {
     }
 }
 
-/// Returns the files of every case that has optimizer files.
+/// Returns the files of every case that has optimizer files of ZeRO.
 fn cases() -> Vec<CaseFiles> {
     let names = deepspeed::CASES.into_iter().chain(deepspeed::RELEASES).chain(deepspeed_parallel::CASES);
-    names.map(CaseFiles::list).filter(|files| !files.optimizer.is_empty()).collect()
+    let has_partitions = |files: &CaseFiles| files.optimizer_files().any(|file| !file.starts_with("expp_"));
+    names.map(CaseFiles::list).filter(has_partitions).collect()
 }
 
 /// Changes the last byte of the last occurrence of a text in the pickle of a file.
@@ -425,8 +426,9 @@ fn every_file_of_a_universal_checkpoint_is_read() {
             match copy.open_changed(file, |path| change_element(path, 0, 0)) {
                 Ok(found) => assert!(found != expected && !file.ends_with("step.pt"), "{name} {file}"),
                 Err(message) => {
-                    // The other counters are compared with the first one.
-                    assert!(message.contains("the number of steps") && message.contains("7.5"), "{message}");
+                    // The other counters are compared with the first one. The file of a tied layer has one shard of its values.
+                    let is_step = message.contains("the number of steps") && message.contains("7.5");
+                    assert!(is_step || message.contains("as on the other tensor-parallel ranks"), "{message}");
                     assert!(message.contains(file) || message.contains(param.unwrap()), "{message}");
                 }
             }

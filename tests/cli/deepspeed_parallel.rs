@@ -12,8 +12,18 @@ use crate::common::{assert_same, below, expect, read_safetensors, succeed};
 use crate::deepspeed::{Damaged, TAG, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
-pub const CASES: [&str; 7] =
-    ["pipe_fp32", "pipe_bf16", "autotp_zero1", "autotp_zero3", "tp_zero2", "pipe_tp", "moe_zero2"];
+pub const CASES: [&str; 10] = [
+    "pipe_fp32",
+    "pipe_bf16",
+    "autotp_zero1",
+    "autotp_zero3",
+    "tp_zero2",
+    "pipe_tp",
+    "moe_zero2",
+    "moe_zero0",
+    "moe_zero0_bf16",
+    "moe_zero0_plain",
+];
 
 #[test]
 fn whole_tensors_equal_those_of_the_live_engines() {
@@ -37,12 +47,24 @@ fn resharded_cases_equal_the_live_engines() {
         ("tp_zero2", "--mesh dp=4 --to local"),
         ("pipe_tp", "--mesh dp=2 --to dcp"),
         ("moe_zero2", "--mesh dp=3 --to dcp"),
+        ("moe_zero0", "--mesh dp=3 --to dcp"),
+        ("moe_zero0_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
+        ("moe_zero0_plain", "--mesh dp=2 --to dcp"),
     ] {
         let made = env.make("reshard", case(name), name, &format!("{options} --verify"));
         assert_same(&tensors(&made.path), &truth(name), name);
         succeed("verify", &[&case(name), &made.path], "");
         succeed("verify", &[&case(name)], "");
     }
+}
+
+#[test]
+fn experts_of_another_release_equal_the_live_engines() {
+    let name = "v0.18.9/moe_zero0";
+    assert_same(&tensors(&case(name)), &truth(name), name);
+    let env = TestEnv::new();
+    let made = env.make("reshard", case(name), "out", "--mesh dp=3 --to dcp --verify");
+    assert_same(&tensors(&made.path), &truth(name), name);
 }
 
 /// The module of each rank has shards of the rounded master weights.
@@ -276,6 +298,89 @@ const MEGATRON: &str = "--src-mesh tp=2 --src-placements **.words.weight=S(0) --
                         --src-placements **.down.weight=S(1)";
 const AUTOTP: &str = "--src-mesh tp=2 --src-placements **.qkv.*=_S(0,3) --src-placements **.up.*=S(0) \
                       --src-placements **.proj.weight=S(1) --src-placements **.down.weight=S(1)";
+
+/// Returns the name of the optimizer file of an expert-parallel rank at stage 0.
+fn expert_rank(rank: u32) -> String {
+    format!("expp_rank_{rank}_mp_rank_00_optim_states.pt")
+}
+
+#[test]
+fn missing_doubled_and_foreign_files_of_expert_ranks_are_errors() {
+    for case in ["moe_zero0", "moe_zero0_bf16", "moe_zero0_plain"] {
+        let damaged = Damaged::new(case);
+        damaged.refuse(&["missing", &expert_rank(0)], remove(vec![expert_rank(0)]));
+        damaged.refuse(&["missing", &expert_rank(0), "experts"], remove(vec![expert_rank(0), expert_rank(1)]));
+        let name = "expp_rank_00_mp_rank_00_optim_states.pt";
+        damaged.refuse(&["files of one run", name], copy(expert_rank(0), name.into()));
+        damaged.refuse(&["missing"], copy(expert_rank(1), expert_rank(u32::MAX - 1)));
+        let name = "expp_rank_0_mp_rank_01_optim_states.pt";
+        damaged.refuse(&["with experts", name, "tensor or pipeline parallelism"], copy(expert_rank(0), name.into()));
+        // The state of experts belongs to the rank of the file.
+        damaged.refuse(&[&expert_rank(1)], copy(expert_rank(0), expert_rank(1)));
+        damaged.refuse(&[&expert_rank(0)], |folder| {
+            copy(expert_rank(1), "moved".into())(folder);
+            copy(expert_rank(0), expert_rank(1))(folder);
+            fs::rename(folder.join("moved"), folder.join(expert_rank(0))).unwrap();
+        });
+        // A file of another save has other moments, and another number of steps. With 16-bit parameters, DeepSpeed begins with
+        // a step without gradients.
+        let steps: f32 = if case == "moe_zero0_bf16" { 3.0 } else { 2.0 };
+        let is_step = |data: &[u8]| (data == steps.to_le_bytes()).then_some(0);
+        for rank in 0..2 {
+            damaged.refuse(&["step of `emb.weight`", "expp_rank_", "copies"], |folder| {
+                set_element(&folder.join(expert_rank(rank)), is_step, 5.0);
+            });
+            for (nth, key) in [(0, "exp_avg of"), (1, "exp_avg_sq of")] {
+                damaged.refuse(&[key, "`emb.weight`", "copies"], |folder| {
+                    set_in_vector(&folder.join(expert_rank(rank)), 45, nth, 20);
+                });
+            }
+        }
+        damaged.refuse(&[&expert_rank(1), "param_groups", "other options"], |folder| {
+            edit_pickle(&folder.join(expert_rank(1)), |pickle| replace(pickle, b"amsgrad", b"AMSGRAD"));
+        });
+        damaged.refuse(&[&expert_rank(1), "optimizer", "none"], |folder| {
+            edit_pickle(&folder.join(expert_rank(1)), |pickle| replace(pickle, b"optimizer", b"OPTIMIZER"));
+        });
+    }
+    for case in ["moe_zero0", "moe_zero0_bf16"] {
+        let damaged = Damaged::new(case);
+        damaged.refuse(&["missing", &expert_rank(1), "ep_size_2 in expp_rank_0"], remove(vec![expert_rank(1)]));
+        damaged.refuse(&[&expert_rank(2), "ranks 0 to 1", "ep_size_2"], |folder| {
+            copy(expert_rank(1), expert_rank(2))(folder);
+            copy(expert_rank(1), expert_rank(3))(folder);
+        });
+    }
+    let damaged = Damaged::new("moe_zero0_plain");
+    damaged.refuse(&["whose optimizer states have no names"], remove(vec![expert_rank(1)]));
+    damaged.refuse(&["different `ep_size`"], copy(expert_rank(1), expert_rank(2)));
+    Damaged::new("zero0_fp32").refuse(&[&expert_rank(0), "num_experts"], |folder| {
+        fs::copy(case("moe_zero0").join(TAG).join(expert_rank(0)), folder.join(expert_rank(0))).unwrap();
+    });
+    Damaged::new("moe_zero2").refuse(&["with experts", &expert_rank(0), "ZeRO"], |folder| {
+        fs::copy(case("moe_zero0").join(TAG).join(expert_rank(0)), folder.join(expert_rank(0))).unwrap();
+    });
+}
+
+#[test]
+fn unknown_names_in_the_optimizer_are_refused_and_the_module_is_read() {
+    let damaged = Damaged::new("moe_zero0");
+    let words = ["whose optimizer states have no names", "1 tensor", "emb.weight, head.weight", "--weights module"];
+    damaged.refuse(&words, |folder| {
+        edit_pickle(&folder.join(expert_rank(0)), |pickle| replace(pickle, b"K\0K\x01K\x02K\x03e", b"K\0K\x01K\x02e"));
+    });
+    let env = TestEnv::new();
+    for name in ["moe_zero0", "moe_zero0_plain"] {
+        let folder = env.copy(&format!("trainers/deepspeed/{name}")).join(TAG);
+        let made = env.make("unshard", &folder, &format!("{name}.pt"), "--weights module");
+        let mut expected = truth(name);
+        expected.retain(|key, _| key.starts_with("model."));
+        assert_same(&tensors(&made.path), &expected, name);
+        remove(vec![expert_rank(0), expert_rank(1)])(&folder);
+        let made = env.make("unshard", &folder, &format!("{name}_2.pt"), "--weights module");
+        assert_same(&tensors(&made.path), &expected, name);
+    }
+}
 
 #[test]
 fn shards_without_a_layout_are_refused() {

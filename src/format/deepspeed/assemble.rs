@@ -221,14 +221,14 @@ pub struct Parts<'a> {
     pub may_lack_trained: bool,
 }
 
-/// The optimizer of ZeRO stage 0, which the model file has.
+/// The optimizer of ZeRO stage 0, which is in the model file, or in the files of expert-parallel ranks.
 #[derive(Clone, Copy)]
 pub enum Stage0<'a> {
     /// The checkpoint is of another stage, or the optimizer is not read.
     None,
     /// The state dict of the optimizer of f32 parameters, which have numbers.
     Numbered(&'a Value),
-    /// The master weights and the state of 16-bit parameters.
+    /// The state of each parameter, with the master weights of 16-bit parameters.
     Whole(&'a [WholeGroup<'a>]),
 }
 
@@ -270,11 +270,14 @@ impl Parts<'_> {
 
     /// Returns the state dict of an optimizer that has whole tensors. Adds the master weights to `masters`.
     fn whole(&self, groups: &[WholeGroup<'_>], masters: &mut IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Value {
-        let file = self.model().first().file;
         let (mut state, mut param_groups) = (Vec::new(), Vec::new());
+        let mut params = groups.iter().flat_map(|group| &group.params);
+        let file = params.next().map_or(self.model().first().file, |first| first.file);
         for group in groups {
-            for WholeMaster { name, master, state: own } in &group.params {
-                masters.insert((*name).into(), catalog.push_tensor(whole(file, name, master)));
+            for WholeMaster { name, file, master, state: own } in &group.params {
+                if let Some(master) = master {
+                    masters.insert((*name).into(), catalog.push_tensor(whole(file, name, master)));
+                }
                 state.extend(own.map(|own| (Value::Str((*name).into()), import(file, own, catalog))));
             }
             let names = group.params.iter().map(|param| Value::Str(param.name.into()));

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::names::{ExpertName, LayerName, Role, StatesName, is_expert, is_universal};
+use super::names::{ExpertName, ExpertRankName, LayerName, Role, StatesName, is_expert, is_universal};
 use crate::error::{Error, FormatError, Result};
 use crate::format::name_of;
 use crate::format::shortfall::list_missing_names;
@@ -48,6 +48,8 @@ pub struct FolderFiles {
     pub layers: BTreeMap<LayerName, PathBuf>,
     /// The files of experts, in ascending order; empty without experts.
     pub experts: BTreeMap<ExpertName, PathBuf>,
+    /// The optimizer file of each expert-parallel rank; empty without experts, and at other stages than 0.
+    pub expert_ranks: BTreeMap<u32, PathBuf>,
 }
 
 impl FolderFiles {
@@ -81,17 +83,51 @@ impl FolderFiles {
             .collect::<Result<_>>()?;
         check_alike(folder, &jobs)?;
         let mut experts: BTreeMap<ExpertName, PathBuf> = BTreeMap::new();
+        let mut expert_ranks: BTreeMap<u32, PathBuf> = BTreeMap::new();
         for name in names {
-            let Some(parsed) = ExpertName::parse(name) else { continue };
-            if let Some(other) = experts.insert(parsed, folder.join(name)) {
-                return Err(mixed(folder, &name_of(&other), name));
-            }
-            if jobs.len() > 1 || jobs[0].is_stage3 {
+            let path = folder.join(name);
+            let (rank, other) = match (ExpertName::parse(name), ExpertRankName::parse(name)) {
+                (Some(expert), _) => (expert.model_parallel, experts.insert(expert, path)),
+                (None, Some(parsed)) => (parsed.model_parallel, expert_ranks.insert(parsed.rank, path)),
+                (None, None) => continue,
+            };
+            if jobs.len() > 1 || jobs[0].is_stage3 || rank > 0 {
                 let kind = format!("with experts ({name}) and tensor or pipeline parallelism, or ZeRO stage 3");
                 return Err(refused(folder, &kind, GATHER));
             }
+            if let Some(other) = other {
+                return Err(mixed(folder, &name_of(&other), name));
+            }
         }
-        Ok(Self { jobs, layers: find_layers(folder, names)?, experts })
+        if let (Some(path), false) = (expert_ranks.values().next(), jobs[0].optimizer.is_empty()) {
+            // Before 0.19.7, all stages write these files. The model file of these releases has no `param_shapes`.
+            let kind = format!("with experts ({}) and optimizer files of ZeRO", name_of(path));
+            return Err(refused(folder, &kind, GATHER));
+        }
+        let found = Self { jobs, layers: find_layers(folder, names)?, experts, expert_ranks };
+        let ranks = found.expert_ranks.keys().next_back().map_or(0, |last| last.saturating_add(1));
+        found.check_expert_ranks(folder, ranks, "the highest number in the names, plus one")?;
+        Ok(found)
+    }
+
+    /// Checks that every expert-parallel rank has its optimizer file. `why` says where the number of ranks comes from.
+    ///
+    /// # Errors
+    /// `Missing` with the names of missing files, `Malformed` for surplus files.
+    pub fn check_expert_ranks(&self, folder: &Path, ranks: u32, why: &str) -> Result<()> {
+        if let Some((surplus, path)) = self.expert_ranks.range(ranks..).next() {
+            let expected = format!("expert-parallel ranks 0 to {} ({why})", ranks.saturating_sub(1));
+            return Err(leftover(path, "the name of the file", expected, format!("rank {surplus}")));
+        }
+        let lacking = u64::from(ranks) - self.expert_ranks.len() as u64;
+        if lacking == 0 {
+            return Ok(());
+        }
+        let absent = (0..ranks).filter(|rank| !self.expert_ranks.contains_key(rank));
+        let names = absent.map(|rank| ExpertRankName { rank, model_parallel: 0 }.file_name());
+        let missing = list_missing_names(lacking, names);
+        let expected = format!("files of {} ({why})", count(ranks as usize, "expert-parallel rank"));
+        Err(missing_files(folder, "optimizer files", expected, &missing))
     }
 
     /// Checks that there is a file of every expert. `counts` has the number of experts of each layer.
@@ -331,7 +367,8 @@ fn mixed(folder: &Path, first: &str, second: &str) -> Error {
 /// Returns the error for a kind of checkpoint that the names in its folder show, and that dtshard does not read.
 fn refuse_by_names(folder: &Path, names: &[String]) -> Result<()> {
     let find = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name));
-    if let Some(name) = find(&|name| is_expert(name) && ExpertName::parse(name).is_none()) {
+    let is_known = |name: &str| ExpertName::parse(name).is_some() || ExpertRankName::parse(name).is_some();
+    if let Some(name) = find(&|name| is_expert(name) && !is_known(name)) {
         return Err(refused(folder, &format!("with experts ({name})"), GATHER));
     }
     if is_universal(names) {

@@ -7,6 +7,8 @@
 //!   zero_pp_rank_0_mp_rank_00_model_states.pt      stage 3: names, shapes, buffers, a part of frozen parameters
 //!   zero_pp_rank_0_mp_rank_00_optim_states.pt      one partition: masters and optimizer state as vectors
 //!   layer_00-model_states.pt                       pipeline: the module of one layer
+//!   layer_0_expert_2_mp_rank_00_model_states.pt    the module of one expert
+//!   expp_rank_0_mp_rank_00_optim_states.pt         stage 0 with experts: the optimizer of one expert-parallel rank
 //! ```
 //!
 //! The files of each model-parallel rank (`mp_rank_MM`) form a ZeRO job of their own, whose parameters are joined: those of
@@ -23,6 +25,7 @@ pub(super) mod assemble;
 pub(super) mod bytes;
 mod declared;
 pub(super) mod entry;
+mod expert_ranks;
 mod experts;
 pub(super) mod fields;
 pub(super) mod folder;

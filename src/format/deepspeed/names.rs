@@ -139,6 +139,30 @@ impl ExpertName {
     }
 }
 
+/// The name of the optimizer file of one expert-parallel rank at stage 0, `expp_rank_1_mp_rank_00_optim_states.pt`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertRankName {
+    /// The expert-parallel rank.
+    pub rank: u32,
+    pub model_parallel: u32,
+}
+
+impl ExpertRankName {
+    /// Parses the complete name of a file; returns `None` for all other files.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        let rest = name.strip_suffix("_optim_states.pt")?.strip_prefix("expp_rank_")?;
+        let (rank, model_parallel) = rest.split_once("_mp_rank_")?;
+        Some(Self { rank: number(rank)?, model_parallel: number(model_parallel)? })
+    }
+
+    /// Returns the name of the file.
+    #[must_use]
+    pub fn file_name(self) -> String {
+        format!("expp_rank_{}_mp_rank_{:02}_optim_states.pt", self.rank, self.model_parallel)
+    }
+}
+
 /// Returns whether DeepSpeed gives this name to a file of experts: `layer_0_expert_3_mp_rank_00_model_states.pt`,
 /// `expert_3_mp_rank_00_model_states.pt`, `expp_rank_0_mp_rank_00_optim_states.pt`.
 #[must_use]
@@ -214,6 +238,11 @@ mod tests {
         assert_eq!(parsed, ExpertName { layer: 2, expert: 13, model_parallel: 0 });
         assert_eq!(parsed.file_name(), name);
         assert_eq!(ExpertName::parse("expert_3_mp_rank_00_model_states.pt"), None);
+        let name = "expp_rank_12_mp_rank_00_optim_states.pt";
+        let parsed = ExpertRankName::parse(name).unwrap();
+        assert_eq!(parsed, ExpertRankName { rank: 12, model_parallel: 0 });
+        assert_eq!(parsed.file_name(), name);
+        assert_eq!(ExpertRankName::parse("expp_rank_0_mp_rank_00optim_states.pt"), None);
         assert!(is_expert("expert_3_mp_rank_00_model_states.pt"));
         assert!(
             is_expert("expp_rank_0_mp_rank_00_optim_states.pt")

@@ -8,6 +8,8 @@ use indexmap::IndexSet;
 use super::assemble::{Parts, Stage0, TIED_LAYERS};
 use super::bytes::{BoxOfShard, check_copies, check_padding, check_steps, is_rounded};
 use super::declared::DeclaredShards;
+use super::expert_ranks::OPTIMIZER;
+use super::fields::Fields;
 use super::folder::{FolderFiles, GATHER, StatesFiles, leftover, refused};
 use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
@@ -15,7 +17,8 @@ use super::model::{ModelStates, Module, OWN_KEYS, TENSOR_PARALLEL, check_optimiz
 use super::names::{LayerName, Role, StatesName};
 use super::optimizer::{self, FlatGroup, OptimizerStates};
 use super::partitions::Placed;
-use super::{mappings, whole_masters};
+use super::whole_masters::Candidate;
+use super::{expert_ranks, mappings, whole_masters};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
 use crate::catalog::{Catalog, Dict, Dtype, Fqn, Value, Weights};
 use crate::error::{Error, Result};
@@ -42,6 +45,8 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     }
     let layers = load_named(reading, &found.layers)?;
     let experts = load_named(reading, &found.experts)?;
+    let unknown = reading.options.unknown();
+    let expert_ranks = load_files(reading, &found.expert_ranks, unknown)?;
     let mut jobs = Vec::with_capacity(files.len());
     for (own, files) in found.jobs.iter().zip(&files) {
         let mut model = ModelStates::read(folder, own, &files.model, !layers.is_empty())?;
@@ -49,7 +54,8 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         model.add_experts(experts.iter().map(|(name, file)| (*name, file)))?;
         jobs.push(read_job(folder, own, model, &files.optimizer)?);
     }
-    check_jobs(folder, &found, &jobs, tensor_parallel)?;
+    check_world_size(folder, &found, jobs[0].model.first())?;
+    check_jobs(&jobs, tensor_parallel)?;
     let layouts = StageLayouts::read(&jobs, tensor_parallel)?;
     let mut params = params(&jobs, &layouts)?;
     let weights = reading.options.weights.unwrap_or(Weights::Master);
@@ -96,7 +102,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         may_lack_trained: false,
     };
     let mut catalog = if found.jobs[0].optimizer.is_empty() {
-        read_without_partitions(reading, parts)?
+        read_without_partitions(reading, parts, &found, &expert_ranks)?
     } else {
         if weights == Weights::Module && is_stage3 {
             return Err(without_module(folder, "of ZeRO stage 3, which has master weights only"));
@@ -111,7 +117,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         }
         catalog
     };
-    let layers = layers.iter().map(|(_, file)| file).chain(experts.iter().map(|(_, file)| file));
+    let layers = layers.iter().map(|(_, file)| file).chain(experts.iter().map(|(_, file)| file)).chain(&expert_ranks);
     let all = files.iter().flat_map(|files| files.model.iter().chain(&files.optimizer)).chain(layers);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
     let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_values(&files.model)).collect();
@@ -168,17 +174,24 @@ fn read_job<'a>(folder: &Path, found: &StatesFiles, model: ModelStates<'a>, file
     Ok(Job { model, optimizer: Some(states) })
 }
 
+/// Checks that each model-parallel rank has files, by the number of ranks in the first model file.
+///
+/// # Errors
+/// `Missing` and `Malformed` that name files.
+pub fn check_world_size(folder: &Path, found: &FolderFiles, first: &Fields<'_>) -> Result<()> {
+    const KEY: &str = "mp_world_size";
+    match first.number(KEY)? {
+        None => Ok(()),
+        Some(ranks) => found.check_ranks(folder, ranks, &format!("{KEY} in {}", first.file_name())),
+    }
+}
+
 /// Checks that the files of all model-parallel ranks come from one save, and that no rank is missing.
 ///
 /// # Errors
 /// `Missing` and `Malformed` that name the files.
-pub fn check_jobs(folder: &Path, found: &FolderFiles, jobs: &[Job<'_>], tensor_parallel: usize) -> Result<()> {
-    const KEY: &str = "mp_world_size";
+pub fn check_jobs(jobs: &[Job<'_>], tensor_parallel: usize) -> Result<()> {
     let first = jobs[0].model.first();
-    if let Some(ranks) = first.number(KEY)? {
-        let name = first.file_name();
-        found.check_ranks(folder, ranks, &format!("{KEY} in {name}"))?;
-    }
     if let Some(ranks) = jobs[0].model.tensor_parallel()
         && u64::try_from(tensor_parallel) != Ok(ranks)
     {
@@ -397,8 +410,14 @@ pub fn without_module(folder: &Path, kind: &str) -> Error {
     )
 }
 
-/// Reads a checkpoint without optimizer files. At ZeRO stage 0, the model file has the optimizer.
-fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Result<Catalog> {
+/// Reads a checkpoint without optimizer files. At ZeRO stage 0, the model file has the optimizer, or each expert-parallel rank
+/// has a file of it.
+fn read_without_partitions(
+    reading: &ReadFindings<'_>,
+    parts: Parts<'_>,
+    found: &FolderFiles,
+    expert_ranks: &[RankFile],
+) -> Result<Catalog> {
     let Parts { folder, jobs, .. } = parts;
     let model = &jobs[0].model;
     let (first, weights) = (model.first(), reading.options.weights);
@@ -406,7 +425,18 @@ fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Resu
     if jobs.len() > 1 || parts.is_pipeline {
         return Err(refused(folder, "of several model-parallel ranks without optimizer files", GATHER));
     }
-    let Some(optimizer) = first.get("optimizer") else {
+    if let (true, Some(path)) = (model.experts.is_empty(), found.expert_ranks.values().next()) {
+        let expected = "no optimizer file of experts, because the model has none (num_experts in the model file)";
+        return Err(leftover(path, "the name of the file", expected, name_of(path)));
+    }
+    let copy = first.get(OPTIMIZER);
+    // Model files of stages 1 and 2 have `param_shapes`.
+    let with_experts = !model.experts.is_empty() && (copy.is_some() || model.param_shapes()?.is_none());
+    if with_experts && weights != Some(Weights::Module) && expert_ranks.is_empty() {
+        found.check_expert_ranks(folder, 1, "at least, because the model has experts")?;
+    }
+    let of_ranks = expert_ranks.first().and_then(|file| file.contents.value.as_dict()?.get(OPTIMIZER));
+    let Some(optimizer) = of_ranks.or(copy) else {
         if weights == Some(Weights::Module) {
             return module.catalog();
         }
@@ -423,7 +453,8 @@ fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Resu
         return Err(optimizer::missing(folder, &name.of_partition(0)));
     };
     let has = |key: &str| optimizer.as_dict().is_some_and(|dict| dict.get(key).is_some());
-    if !["fp32_groups", "fp32_groups_flat"].into_iter().any(has) {
+    let has_masters = ["fp32_groups", "fp32_groups_flat"].into_iter().any(has);
+    if !has_masters && !with_experts {
         // The module has f32 parameters, and they are the master weights.
         let weights = weights.unwrap_or(Weights::Master);
         return Parts { weights, stage0: Stage0::Numbered(optimizer), ..module }.catalog();
@@ -437,16 +468,25 @@ fn read_without_partitions(reading: &ReadFindings<'_>, parts: Parts<'_>) -> Resu
         return Ok(catalog);
     }
     // A metadata mirror has no values to compare.
-    if has("fp32_groups_flat") || !reading.options.holdings.is_empty() {
+    let has_values = reading.options.holdings.is_empty();
+    if has("fp32_groups_flat") || has_masters && !has_values {
         return Err(refused(
             folder,
             "of ZeRO stage 0 with 16-bit parameters, whose master weights have no names",
             "read the parameters of the module, without the optimizer, with options::weights module",
         ));
     }
-    let groups = whole_masters::find_names(folder, &reading.files, model)?;
+    let groups = if with_experts {
+        expert_ranks::read(folder, found, (&reading.files, has_values), model, expert_ranks)?
+    } else {
+        let params = model.module.iter().filter(|(name, _)| !model.buffers.contains(&&***name));
+        let params = params.map(|(name, stored)| Candidate { name, stored: *stored, is_expert: false });
+        let optimizer = first.dict(OPTIMIZER)?.expect("the optimizer is a dict");
+        whole_masters::find_names(folder, &reading.files, &optimizer, &params.collect::<Vec<_>>())?
+    };
     let mut catalog = Parts { weights: Weights::Master, stage0: Stage0::Whole(&groups), ..module }.catalog()?;
-    catalog.notes.extend(note_of_master_weights(reading, folder, Some(Dtype::F32), &model.module, &model.buffers));
+    let masters = has_masters.then_some(Dtype::F32);
+    catalog.notes.extend(note_of_master_weights(reading, folder, masters, &model.module, &model.buffers));
     Ok(catalog)
 }
 

@@ -29,7 +29,7 @@ use crate::format::deepspeed::model::{ModelStates, Module, wrong_name};
 use crate::format::deepspeed::names::{LayerName, Role, StatesName, is_expert, is_states};
 use crate::format::deepspeed::optimizer::{FlatGroup, Shapes};
 use crate::format::deepspeed::read::{
-    Tied, check_jobs, dropped_values, load_files, load_named, read_pipeline, without_module,
+    Tied, check_jobs, check_world_size, dropped_values, load_files, load_named, read_pipeline, without_module,
 };
 use crate::format::deepspeed::tensor_parallel::{INFO, Joined};
 use crate::format::reading::ReadFindings;
@@ -88,9 +88,10 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         };
         shapes.push(own);
     }
+    check_world_size(folder, &found, jobs[0].model.first())?;
     let ranks =
         if is_pipeline && layers.is_empty() { stage_ranks(&jobs, &shapes) } else { found.tensor_parallel(folder)? };
-    check_jobs(folder, &found, &jobs, ranks)?;
+    check_jobs(&jobs, ranks)?;
     if !jobs.len().is_multiple_of(ranks) {
         let expected = format!("a multiple of {ranks}, the number of tensor-parallel ranks");
         return Err(leftover(folder, "the number of model-parallel ranks", expected, jobs.len().to_string()));
