@@ -392,6 +392,14 @@ impl Catalog {
         &self.tensors[id.0 as usize]
     }
 
+    /// Returns whether the layout of every tensor of the model is unknown, so that nothing of the model can be read.
+    #[must_use]
+    pub fn is_layout_unknown(&self) -> bool {
+        let parameters = state_dict::parameters(&self.state);
+        let is_unknown = |id| self.tensor(id).unreadable.as_ref().is_some_and(|why| why.is_of_unknown_layout());
+        !parameters.is_empty() && parameters.into_iter().all(|(_, id)| is_unknown(id))
+    }
+
     /// Returns the dtype of each tensor.
     #[must_use]
     pub fn dtypes(&self) -> Vec<Dtype> {

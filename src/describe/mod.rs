@@ -68,6 +68,12 @@ impl<'a> Inspection<'a> {
                  options::src_mesh and options::src_placements",
             );
         }
+        if !checkpoint.has_undeclared_shards() && checkpoint.catalog.is_layout_unknown() {
+            run.progress.note(
+                "the files do not record how ranks have cut the tensors: declare it with options::src_mesh and \
+                 options::src_placements",
+            );
+        }
         let is_object = |(_, id): &(Fqn, TensorId)| checkpoint.catalog.tensor(*id).is_unreadable_object();
         let (unreadable_objects, names) =
             state_dict::all_tensors(&checkpoint.catalog.state).into_iter().partition(is_object);

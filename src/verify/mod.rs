@@ -18,7 +18,7 @@ pub use self::findings::Verification;
 use self::findings::{Findings, Subjects};
 use self::saved_digests::DigestListing;
 use self::soundness::sound;
-use crate::catalog::{TensorEntry, TensorId, path, state_dict};
+use crate::catalog::{TensorEntry, path};
 use crate::convert::declared_layout::declared_layout;
 use crate::convert::options::VerifyOptions;
 use crate::convert::source::{Defaults, announce, select_options};
@@ -166,11 +166,7 @@ fn open(
 /// verified with a warning, because the user may have meant another path.
 fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Progress) -> Result<()> {
     let catalog = &source.catalog;
-    let is_unknown =
-        |id: TensorId| catalog.tensor(id).unreadable.as_ref().is_some_and(|why| why.is_of_unknown_layout());
-    let parameters = state_dict::parameters(&catalog.state);
-    let is_undeclared = !parameters.is_empty() && parameters.iter().all(|(_, id)| is_unknown(*id));
-    if (source.has_undeclared_shards() || is_undeclared) && args.select.map.map.is_none() {
+    if (source.has_undeclared_shards() || catalog.is_layout_unknown()) && args.select.map.map.is_none() {
         // Without the layout, neither the coverage nor the values of a tensor can be checked.
         let undeclared = |entry: &TensorEntry| {
             let why = entry.unreadable.as_ref().filter(|why| why.is_of_unknown_layout())?;

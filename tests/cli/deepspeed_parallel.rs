@@ -8,7 +8,7 @@ use dtshard::catalog::Value;
 
 use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace};
 use crate::common::env::TestEnv;
-use crate::common::{assert_same, below, expect, read_safetensors, succeed};
+use crate::common::{assert_same, below, expect, fixture, read_safetensors, succeed};
 use crate::deepspeed::{Damaged, TAG, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
@@ -431,6 +431,20 @@ fn shards_with_a_declared_layout_equal_the_live_engines() {
     }
 }
 
+/// A weight map puts sub parameters of different sizes in order, and leaves out the rows that pad a vocabulary.
+#[test]
+fn shards_that_no_placement_describes_are_put_in_order_by_a_map() {
+    let env = TestEnv::new();
+    let page = fs::read_to_string(fixture("../../docs/reference/formats/deepspeed.md")).unwrap();
+    let map = env.path("fix.toml");
+    fs::write(&map, page.split("```toml").nth(1).unwrap().split("```").next().unwrap()).unwrap();
+    for name in ["tp_unknown", "tp_zero2"] {
+        let options = format!("{MEGATRON} --map {}:ds:whole --set q=6 --set k=3 --set v=3", map.display());
+        let made = env.make("reshard", without_layout(&env, name), name, &format!("{options} --mesh dp=3 --to dcp"));
+        assert_same(&tensors(&made.path), &truth(name), name);
+    }
+}
+
 #[test]
 fn weights_of_the_module_have_the_declared_layout() {
     let env = TestEnv::new();
@@ -452,7 +466,8 @@ fn declared_layout_that_does_not_fit_is_an_error() {
     refuse("--src-mesh tp=2 --src-placements **.other=S(0)", &["**.other=S(0)", "layer.down.weight"]);
     refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(2)", &["layer.proj.weight", "S(2)"]);
     // The ranks have different values, so they have no copies.
-    refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(1)", &["words.weight", "mp_rank_01", "copies"]);
+    let words = ["words.weight", "mp_rank_01", "copies", "hint: without a rule, ", "'words.weight=LIST'"];
+    refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(1)", &words);
     refuse("--src-mesh tp=2 --reduce tp", &["partial values"]);
     let uneven = without_layout(&env, "autotp_zero1");
     refuse_case(&uneven, "--src-mesh tp=2 --src-placements **.up.weight=S(1)", &["up.weight", "[4, 6]", "[3, 6]"]);

@@ -10,7 +10,7 @@ use super::join::{Param, Shard};
 use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
 use super::partitions::Placed;
 use crate::catalog::{Dtype, FileLocation, contiguous_strides};
-use crate::error::Result;
+use crate::error::{Error, FormatError, Result};
 use crate::format::scalar::number;
 use crate::format::torch::{RankFile, View};
 use crate::format::{archive, name_of};
@@ -136,12 +136,29 @@ pub fn check_copies<'a>(files: &Files, params: &'a [&Param<'a>]) -> Result<()> {
                     let Shard { group, placed, .. } = *shard;
                     BoxOfShard { group, placed, views, region }
                 };
-                compare(files, &at, of(first, own, box_of_first), of(other, others, box_of_other))?;
+                let compared = compare(files, &at, of(first, own, box_of_first), of(other, others, box_of_other));
+                if param.joined.is_declared {
+                    compared.map_err(|error| not_a_copy(error, param.fqn.as_str()))?;
+                } else {
+                    compared?;
+                }
             }
         }
         Ok(())
     };
     params.par_iter().map(check).collect::<Vec<Result<()>>>().into_iter().collect()
+}
+
+/// Adds a hint to the error about ranks that do not have copies of a parameter, although the declared layout says so.
+fn not_a_copy(mut error: Error, fqn: &str) -> Error {
+    if let Error::Format(FormatError::Malformed { hint, .. }) = &mut error {
+        let text = format!(
+            "without a rule, every tensor-parallel rank has a copy of a parameter; if the ranks have cut this one, declare \
+             options::src_placements '{fqn}=LIST', such as S(0), S(1) or _S(0,2)"
+        );
+        *hint = Some(text.into());
+    }
+    error
 }
 
 /// A box of a shard, and the vectors that have its elements.

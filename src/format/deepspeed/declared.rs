@@ -131,7 +131,7 @@ fn joined(folder: &Path, entry: &TensorEntry) -> Result<Joined> {
     if entry.partial_values.is_some() {
         return Err(refused(folder, &format!("with partial values of `{}`", entry.fqn), GATHER));
     }
-    let mut joined = Joined { shape: entry.shape.clone(), ..Joined::default() };
+    let mut joined = Joined { shape: entry.shape.clone(), is_declared: true, ..Joined::default() };
     let mut known: IndexMap<Region, usize> = IndexMap::new();
     for chunk in entry.chunks.iter() {
         let shard = chunk.rank.map_or(0, |rank| rank.0 as usize);

@@ -52,6 +52,8 @@ pub struct Joined {
     pub is_averaged: bool,
     /// True if no file describes the layout. Then `shape` is that of the first shard, and there are no parts.
     pub is_unknown: bool,
+    /// True if the user has declared the layout.
+    pub is_declared: bool,
 }
 
 impl Joined {

@@ -215,8 +215,8 @@ const COPY: &str =
 /// Returns the warning about a pipeline without files of layers.
 fn without_layers(folder: &Path) -> String {
     format!(
-        "{}: ds_to_universal.py does not copy the files of layers, which have the buffers and the frozen parameters of a \
-         pipeline; if the model has any, {COPY}",
+        "{}: the buffers and the frozen parameters of this pipeline, if it has any, are missing, and nothing shows the names of \
+         the frozen ones: ds_to_universal.py does not copy the files of layers; {COPY}",
         folder.display()
     )
 }
