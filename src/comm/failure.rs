@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, Result, STOPPING, Stopped};
+use crate::error::{CommError, Error, Result, STOPPING, Stopped};
 
 #[derive(Debug, Default)]
 pub(crate) struct FirstFailure(OnceLock<PeerFailure>);
@@ -80,13 +80,18 @@ impl From<String> for FailureReason {
 }
 
 impl PeerFailure {
-    /// Returns the failure of process `rank`, which ends with `error`. If `error` says that a signal stopped another
-    /// process, returns the failure of that other process.
+    /// Returns the failure of process `rank`, which ends with `error`. If `error` says that another process has failed, or that
+    /// a signal stopped it, returns the failure of that other process.
     pub fn because_of(error: &Error, rank: u32) -> Self {
         if let Error::Stopped(Stopped { signal, rank: other, .. }) = error
             && let Some(which) = STOPPING.iter().position(|(name, _)| name == signal)
         {
             return Self { rank: other.as_ref().map_or(rank, |other| other.index), why: FailureReason::Stopped(which) };
+        }
+        if let Error::Comm(CommError { rank: other, detail, .. }) = error
+            && other.index != rank
+        {
+            return Self { rank: other.index, why: FailureReason::Seen(detail.clone()) };
         }
         Self { rank, why: FailureReason::Failed(error.to_string()) }
     }
@@ -163,6 +168,16 @@ mod tests {
         let gone = PeerFailure::because_of(&Error::usage(words.clone(), ""), 2);
         assert_eq!(gone, PeerFailure { rank: 2, why: FailureReason::Failed(words.clone()) });
         assert_eq!(gone.error("check").to_string(), format!("process 2: check: failed: {words}"));
+    }
+
+    /// A process that ends because another process has failed does not take the place of that process in messages.
+    #[test]
+    fn failure_of_another_process_keeps_its_number() {
+        let gone = PeerFailure::because_of(&Error::comm(2, "vote", "no device"), 1);
+        assert_eq!(gone, PeerFailure { rank: 2, why: FailureReason::Seen("no device".into()) });
+        assert_eq!(gone.error("gather").to_string(), "process 2: gather: no device");
+        let own = PeerFailure::because_of(&Error::comm(1, "vote", "no device"), 1);
+        assert_eq!(own.rank, 1);
     }
 
     #[test]
