@@ -21,9 +21,10 @@ use super::experts::split_expert;
 use super::fields::Fields;
 use super::folder::{FolderFiles, GATHER, leftover, refused};
 use super::model::{ModelStates, StoredValue};
+use super::optimizer::options_without;
 use super::whole_masters::{Candidate, MASTERS, MOE, NAME, OWN, WholeGroup, WholeMaster, find_names};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
-use crate::catalog::{Dict, Value};
+use crate::catalog::Value;
 use crate::error::{Error, Result};
 use crate::format::name_of;
 use crate::format::torch::{RankFile, View};
@@ -198,11 +199,7 @@ impl Comparison<'_, '_> {
     fn check(&self, other: &Fields<'_>, groups: &[WholeGroup<'_>], has_own_experts: bool) -> Result<()> {
         let name = self.optimizer.file_name();
         let options = |groups: &[WholeGroup<'_>]| {
-            let of_group = |group: &WholeGroup<'_>| {
-                let entries = group.options.entries.iter().filter(|(key, _)| key.as_str() != Some(PARAMS));
-                Value::Dict(Dict { entries: entries.cloned().collect(), ..Dict::default() })
-            };
-            Value::List(groups.iter().map(of_group).collect())
+            Value::List(groups.iter().map(|group| options_without(group.options, &[PARAMS])).collect())
         };
         if !options(self.groups).same_but_tensors(&options(groups)) {
             let expected = format!("{} with the options in {name}", count(self.groups.len(), "group"));

@@ -52,6 +52,12 @@ pub struct FlatGroup<'a> {
     pub state: Vec<(&'a str, StateValue<'a>)>,
 }
 
+/// Returns the options of a parameter group without those of some keys, as a dict to compare.
+pub fn options_without(group: &Dict, keys: &[&str]) -> Value {
+    let entries = group.entries.iter().filter(|(key, _)| key.as_str().is_none_or(|key| !keys.contains(&key)));
+    Value::Dict(Dict { entries: entries.cloned().collect(), ..Dict::default() })
+}
+
 /// A value of the optimizer state of a group.
 #[derive(Debug)]
 pub enum StateValue<'a> {

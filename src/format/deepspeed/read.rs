@@ -15,7 +15,7 @@ use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
 use super::model::{ModelStates, Module, OWN_KEYS, TENSOR_PARALLEL, check_optimizer_file, check_same_job, read_layers};
 use super::names::{LayerName, Role, StatesName};
-use super::optimizer::{self, FlatGroup, OptimizerStates};
+use super::optimizer::{self, FlatGroup, OptimizerStates, options_without};
 use super::partitions::Placed;
 use super::whole_masters::Candidate;
 use super::{expert_ranks, mappings, whole_masters};
@@ -222,10 +222,7 @@ fn no_options(folder: &Path, jobs: &[Job<'_>]) -> Option<String> {
 /// Checks that the parameter groups of two model-parallel ranks have the same options.
 fn check_same_options(expected: &OptimizerStates<'_>, found: &OptimizerStates<'_>) -> Result<()> {
     let options = |states: &OptimizerStates<'_>| {
-        let of_group = |dict: &Dict| {
-            let own = dict.entries.iter().filter(|(key, _)| key.as_str() != Some(PARAMS)).cloned();
-            Value::Dict(Dict { entries: own.collect(), ..Dict::default() })
-        };
+        let of_group = |dict: &Dict| options_without(dict, &[PARAMS]);
         states.param_groups.iter().map(|(_, dict)| dict.map_or(Value::None, of_group)).collect::<Vec<Value>>()
     };
     let (expected_options, options) = (options(expected), options(found));

@@ -17,6 +17,7 @@ use super::bytes::{BLOCK, read, rounded};
 use super::fields::Fields;
 use super::folder::{leftover, refused};
 use super::model::StoredValue;
+use super::optimizer::options_without;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Dtype, Value, contiguous_strides};
 use crate::error::{Error, Result};
@@ -267,11 +268,7 @@ fn is_moe(group: &WholeGroup<'_>) -> bool {
 /// Returns the parameter group of the job from which DeepSpeed has made a group. DeepSpeed moves the parameters of experts to
 /// further groups with the same options, and divides large groups of experts.
 fn parent(groups: &[WholeGroup<'_>], group: usize) -> usize {
-    let options = |group: usize| {
-        let entries = groups[group].options.entries.iter();
-        let own = entries.filter(|(key, _)| key.as_str().is_none_or(|key| ![PARAMS, NAME, MOE].contains(&key)));
-        Value::Dict(Dict { entries: own.cloned().collect(), ..Dict::default() })
-    };
+    let options = |group: usize| options_without(groups[group].options, &[PARAMS, NAME, MOE]);
     if !is_moe(&groups[group]) {
         return group;
     }
