@@ -5,7 +5,7 @@
 //! ([`declared_layout`]): they see each parameter as a plain tensor, of which every rank has a shard. Optimizer state has the
 //! layout of its parameter.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use indexmap::IndexMap;
@@ -14,7 +14,7 @@ use super::assemble::{dict, master_entry};
 use super::folder::{GATHER, leftover, refused};
 use super::join::{Param, copies_of};
 use super::model::Module;
-use super::tensor_parallel::{Joined, Part};
+use super::tensor_parallel::Joined;
 use crate::catalog::optimizer::STATE;
 use crate::catalog::{Catalog, DictKind, Fqn, TensorEntry, Value};
 use crate::error::Result;
@@ -132,18 +132,12 @@ fn joined(folder: &Path, entry: &TensorEntry) -> Result<Joined> {
         return Err(refused(folder, &format!("with partial values of `{}`", entry.fqn), GATHER));
     }
     let mut joined = Joined { shape: entry.shape.clone(), is_declared: true, ..Joined::default() };
-    let mut known: IndexMap<Region, usize> = IndexMap::new();
+    let mut known = HashMap::new();
     for chunk in entry.chunks.iter() {
         let shard = chunk.rank.map_or(0, |rank| rank.0 as usize);
         for (to, start) in chunk.tile.regions() {
-            let part = Part { shard, from: Region { offsets: start, sizes: to.sizes.clone() }, to: to.offsets.clone() };
-            match known.get(&to) {
-                Some(first) => joined.copies.push([joined.parts[*first].clone(), part]),
-                None => {
-                    known.insert(to, joined.parts.len());
-                    joined.parts.push(part);
-                }
-            }
+            let from = Region { offsets: start, sizes: to.sizes.clone() };
+            joined.add(&mut known, shard, from, to);
         }
     }
     Ok(joined)

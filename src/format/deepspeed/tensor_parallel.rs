@@ -68,6 +68,19 @@ impl Joined {
         Self { shape: shape.clone(), is_unknown: true, ..Self::default() }
     }
 
+    /// Adds a box of a shard, which is the box `to` of the parameter. It is a copy if another shard has added the same box.
+    /// `known` has the index of the part of each box that was added.
+    pub fn add(&mut self, known: &mut HashMap<Region, usize>, shard: usize, from: Region, to: Region) {
+        let part = Part { shard, from, to: to.offsets.clone() };
+        match known.get(&to) {
+            Some(first) => self.copies.push([self.parts[*first].clone(), part]),
+            None => {
+                known.insert(to, self.parts.len());
+                self.parts.push(part);
+            }
+        }
+    }
+
     /// Leaves out all rows from `rows` on, such as the padding of a vocabulary.
     pub fn keep_rows(&mut self, rows: u64) {
         let Some(first) = self.shape.first_mut() else { return };
@@ -413,14 +426,7 @@ impl<'a> ShardLayouts<'a> {
                     return Err(refused(self.info.path(), &kind, GATHER));
                 }
                 tiles.push(Tile::from_region(&from));
-                let part = Part { shard, from, to: to.offsets.clone() };
-                match known.get(&to) {
-                    Some(first) => joined.copies.push([joined.parts[*first].clone(), part]),
-                    None => {
-                        known.insert(to, joined.parts.len());
-                        joined.parts.push(part);
-                    }
-                }
+                joined.add(&mut known, shard, from, to);
             }
             Cover::prove(own, &tiles)
                 .map_err(|error| wrong(&format!("each element of shard {shard} once"), error.to_string()))?;
