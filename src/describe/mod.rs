@@ -67,8 +67,7 @@ impl<'a> Inspection<'a> {
                  a weight map that has the layout, such as options::map llama:meta:hf, or declare the layout with \
                  options::src_mesh and options::src_placements",
             );
-        }
-        if !checkpoint.has_undeclared_shards() && checkpoint.catalog.is_layout_unknown() {
+        } else if checkpoint.catalog.is_layout_unknown() {
             run.progress.note(
                 "the files do not record how ranks have cut the tensors: declare it with options::src_mesh and \
                  options::src_placements",
