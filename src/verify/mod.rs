@@ -60,7 +60,7 @@ pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 
 fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<Option<Checkpoint>> {
     let listing = args.other.as_deref().map(DigestListing::read_if_any).transpose()?.flatten();
     let layout = declared_layout(&args.source.layout, args.select.keep_names)?;
-    let Some(mut source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(None) };
+    let Some(mut source) = open(args, &args.src, layout.clone(), run.progress, found)? else { return Ok(None) };
     let mut other = match &args.other {
         Some(path) if listing.is_none() => match open(args, path, None, run.progress, found)? {
             Some(other) => Some(other),
@@ -82,7 +82,7 @@ fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<Opt
     match (&other, &listing) {
         (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
         (None, Some(listing)) => names.same_digests(&source, listing, args, run, found)?,
-        (None, None) => rounded_weights::same(args, &source, &names.source.catalog, run, found)?,
+        (None, None) => rounded_weights::same(args, (&source, layout), &names.source.catalog, run, found)?,
     }
     suggest_dtype(found, args);
     Ok(Some(source))

@@ -10,18 +10,18 @@ use crate::convert::options::VerifyOptions;
 use crate::convert::source_options::{input, read_options};
 use crate::error::{Error, Result};
 use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Want};
+use crate::format::{Checkpoint, DeclaredLayout, SeriesChoice, Want};
 use crate::progress::Task;
 
 /// Checks that the parameters of the module are the rounded master weights. Compares the parameters that `selected` and the
 /// module have, and adds each difference to `found`. Does nothing if the checkpoint has no master weights, or if its files do
-/// not have the module.
+/// not have the module. `layout` is the declared layout of the checkpoint, which the module has, too.
 ///
 /// # Errors
 /// `Io`, `Stopped`.
 pub fn same(
     args: &VerifyOptions,
-    source: &Checkpoint,
+    (source, layout): (&Checkpoint, Option<DeclaredLayout>),
     selected: &Catalog,
     run: &Run<'_>,
     found: &mut Findings,
@@ -31,6 +31,7 @@ pub fn same(
     }
     let mut options = read_options(&args.source, None, SeriesChoice::All, Want::State);
     options.weights = Some(Weights::Module);
+    options.declared_layout = layout;
     let module = match Checkpoint::open(&args.src, &options) {
         Ok(module) => module,
         // ZeRO stage 3 saves no module.

@@ -445,13 +445,55 @@ fn shards_that_no_placement_describes_are_put_in_order_by_a_map() {
     }
 }
 
+/// In the module, a tied layer of a pipeline has another name, and the layout that is declared for its tie.
 #[test]
 fn weights_of_the_module_have_the_declared_layout() {
     let env = TestEnv::new();
-    let source = without_layout(&env, "autotp_zero1");
-    let made = env.make("consolidate", &source, "module", &format!("{AUTOTP} --weights module --assets none"));
-    let with_layout = env.make("consolidate", case("autotp_zero1"), "other", "--weights module --assets none");
-    assert_same(&read_safetensors(&made.path), &read_safetensors(&with_layout.path), "module");
+    for (name, options, other) in [("autotp_zero1", AUTOTP, [].as_slice()), ("pipe_tp", MEGATRON, &["qkv.weight"])] {
+        let convert = |source: PathBuf, options: &str| {
+            let made = env.make("consolidate", source, &format!("{name}{}", options.len()), options);
+            let mut found = read_safetensors(&made.path);
+            found.retain(|name, _| !other.iter().any(|part| name.contains(part)));
+            found
+        };
+        let found = convert(without_layout(&env, name), &format!("{options} --weights module --assets none"));
+        let mut expected = convert(case(name), "--weights module --assets none");
+        if name == "pipe_tp" {
+            // The declared layout has the rows that pad the vocabulary.
+            assert_eq!(found["0.weight"].shape, [10, 6]);
+            expected.insert(String::from("0.weight"), found["0.weight"].clone());
+        }
+        assert_same(&found, &expected, name);
+    }
+}
+
+#[test]
+fn verify_compares_the_module_by_the_declared_layout() {
+    let env = TestEnv::new();
+    for (name, options, file) in [
+        ("autotp_zero1", AUTOTP, "mp_rank_01_model_states.pt"),
+        ("tp_unknown", MEGATRON, "mp_rank_01_model_states.pt"),
+        ("tp_zero2", MEGATRON, "mp_rank_00_model_states.pt"),
+        ("pipe_tp", MEGATRON, "layer_01-model_01-model_states.pt"),
+    ] {
+        let root = without_layout(&env, name);
+        let path = root.join(TAG).join(file);
+        let longest = longest_storage(&path);
+        set_element(&path, |data: &[u8]| (data.len() == longest).then_some(0), 0.75);
+        let run = expect(1, "verify", &[&root], options);
+        let words =
+            if name == "autotp_zero1" { "the ranks have copies of it" } else { "are not the parameters of the module" };
+        assert!(run.stdout.contains(words), "{name}: {}", run.stdout);
+        fs::remove_dir_all(root).unwrap();
+    }
+    // Each rank has the optimizer file of the other one.
+    let root = without_layout(&env, "tp_unknown");
+    let folder = root.join(TAG);
+    copy(optim(0, 0), "moved".into())(&folder);
+    copy(optim(0, 1), optim(0, 0))(&folder);
+    fs::rename(folder.join("moved"), folder.join(optim(0, 1))).unwrap();
+    let run = expect(1, "verify", &[&root], MEGATRON);
+    assert!(run.stdout.contains("are not the parameters of the module"), "{}", run.stdout);
 }
 
 #[test]

@@ -26,6 +26,8 @@ use crate::layout::{Dims, Rank, Region};
 /// The parts of each parameter by the declared layout.
 pub struct DeclaredShards {
     by_name: IndexMap<Fqn, DeclaredShard>,
+    /// The tied layers of a pipeline, with the names of their ties, which have the layout.
+    ties: HashMap<String, Fqn>,
     /// Notes for the user about the declared layout.
     pub notes: Vec<String>,
 }
@@ -39,7 +41,7 @@ struct DeclaredShard {
 
 impl DeclaredShards {
     /// Applies the declared layout to the parameters whose layout is unknown. `module` has the names in the order in which the
-    /// modules registered them.
+    /// modules registered them. `ties` has the tied layers among the frozen parameters, with the names of their ties.
     ///
     /// # Errors
     /// `Usage` for a declaration that does not fit the ranks or that has no effect, `Conflict` for shards that do not match
@@ -50,6 +52,7 @@ impl DeclaredShards {
         folder: &Path,
         module: &Module<'_>,
         (trained, frozen): (&[Param<'_>], &[Param<'_>]),
+        mut ties: HashMap<String, Fqn>,
     ) -> Result<Self> {
         let is_trained: HashSet<&str> = trained.iter().map(|param| param.fqn.as_str()).collect();
         // With weights of the module, the trained parameters are among the frozen ones, too.
@@ -57,6 +60,8 @@ impl DeclaredShards {
         for param in trained.iter().chain(frozen).filter(|param| param.joined.is_unknown) {
             by_name.entry(param.fqn).or_insert(param);
         }
+        ties.retain(|_, tie| by_name.contains_key(tie));
+        by_name.retain(|fqn, _| !ties.contains_key(fqn.as_str()));
         let mut params: Vec<&Param<'_>> = by_name.into_values().collect();
         params.sort_by_key(|param| module.get_index_of(param.fqn.as_str()).unwrap_or(usize::MAX));
         let ranks = params.iter().map(|param| param.shards.len()).max().unwrap_or(0);
@@ -69,7 +74,7 @@ impl DeclaredShards {
             Ok((param.fqn.clone(), DeclaredShard { shapes: shapes(param), joined: joined(folder, entry)? }))
         };
         let by_name = params.iter().zip(&catalog.tensors).map(declared).collect::<Result<_>>()?;
-        Ok(Self { by_name, notes: catalog.notes })
+        Ok(Self { by_name, ties, notes: catalog.notes })
     }
 
     /// Gives parameters their parts.
@@ -78,7 +83,8 @@ impl DeclaredShards {
     /// `Malformed` if a parameter has other shapes than the shards to which the layout was applied.
     pub fn join(&self, params: &mut [Param<'_>]) -> Result<()> {
         for param in params.iter_mut().filter(|param| param.joined.is_unknown) {
-            let DeclaredShard { shapes: expected, joined } = &self.by_name[param.fqn];
+            let name = self.ties.get(param.fqn.as_str()).unwrap_or(param.fqn);
+            let DeclaredShard { shapes: expected, joined } = &self.by_name[name];
             let found = shapes(param);
             if found != *expected {
                 let file = param.shards[0].model.first();

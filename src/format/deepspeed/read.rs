@@ -60,11 +60,12 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let mut params = params(&jobs, &layouts)?;
     let weights = reading.options.weights.unwrap_or(Weights::Master);
     let is_pipeline = !layers.is_empty();
-    // Parameters that do not get their master weights are read like frozen ones.
-    let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
-    let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
+    let declared = reading.options.declared_layout.as_ref();
+    // Tied layers of the module have the layout that is declared for their ties.
+    let with_ties = if weights == Weights::Master || declared.is_some() { params.as_slice() } else { &[] };
+    let names: HashSet<&str> = with_ties.iter().map(|param| param.fqn.as_str()).collect();
     let of_rank = |rank: usize| {
-        let tied = with_masters.iter().map(|Param { fqn, shards, .. }| {
+        let tied = with_ties.iter().map(|Param { fqn, shards, .. }| {
             let Shard { group, placed, .. } = shards[rank];
             let whole = Region::whole(&placed.shape);
             Tied { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
@@ -72,17 +73,23 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         tied.collect::<Vec<_>>()
     };
     let tied: Vec<Vec<Tied<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
-    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?;
+    let pipeline = read_pipeline(reading, folder, &layers, &names, &tied)?;
+    let (pipeline, ties) = match weights {
+        Weights::Master => (pipeline.without_tied_layers(), HashMap::new()),
+        Weights::Module => (pipeline.modules, pipeline.ties),
+    };
+    // Parameters that do not get their master weights are read like frozen ones.
+    let with_masters = if weights == Weights::Master { names } else { HashSet::new() };
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
     let shards =
-        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &trained, is_stage3)? } else { vec![] };
+        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &with_masters, is_stage3)? } else { vec![] };
     let mut frozen = frozen_params(&jobs, &shards, &layouts)?;
     let has_unknown_layout = params.iter().chain(&frozen).any(|param| param.joined.is_unknown);
     let mut notes = Vec::new();
-    if let Some(declared) = reading.options.declared_layout.as_ref().filter(|_| has_unknown_layout) {
-        let declared = DeclaredShards::new(reading, declared, folder, modules[0], (&params, &frozen))?;
+    if let Some(declared) = declared.filter(|_| has_unknown_layout) {
+        let declared = DeclaredShards::new(reading, declared, folder, modules[0], (&params, &frozen), ties)?;
         declared.join(&mut params)?;
         declared.join(&mut frozen)?;
         reading.has_applied_layout = true;
@@ -272,8 +279,23 @@ pub struct Tied<'a> {
     pub boxes: Vec<[Region; 2]>,
 }
 
-/// Reads the state dict of a pipeline on each tensor-parallel rank, without the tied layers. `tied` has the tied parameters of
-/// each rank.
+/// The state dict of a pipeline.
+pub struct Pipeline<'a> {
+    /// The state dict on each tensor-parallel rank.
+    pub modules: Vec<Module<'a>>,
+    /// The layers that several stages use, with the names of their ties.
+    pub ties: HashMap<String, Fqn>,
+}
+
+impl<'a> Pipeline<'a> {
+    /// Returns the state dicts without the layers that several stages use.
+    pub fn without_tied_layers(mut self) -> Vec<Module<'a>> {
+        self.modules.iter_mut().for_each(|module| module.retain(|name, _| !self.ties.contains_key(&**name)));
+        self.modules
+    }
+}
+
+/// Reads the state dict of a pipeline on each tensor-parallel rank. `tied` has the tied parameters of each rank.
 ///
 /// # Errors
 /// `Malformed` for files that are not state dicts, and for a tied layer that does not have its values on all ranks; `Io`.
@@ -283,7 +305,7 @@ pub fn read_pipeline<'a>(
     layers: &'a [(LayerName, RankFile)],
     trained: &HashSet<&str>,
     tied: &[Vec<Tied<'_>>],
-) -> Result<Vec<Module<'a>>> {
+) -> Result<Pipeline<'a>> {
     let (mut modules, mut ties) = (Vec::new(), Vec::new());
     for (rank, tied) in tied.iter().enumerate() {
         let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
@@ -292,7 +314,7 @@ pub fn read_pipeline<'a>(
         modules.push(module);
     }
     let of_any_rank: BTreeMap<&String, &Fqn> = ties.iter().flatten().map(|(name, tie)| (name, tie.fqn)).collect();
-    for ((module, own), tied) in modules.iter_mut().zip(&ties).zip(tied) {
+    for ((module, own), tied) in modules.iter().zip(&ties).zip(tied) {
         let differing = of_any_rank.iter().find(|(name, _)| !own.contains_key(**name));
         if let Some((name, tie)) = differing {
             let stored = module.get(name.as_str()).map_or(folder, |stored| stored.fields.path());
@@ -301,9 +323,9 @@ pub fn read_pipeline<'a>(
             let expected = format!("the values of `{tie}` in {masters}, as on the other tensor-parallel ranks");
             return Err(leftover(stored, name, expected, "other values"));
         }
-        module.retain(|name, _| !own.contains_key(&**name));
     }
-    Ok(modules)
+    let ties = of_any_rank.into_iter().map(|(name, tie)| (name.clone(), tie.clone())).collect();
+    Ok(Pipeline { modules, ties })
 }
 
 /// Returns the layers in the state dict of one tensor-parallel rank that several stages use, by their names.

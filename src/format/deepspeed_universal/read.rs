@@ -116,7 +116,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let groups = if is_pipeline { tied_masters(with_masters, &values)? } else { Vec::new() };
     let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
     let tied: Vec<Vec<Tied<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
-    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?;
+    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?.without_tied_layers();
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     // The file of a tied layer has the number of the layer.
