@@ -275,6 +275,15 @@ fn experts_that_are_missing_or_have_other_numbers_are_errors() {
         });
     });
     damaged.refuse(&[&optim(3, 0), "step"], |folder| set_element(&folder.join(optim(3, 0)), is_step, 3.0));
+    // Two layers have exchanged the files of their first expert.
+    for case in ["moe_zero2", "moe_zero0", "moe_zero0_plain"] {
+        let [first, second] = [0, 1].map(|layer| format!("layer_{layer}_expert_0_mp_rank_00_model_states.pt"));
+        Damaged::new(case).refuse(&["layer_0_expert_1", "other files of the layer", "mix"], |folder| {
+            copy(first.clone(), "moved".into())(folder);
+            copy(second.clone(), first.clone())(folder);
+            fs::rename(folder.join("moved"), folder.join(&second)).unwrap();
+        });
+    }
 }
 
 /// Copies a case, and takes the description of the layout out of all model files.

@@ -144,8 +144,9 @@ impl<'a> ModelStates<'a> {
     /// Adds the values in the files of experts, each of which has one expert of one layer.
     ///
     /// # Errors
-    /// `Malformed` for files that are not state dicts, and for the names of other experts.
+    /// `Malformed` for files that are not state dicts, and for the names of other experts or of another layer.
     pub fn add_experts(&mut self, files: impl Iterator<Item = (ExpertName, &'a RankFile)>) -> Result<()> {
+        let mut layers: HashMap<u32, &str> = HashMap::new();
         for (name, file) in files {
             let fields = Fields::of_file(file)?;
             for (key, value) in &fields.dict.entries {
@@ -157,6 +158,12 @@ impl<'a> ModelStates<'a> {
                 let (prefix, number, _) = split_expert(key).ok_or_else(|| wrong(key))?;
                 if number != u64::from(name.expert) {
                     return Err(wrong(key));
+                }
+                // Optimizer states belong to experts by the order of the layers.
+                let layer = *layers.entry(name.layer).or_insert(prefix);
+                if layer != prefix {
+                    let expected = format!("names with `{layer}`, as in the other files of the layer");
+                    return Err(leftover(fields.path(), "the state dict", expected, format!("`{key}`")));
                 }
                 let count = self.experts.entry(prefix).or_default();
                 *count = (*count).max(number + 1);
