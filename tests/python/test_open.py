@@ -286,7 +286,9 @@ def test_reading_in_a_forked_process_is_an_error_and_does_not_hang(fixtures):
 
 
 INTERRUPTED = """
-import sys, dtshard
+import signal, sys, dtshard
+# A background process of a shell without job control starts with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def progress(done, total):
     print(done, flush=True)
 try:
