@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use dtshard::catalog::Value;
+use safetensors::SafeTensors;
 
 use crate::common::corrupt::{dtshard, edit_entries, edit_pickle, find, replace};
 use crate::common::env::TestEnv;
@@ -476,6 +477,46 @@ fn weights_of_the_module_have_the_declared_layout() {
     }
 }
 
+/// Replaces the shape and the strides of a frozen parameter, which are (6,) and (1,), on all tensor-parallel ranks.
+fn with_strides(env: &TestEnv, shape: [u8; 2], strides: [u8; 2]) -> PathBuf {
+    let root = without_layout(env, "autotp_zero1");
+    for rank in [0, 1] {
+        edit_pickle(&root.join(TAG).join(model(rank)), |pickle| {
+            let name = find(pickle, b"frozen.weight").unwrap();
+            let mut rest = pickle.split_off(name);
+            for (old, new) in [(6, shape), (1, strides)] {
+                // BININT1 and TUPLE1 become twice BININT1 and TUPLE2.
+                let at = find(&rest, &[b'K', old, 0x85]).unwrap();
+                rest.splice(at..at + 3, [b'K', new[0], b'K', new[1], 0x86]);
+            }
+            pickle.extend(rest);
+        });
+    }
+    root
+}
+
+#[test]
+fn strides_of_frozen_shards_are_row_major_or_refused() {
+    let env = TestEnv::new();
+    let param = "model.frozen.weight";
+    let expected = fs::read(fixture("trainers/deepspeed/autotp_zero1.truth.safetensors")).unwrap();
+    // The stride of a dim of size 1 has no effect.
+    for (name, options) in [("master", ""), ("module", "--weights module")] {
+        let source = with_strides(&env, [6, 1], [1, 9]);
+        let made = env.make("consolidate", &source, name, &format!("{AUTOTP} {options} --assets none"));
+        let found = fs::read(made.path.join("model.safetensors")).unwrap();
+        let found = SafeTensors::deserialize(&found).unwrap().tensor("frozen.weight").unwrap();
+        assert_eq!(found.shape(), [6, 1]);
+        assert_eq!(found.data(), SafeTensors::deserialize(&expected).unwrap().tensor(param).unwrap().data());
+        fs::remove_dir_all(source).unwrap();
+    }
+    let transposed = with_strides(&env, [2, 3], [1, 2]);
+    let run = env.refuse("consolidate", &transposed, "out", AUTOTP);
+    for words in ["mp_rank_00", "frozen.weight", "strides [1, 2]", "not in row-major order", "contiguous"] {
+        assert!(run.stderr.contains(words), "{words}: {}", run.stderr);
+    }
+}
+
 #[test]
 fn verify_compares_the_module_by_the_declared_layout() {
     let env = TestEnv::new();
@@ -520,6 +561,7 @@ fn declared_layout_that_does_not_fit_is_an_error() {
     let words = ["words.weight", "mp_rank_01", "copies", "hint: without a rule, ", "'words.weight=LIST'"];
     refuse("--src-mesh tp=2 --src-placements **.proj.weight=S(1)", &words);
     refuse("--src-mesh tp=2 --reduce tp", &["partial values"]);
+    refuse(&format!("--src-placements **.proj.weight.exp_avg=S(0) {MEGATRON}"), &["state of layer.proj.weight"]);
     let uneven = without_layout(&env, "autotp_zero1");
     refuse_case(&uneven, "--src-mesh tp=2 --src-placements **.up.weight=S(1)", &["up.weight", "[4, 6]", "[3, 6]"]);
     // The files describe the layout, so nothing is to be declared.

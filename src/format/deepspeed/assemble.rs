@@ -274,7 +274,7 @@ impl Parts<'_> {
         let mut params = groups.iter().flat_map(|group| &group.params);
         let file = params.next().map_or(self.model().first().file, |first| first.file);
         for group in groups {
-            for WholeMaster { name, file, master, state: own } in &group.params {
+            for WholeMaster { name, file, master, state: own, .. } in &group.params {
                 if let Some(master) = master {
                     masters.insert((*name).into(), catalog.push_tensor(whole(file, name, master)));
                 }

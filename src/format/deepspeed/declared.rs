@@ -17,7 +17,7 @@ use super::model::Module;
 use super::tensor_parallel::Joined;
 use crate::catalog::optimizer::STATE;
 use crate::catalog::{Catalog, DictKind, Fqn, TensorEntry, Value};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::format::declared_layout::{self, DeclaredLayout};
 use crate::format::reading::{RanksWithFiles, ReadFindings};
@@ -73,7 +73,17 @@ impl DeclaredShards {
         let declared = |(param, entry): (&&Param<'_>, &TensorEntry)| {
             Ok((param.fqn.clone(), DeclaredShard { shapes: shapes(param), joined: joined(folder, entry)? }))
         };
-        let by_name = params.iter().zip(&catalog.tensors).map(declared).collect::<Result<_>>()?;
+        let by_name: IndexMap<Fqn, DeclaredShard> =
+            params.iter().zip(&catalog.tensors).map(declared).collect::<Result<_>>()?;
+        let with_state = params.iter().filter(|param| is_trained.contains(param.fqn.as_str()));
+        for (param, state) in with_state.zip(&catalog.tensors[params.len()..]) {
+            if joined(folder, state)? != by_name[param.fqn].joined {
+                return Err(Error::usage(
+                    format!("the declared layout of the optimizer state of {} is not that of the parameter", param.fqn),
+                    "in checkpoints of DeepSpeed, optimizer state has the layout of its parameter: declare only parameters",
+                ));
+            }
+        }
         Ok(Self { by_name, ties, notes: catalog.notes })
     }
 

@@ -11,7 +11,7 @@ use super::model::{ModelStates, Module, StoredValue};
 use super::optimizer::FlatGroup;
 use super::partitions::Partitioned;
 use crate::catalog::{Fqn, contiguous_strides};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, View};
 
 const FRAGMENTS: &str = "frozen_param_fragments";
@@ -132,15 +132,25 @@ fn check_buffer(name: &str, first: &StoredValue<'_>, own: &StoredValue<'_>) -> R
 /// Returns a frozen parameter of the module as one partition.
 fn whole<'a>(name: &str, stored: &StoredValue<'a>) -> Result<FlatGroup<'a>> {
     let fields: Fields<'a> = stored.fields;
-    let wrong = |found: String| fields.wrong(name, "a dense tensor without gaps", found);
-    let Some(view) = fields.view(stored.value) else { return Err(wrong(stored.value.type_name().into_owned())) };
-    one_partition(name.into(), fields.file, view).ok_or_else(|| wrong(format!("strides {:?}", view.strides.as_slice())))
+    let Some(view) = fields.view(stored.value) else {
+        return Err(fields.wrong(name, "a tensor", stored.value.type_name()));
+    };
+    one_partition(name.into(), fields.file, view).ok_or_else(|| {
+        let (file, strides) = (fields.path().display(), view.strides.as_slice());
+        Error::unsupported(
+            format!("{file}: {name} has strides {strides:?}: its elements are not in row-major order without gaps"),
+            "before the job saves, make the parameter contiguous",
+        )
+    })
 }
 
 /// Returns a tensor as a group with one parameter and one partition; `None` if its elements are not in row-major order
 /// without gaps.
 pub fn one_partition<'a>(fqn: Fqn, file: &'a RankFile, view: &'a View) -> Option<FlatGroup<'a>> {
-    let is_row_major = view.strides == contiguous_strides(&view.sizes) || view.sizes.contains(&0);
+    let expected = contiguous_strides(&view.sizes);
+    // The stride of a dim of size 1 has no effect.
+    let is_row_major = view.sizes.contains(&0)
+        || (0..expected.len()).all(|dim| view.sizes[dim] == 1 || view.strides[dim] == expected[dim]);
     let partitioned = Partitioned::together(vec![(fqn, view.sizes.clone())], &[0], 1).filter(|_| is_row_major)?;
     Some(FlatGroup { files: vec![file], partitioned, masters: vec![view], state: Vec::new() })
 }

@@ -504,6 +504,7 @@ fn read_without_partitions(
         whole_masters::find_names(folder, &reading.files, &optimizer, &params.collect::<Vec<_>>())?
     };
     let mut catalog = Parts { weights: Weights::Master, stage0: Stage0::Whole(&groups), ..module }.catalog()?;
+    catalog.notes.extend(whole_masters::note_of_order(folder, &groups));
     let masters = has_masters.then_some(Dtype::F32);
     catalog.notes.extend(note_of_master_weights(reading, folder, masters, &model.module, &model.buffers));
     Ok(catalog)

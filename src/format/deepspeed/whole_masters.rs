@@ -57,6 +57,8 @@ pub struct WholeMaster<'a> {
     pub master: Option<&'a View>,
     /// The state of the parameter; `None` if the optimizer has not made a step yet.
     pub state: Option<&'a Value>,
+    /// True if several parameters are alike, so that only their order in the module gives the name.
+    pub is_named_by_order: bool,
 }
 
 /// A parameter group of the optimizer.
@@ -164,6 +166,7 @@ pub fn find_names<'a>(
             file: optimizer.file,
             master: master(index),
             state: states.get(&number).copied(),
+            is_named_by_order: false,
         });
         found.push(WholeGroup { params: params.collect(), options });
     }
@@ -177,6 +180,7 @@ pub fn find_names<'a>(
         for ((group, index), param) in alike.positions.iter().zip(&alike.params) {
             let own = &mut found[*group].params[*index];
             own.name = param.name;
+            own.is_named_by_order = alike.params.len() > 1;
             check_state(optimizer, own, param)?;
         }
     }
@@ -325,6 +329,23 @@ fn compared(view: &View) -> u64 {
 
 fn is_dense(view: &View) -> bool {
     view.strides == contiguous_strides(&view.sizes)
+}
+
+/// Returns a note if the order of the module gives names, because several parameters are alike.
+pub fn note_of_order(folder: &Path, groups: &[WholeGroup<'_>]) -> Option<String> {
+    let params = || groups.iter().flat_map(|group| &group.params);
+    let by_order: Vec<&str> = params().filter(|param| param.is_named_by_order).map(|param| param.name).collect();
+    let alike = if params().any(|param| param.master.is_some()) { "shapes and values" } else { "shapes" };
+    (!by_order.is_empty()).then(|| {
+        format!(
+            "{}: optimizer states of ZeRO stage 0 have no names: {} of {} belong to parameters of equal {alike} ({}), and are \
+             named in the order of the module: this is right only if the optimizer had the parameters in this order",
+            folder.display(),
+            by_order.len(),
+            params().count(),
+            short_list(&by_order, FEW)
+        )
+    })
 }
 
 fn ambiguous(folder: &Path, alike: &Alike<'_>, has_masters: bool) -> Error {
