@@ -131,7 +131,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         check_copies(&reading.files, &frozen.iter().collect::<Vec<_>>())?;
     }
     // No other file in the folder is part of the state dict, but all of them are part of the checkpoint.
-    reading.other_files.extend(files_below(&zero)?);
+    let below = files_below(&zero)?;
+    refuse_surplus(&below, &params)?;
+    reading.other_files.extend(below);
     reading.other_files.extend(names.iter().filter(|name| is_states(name)).map(|name| folder.join(name)));
 
     let mut catalog = Catalog::empty();
@@ -461,6 +463,22 @@ fn files_below(zero: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(found)
+}
+
+/// Refuses optimizer state of a name that is not a trained parameter. ds_to_universal.py writes the values of frozen
+/// parameters and of buffers, too, but they have no optimizer state.
+fn refuse_surplus(files: &[PathBuf], params: &[Trained<'_>]) -> Result<()> {
+    let trained: HashSet<&str> = params.iter().map(|param| param.fqn.as_str()).collect();
+    for path in files {
+        let [key, name] = [path.file_name(), path.parent().and_then(Path::file_name)];
+        let key = key.and_then(|key| key.to_str()?.strip_suffix(".pt")).filter(|key| *key != MASTER);
+        let name = name.and_then(|name| name.to_str()).filter(|name| *name != FOLDER && !trained.contains(name));
+        if let (Some(key), Some(name)) = (key, name) {
+            let expected = "no optimizer state, because param_shapes in the model files does not list this parameter";
+            return Err(leftover(path, &format!("the folder `{name}`"), expected, format!("{key}.pt")));
+        }
+    }
+    Ok(())
 }
 
 /// Returns the tensor in the file of a parameter, with its position in the file.
