@@ -159,7 +159,7 @@ impl<'a> ReadFindings<'a> {
 /// Returns the error for the case that the user declares a layout, but the source has no rank files.
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
-        format!("{} is not a folder of rank files, so its plain tensors are not shards", root.display()),
+        format!("{} needs no declared layout: its tensors are whole, or record how they are sharded", root.display()),
         "remove options::src_mesh, options::src_placements, options::src_split, options::src_plan, options::src_layout and \
          options::reduce: they declare how plain tensors in rank files are sharded (one torch.save or safetensors file per \
          rank)",
