@@ -148,7 +148,7 @@ impl FlatParameter {
 }
 
 /// The storage order of a dense tensor: the dims of the tensor, in descending order of their strides.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct StorageOrder(SmallVec<[usize; 4]>);
 
 impl StorageOrder {

@@ -12,9 +12,11 @@ use crate::common::env::TestEnv;
 use crate::common::{Tensors, Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, succeed};
 
 /// The cases that are read completely.
-pub const CASES: [&str; 15] = [
+pub const CASES: [&str; 19] = [
     "zero0_fp32",
     "zero0_bf16",
+    "zero0_strides",
+    "zero0_adafactor",
     "zero1_fp32",
     "zero1_bf16",
     "zero1_aligned",
@@ -24,10 +26,12 @@ pub const CASES: [&str; 15] = [
     "zero2_bf16",
     "zero2_round_robin",
     "zero2_sgd",
+    "zero2_adagrad",
     "zero2_elastic",
     "zero3_fp32",
     "zero3_bf16",
     "zero3_hpz",
+    "zero3_adam",
 ];
 /// The cases that other releases of DeepSpeed wrote.
 pub const RELEASES: [&str; 7] = [
@@ -128,6 +132,8 @@ fn resharded_cases_equal_the_live_engines() {
     for (name, options) in [
         ("zero0_fp32", "--mesh dp=2 --to dcp"),
         ("zero0_bf16", "--mesh dp=2 --to dcp"),
+        ("zero0_strides", "--mesh dp=3 --to dcp"),
+        ("zero0_adafactor", "--mesh dp=2 --to dcp"),
         ("zero1_fp32", "--mesh dp=3 --to dcp"),
         ("zero1_bf16", "--mesh dp=2 --to dcp"),
         ("zero2_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),

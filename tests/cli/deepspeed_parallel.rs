@@ -13,7 +13,7 @@ use crate::common::{assert_same, below, expect, fixture, read_safetensors, succe
 use crate::deepspeed::{Damaged, TAG, at, case, set_element, set_number, state, tensors, truth};
 
 /// The cases that are read completely.
-pub const CASES: [&str; 10] = [
+pub const CASES: [&str; 11] = [
     "pipe_fp32",
     "pipe_bf16",
     "autotp_zero1",
@@ -21,6 +21,7 @@ pub const CASES: [&str; 10] = [
     "tp_zero2",
     "pipe_tp",
     "moe_zero2",
+    "moe_tied",
     "moe_zero0",
     "moe_zero0_bf16",
     "moe_zero0_plain",
@@ -48,6 +49,7 @@ fn resharded_cases_equal_the_live_engines() {
         ("tp_zero2", "--mesh dp=4 --to local"),
         ("pipe_tp", "--mesh dp=2 --to dcp"),
         ("moe_zero2", "--mesh dp=3 --to dcp"),
+        ("moe_tied", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
         ("moe_zero0", "--mesh dp=3 --to dcp"),
         ("moe_zero0_bf16", "--mesh dp=2,tp=2 --placements S(0),S(1) --to torch-ranks"),
         ("moe_zero0_plain", "--mesh dp=2 --to dcp"),
@@ -100,6 +102,26 @@ fn longest_storage(path: &Path) -> usize {
         longest = storages.map(|entry| entry.data.len()).max().unwrap();
     });
     longest
+}
+
+/// DeepSpeed records the tied names of the first stage only. A clone of a later stage has the rounded values of its parameter.
+#[test]
+fn tied_parameters_that_no_file_lists_are_warned_of() {
+    let name = "pipe_tied";
+    let mut expected = truth(name);
+    let mut found = tensors(&case(name));
+    let (alias, warning) = ("4.up_again.weight", "has the values of `4.up.weight`, rounded to bf16");
+    for tensors in [&mut found, &mut expected] {
+        tensors.remove(&format!("model.{alias}")).unwrap();
+    }
+    assert_same(&found, &expected, name);
+    let env = TestEnv::new();
+    let made = env.make("consolidate", case(name), "out", "--assets none");
+    assert_eq!(made.run.stderr.matches("rounded to bf16").count(), 1, "{}", made.run.stderr);
+    assert!(made.run.stderr.contains(&format!("layer_04-model_states.pt: `{alias}` {warning}")), "{}", made.run.stderr);
+    // The weights of the module are not rounded any more.
+    let made = env.make("consolidate", case(name), "module", "--assets none --weights module");
+    assert!(!made.run.stderr.contains(warning), "{}", made.run.stderr);
 }
 
 /// Returns the names in a parameter group.

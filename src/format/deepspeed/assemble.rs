@@ -13,6 +13,7 @@ use super::model::{ModelStates, Module, OWN_KEYS, StoredValue, wrong_name};
 use super::optimizer::StateValue;
 use super::partitions::{Partitioned, Placed};
 use super::tensor_parallel::{INFO, Joined};
+use super::ties::{TIED_LAYERS, ties};
 use super::whole_masters::{WholeGroup, WholeMaster};
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
@@ -25,9 +26,6 @@ use crate::format::torch::{RankFile, TensorNode, View};
 use crate::format::torchsnapshot::add_value;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
-
-/// The beginning of the names of layers that several stages of a pipeline use.
-pub const TIED_LAYERS: &str = "tied_modules.";
 
 /// The keys of the model and of the optimizer in the state dict, as PyTorch's trainers name them.
 const MODEL: &str = "model";
@@ -330,13 +328,7 @@ impl Parts<'_> {
     /// parameters, if they are read.
     fn model_dict(&self, values: IndexMap<Fqn, TensorId>, catalog: &mut Catalog) -> Result<Value> {
         let module = self.modules[0];
-        // DeepSpeed compares addresses, which are equal for all parameters without elements. At stages 1 and 2, the module shows
-        // whether two names have one tensor.
-        let is_alias = |(alias, with): &&(&str, &str)| {
-            let own = module.get(*alias).zip(module.get(*with)).filter(|_| !self.is_stage3);
-            own.is_none_or(|(alias, with)| alias.tensor() == with.tensor())
-        };
-        let shared = || self.jobs.iter().flat_map(|job| &job.model.shared).filter(is_alias);
+        let ties = ties(self.jobs, module, self.is_stage3, self.weights)?;
         let first = self.model().first();
         let mut values = values;
         let trained = values.len();
@@ -350,7 +342,7 @@ impl Parts<'_> {
                 None => wrong_name(first, lost.as_str(), "only names of `module`"),
             });
         }
-        let ties: HashSet<&str> = shared().map(|(alias, _)| *alias).collect();
+        let tied: HashSet<&str> = ties.iter().map(|(alias, _)| &**alias).collect();
         // At stages 1 and 2, a further name of a parameter is a view of the same elements of `module`.
         let by_view: HashMap<(FileId, TensorId), TensorId> = if self.is_stage3 {
             HashMap::new()
@@ -361,7 +353,7 @@ impl Parts<'_> {
         let mut imported: HashMap<(FileId, TensorId), TensorId> = HashMap::new();
         for (name, stored) in module {
             let name: &str = name;
-            if values.contains_key(&Fqn::from(name)) || ties.contains(name) {
+            if values.contains_key(&Fqn::from(name)) || tied.contains(name) {
                 continue;
             }
             let own = stored.tensor();
@@ -378,15 +370,15 @@ impl Parts<'_> {
             };
             values.insert(name.into(), id);
         }
-        for (alias, with) in shared() {
-            let Some(id) = values.get(&Fqn::from(*with)).copied() else {
+        for (alias, with) in &ties {
+            let Some(id) = values.get(&Fqn::from(&**with)).copied() else {
                 return Err(first.wrong(
                     "shared_params",
                     "names of parameters",
                     format!("`{with}`, which has no value"),
                 ));
             };
-            values.insert((*alias).into(), id);
+            values.insert((&**alias).into(), id);
         }
         let tied = values.keys().take(trained).filter(|name| !module.contains_key(name.as_str()));
         let others = values.keys().skip(trained).filter(|name| !module.contains_key(name.as_str()));

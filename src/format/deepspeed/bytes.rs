@@ -9,7 +9,7 @@ use super::folder::leftover;
 use super::join::{Param, Shard};
 use super::optimizer::{FlatGroup, OptimizerStates, StateValue};
 use super::partitions::Placed;
-use crate::catalog::{Dtype, FileLocation, contiguous_strides};
+use crate::catalog::{Dtype, FileLocation, Value, contiguous_strides};
 use crate::error::{Error, FormatError, Result};
 use crate::format::scalar::number;
 use crate::format::torch::{RankFile, View};
@@ -42,11 +42,27 @@ fn stored(view: &View) -> u64 {
     (view.storage_bytes / view.dtype.itemsize()).saturating_sub(view.offset)
 }
 
-/// Checks that the padding of all vectors is zero.
+/// The optimizer state that stays zero where the parameter and its gradients are zero, as in the padding. Other state may
+/// begin with another value, such as `sum` of Adagrad and `step_size` of Rprop.
+const ZERO_STATE: [&str; 8] =
+    ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "prev"];
+
+/// Returns whether the padding of optimizer state is zero although that of the master weights has arbitrary values. An optimizer
+/// with L2 regularization adds these values to the gradients; AdamW (`decoupled_weight_decay`) does not.
+fn has_decoupled_decay(states: &OptimizerStates<'_>) -> bool {
+    states.param_groups.iter().all(|(_, options)| {
+        let option = |key: &str| options.and_then(|options| options.get(key));
+        let has_decay = !matches!(option("weight_decay"), Some(Value::Int(0) | Value::Float(0.0)));
+        !has_decay || option("decoupled_weight_decay") == Some(&Value::Bool(true))
+    })
+}
+
+/// Checks that the padding of the vectors is zero, where it has to be.
 ///
 /// # Errors
 /// `Malformed` that names the file, the vector and the element; `Io`.
 pub fn check_padding(files: &Files, states: &OptimizerStates<'_>, is_stage3: bool) -> Result<()> {
+    let is_state_zero = !is_stage3 || has_decoupled_decay(states);
     for (index, group) in states.groups.iter().enumerate() {
         for (partition, file) in group.files.iter().enumerate() {
             let padding = group.partitioned.padding(partition as u64);
@@ -54,7 +70,9 @@ pub fn check_padding(files: &Files, states: &OptimizerStates<'_>, is_stage3: boo
                 continue;
             }
             let moments = group.state.iter().filter_map(|(key, value)| match value {
-                StateValue::Vectors(views) => Some((*key, views[partition])),
+                StateValue::Vectors(views) if is_state_zero && ZERO_STATE.contains(key) => {
+                    Some((*key, views[partition]))
+                }
                 _ => None,
             });
             // At stage 3, the padding of master weights has arbitrary values.
@@ -252,13 +270,54 @@ pub fn rounded(bytes: &[u8], from: Dtype, to: Dtype) -> Vec<u64> {
         let Some(exact) = number(from, element) else {
             return element.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
         };
-        // f64 has every f32 exactly, so this rounds once.
+        // PyTorch rounds f64 to f32 first. `from_f64` of `half` ignores the last 32 bits of the significand.
+        #[allow(clippy::cast_possible_truncation, reason = "rounds as PyTorch")]
+        let single = exact as f32;
         let rounded = match to {
-            Dtype::Bf16 => half::bf16::from_f64(exact).to_f64(),
-            Dtype::F16 => half::f16::from_f64(exact).to_f64(),
+            Dtype::Bf16 => half::bf16::from_f32(single).to_f64(),
+            Dtype::F16 => half::f16::from_f32(single).to_f64(),
             _ => exact,
         };
         if rounded.is_nan() { u64::MAX } else { rounded.to_bits() }
     };
     elements.map(round).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the one of the two neighbours in `grid` that is nearest to `exact`, and that with an even number if both are.
+    fn nearest(exact: f64, grid: impl Fn(u16) -> f64, start: u16) -> u16 {
+        let distance = |bits: &u16| ((grid(*bits) - exact).abs(), bits % 2);
+        let around = [start.saturating_sub(1), start, start + 1];
+        around.into_iter().min_by(|a, b| distance(a).partial_cmp(&distance(b)).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn f32_is_rounded_to_nearest_even() {
+        // The last bits decide near the middle between two numbers of 16 bits.
+        for (high, low) in (0..2000_u32).flat_map(|high| (0..64).map(move |low| (high, low))) {
+            let last = [low, 0x1000_u32.wrapping_add(low).wrapping_sub(32), 0x8000_u32.wrapping_add(low) - 32];
+            for last in last {
+                let bits = 0x3780_0000 + high * 0x0001_2345 + last % 0x1_0000;
+                let exact = f32::from_bits(bits);
+                if exact.abs() > 60000.0 {
+                    continue;
+                }
+                let [bf16, f16] = [half::bf16::from_f32(exact).to_bits(), half::f16::from_f32(exact).to_bits()];
+                let bf16 = nearest(exact.into(), |bits| half::bf16::from_bits(bits).to_f64(), bf16);
+                let f16 = nearest(exact.into(), |bits| half::f16::from_bits(bits).to_f64(), f16);
+                let bytes = exact.to_le_bytes();
+                assert_eq!(
+                    rounded(&bytes, Dtype::F32, Dtype::Bf16),
+                    rounded(&bf16.to_le_bytes(), Dtype::Bf16, Dtype::Bf16)
+                );
+                assert_eq!(
+                    rounded(&bytes, Dtype::F32, Dtype::F16),
+                    rounded(&f16.to_le_bytes(), Dtype::F16, Dtype::F16)
+                );
+            }
+        }
+    }
 }

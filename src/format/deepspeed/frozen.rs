@@ -10,9 +10,10 @@ use super::join::Job;
 use super::model::{ModelStates, Module, StoredValue};
 use super::optimizer::FlatGroup;
 use super::partitions::Partitioned;
-use crate::catalog::{Fqn, contiguous_strides};
+use super::ties::ties;
+use crate::catalog::Weights;
 use crate::error::{Error, Result};
-use crate::format::torch::{RankFile, View};
+use crate::format::torch::View;
 
 const FRAGMENTS: &str = "frozen_param_fragments";
 
@@ -72,11 +73,12 @@ pub fn shards<'a>(
     jobs: &[Job<'a>],
     modules: &[&Module<'a>],
     trained: &HashSet<&str>,
-    is_stage3: bool,
+    (is_stage3, weights): (bool, Weights),
 ) -> Result<Vec<Vec<FlatGroup<'a>>>> {
     let all = || jobs.iter().map(|job| &job.model);
     let buffers: HashSet<&str> = all().flat_map(|model| model.buffers.iter().copied()).collect();
-    let ties: HashSet<&str> = all().flat_map(|model| model.shared.iter().map(|(alias, _)| *alias)).collect();
+    let ties = ties(jobs, modules[0], is_stage3, weights)?;
+    let ties: HashSet<&str> = ties.iter().map(|(alias, _)| &**alias).collect();
     let tensors: HashSet<_> =
         trained.iter().filter_map(|name| modules[0].get(*name)?.tensor().filter(|_| !is_stage3)).collect();
     let names = modules[1..].iter().flat_map(|module| *module);
@@ -135,22 +137,11 @@ fn whole<'a>(name: &str, stored: &StoredValue<'a>) -> Result<FlatGroup<'a>> {
     let Some(view) = fields.view(stored.value) else {
         return Err(fields.wrong(name, "a tensor", stored.value.type_name()));
     };
-    one_partition(name.into(), fields.file, view).ok_or_else(|| {
+    FlatGroup::of_tensor(name.into(), fields.file, view).ok_or_else(|| {
         let (file, strides) = (fields.path().display(), view.strides.as_slice());
         Error::unsupported(
             format!("{file}: {name} has strides {strides:?}: its elements are not in row-major order without gaps"),
             "before the job saves, make the parameter contiguous",
         )
     })
-}
-
-/// Returns a tensor as a group with one parameter and one partition; `None` if its elements are not in row-major order
-/// without gaps.
-pub fn one_partition<'a>(fqn: Fqn, file: &'a RankFile, view: &'a View) -> Option<FlatGroup<'a>> {
-    let expected = contiguous_strides(&view.sizes);
-    // The stride of a dim of size 1 has no effect.
-    let is_row_major = view.sizes.contains(&0)
-        || (0..expected.len()).all(|dim| view.sizes[dim] == 1 || view.strides[dim] == expected[dim]);
-    let partitioned = Partitioned::together(vec![(fqn, view.sizes.clone())], &[0], 1).filter(|_| is_row_major)?;
-    Some(FlatGroup { files: vec![file], partitioned, masters: vec![view], state: Vec::new() })
 }

@@ -38,6 +38,7 @@ pub(super) mod optimizer;
 mod partitions;
 pub(super) mod read;
 pub(super) mod tensor_parallel;
+pub(super) mod ties;
 mod whole_masters;
 
 pub use model::OWN_KEYS;

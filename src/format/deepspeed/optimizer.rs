@@ -9,7 +9,7 @@ use super::fields::{Fields, is_vector};
 use super::folder::{GATHER, OFFLOAD, StatesFiles, leftover, refused};
 use super::partitions::Partitioned;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
-use crate::catalog::{Dict, Fqn, Value};
+use crate::catalog::{Dict, Fqn, Value, contiguous_strides};
 use crate::error::{Error, FormatError, Result};
 use crate::format::torch::{RankFile, View};
 use crate::layout::Dims;
@@ -50,6 +50,19 @@ pub struct FlatGroup<'a> {
     pub masters: Vec<&'a View>,
     /// The state by its name, such as `exp_avg`.
     pub state: Vec<(&'a str, StateValue<'a>)>,
+}
+
+impl<'a> FlatGroup<'a> {
+    /// Returns a tensor as a group with one parameter and one partition; `None` if its elements are not in row-major order
+    /// without gaps.
+    pub fn of_tensor(fqn: Fqn, file: &'a RankFile, view: &'a View) -> Option<Self> {
+        let expected = contiguous_strides(&view.sizes);
+        // The stride of a dim of size 1 has no effect.
+        let is_row_major = view.sizes.contains(&0)
+            || (0..expected.len()).all(|dim| view.sizes[dim] == 1 || view.strides[dim] == expected[dim]);
+        let partitioned = Partitioned::together(vec![(fqn, view.sizes.clone())], &[0], 1).filter(|_| is_row_major)?;
+        Some(Self { files: vec![file], partitioned, masters: vec![view], state: Vec::new() })
+    }
 }
 
 /// Returns the options of a parameter group without those of some keys, as a dict to compare.

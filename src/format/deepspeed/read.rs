@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexSet;
 
-use super::assemble::{Parts, Stage0, TIED_LAYERS};
-use super::bytes::{BoxOfShard, check_copies, check_padding, check_steps, is_rounded};
+use super::assemble::{Parts, Stage0};
+use super::bytes::{check_copies, check_padding, check_steps};
 use super::declared::DeclaredShards;
 use super::expert_ranks::OPTIMIZER;
 use super::fields::Fields;
@@ -15,8 +15,8 @@ use super::frozen;
 use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, params};
 use super::model::{ModelStates, Module, OWN_KEYS, TENSOR_PARALLEL, check_optimizer_file, check_same_job, read_layers};
 use super::names::{LayerName, Role, StatesName};
-use super::optimizer::{self, FlatGroup, OptimizerStates, options_without};
-use super::partitions::Placed;
+use super::optimizer::{self, OptimizerStates, options_without};
+use super::ties::{Tied, tied_layers, unrecorded_ties};
 use super::whole_masters::Candidate;
 use super::{expert_ranks, mappings, whole_masters};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
@@ -26,7 +26,7 @@ use crate::format::foreign::{first_bytes, refuse_file};
 use crate::format::reading::ReadFindings;
 use crate::format::torch::{RankFile, dropped_objects, load};
 use crate::format::{list, name_of};
-use crate::layout::{Dims, Region};
+use crate::layout::Region;
 use crate::quantity::count;
 use torch_pickle::pickle::Unknown;
 
@@ -83,8 +83,15 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
-    let shards =
-        if tensor_parallel > 1 { frozen::shards(folder, &jobs, &modules, &with_masters, is_stage3)? } else { vec![] };
+    let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
+        Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
+        None => Vec::new(),
+    };
+    let shards = if tensor_parallel > 1 {
+        frozen::shards(folder, &jobs, &modules, &with_masters, (is_stage3, weights))?
+    } else {
+        vec![]
+    };
     let mut frozen = frozen_params(&jobs, &shards, &layouts)?;
     let has_unknown_layout = params.iter().chain(&frozen).any(|param| param.joined.is_unknown);
     let mut notes = Vec::new();
@@ -130,6 +137,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let dropped: IndexSet<String> = files.iter().flat_map(|files| dropped_values(&files.model)).collect();
     catalog.dropped = dropped.into_iter().collect();
     catalog.notes.extend(notes);
+    catalog.warnings.extend(unrecorded);
     catalog.plain_may_be_parts = has_unknown_layout && !reading.has_applied_layout;
     Ok(catalog)
 }
@@ -266,19 +274,6 @@ pub fn load_named<Name: Copy>(
     Ok(found.keys().copied().zip(files).collect())
 }
 
-/// A parameter of a layer that several stages of a pipeline use, on one tensor-parallel rank.
-pub struct Tied<'a> {
-    /// The name in `param_shapes`.
-    pub fqn: &'a Fqn,
-    /// The shape of the shard.
-    pub shape: &'a Dims,
-    /// The master weights.
-    pub group: &'a FlatGroup<'a>,
-    pub placed: &'a Placed,
-    /// Boxes of the master weights, each with the box of the shard that has the same elements.
-    pub boxes: Vec<[Region; 2]>,
-}
-
 /// The state dict of a pipeline.
 pub struct Pipeline<'a> {
     /// The state dict on each tensor-parallel rank.
@@ -326,62 +321,6 @@ pub fn read_pipeline<'a>(
     }
     let ties = of_any_rank.into_iter().map(|(name, tie)| (name.clone(), tie.clone())).collect();
     Ok(Pipeline { modules, ties })
-}
-
-/// Returns the layers in the state dict of one tensor-parallel rank that several stages use, by their names.
-///
-/// The first stage that uses a tied layer writes a file of it, in which the layer has the number of a layer; `param_shapes`
-/// has it under the name of the tie.
-fn tied_layers<'a, 'b>(
-    reading: &ReadFindings<'_>,
-    module: &Module<'_>,
-    trained: &HashSet<&str>,
-    ties: &'b [Tied<'a>],
-) -> Result<HashMap<String, &'b Tied<'a>>> {
-    let mut by_key: HashMap<&str, Vec<&'b Tied<'a>>> = HashMap::new();
-    for tied in ties {
-        let key = tied.fqn.as_str().strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.'));
-        if let Some((_, key)) = key {
-            by_key.entry(key).or_default().push(tied);
-        }
-    }
-    // For each tie, the layers that have its values.
-    let mut found: HashMap<&Fqn, (&'b Tied<'a>, Vec<String>)> = HashMap::new();
-    for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
-        let key = name.split_once('.').map_or("", |(_, key)| key);
-        for tied in by_key.get(key).into_iter().flatten() {
-            let Some(view) = stored.fields.view(stored.value) else { continue };
-            if view.sizes != *tied.shape {
-                continue;
-            }
-            // A metadata mirror has no values to compare.
-            if !reading.options.holdings.is_empty() {
-                return Err(Error::unsupported(
-                    format!("{}: only values show which layer is tied", stored.fields.path().display()),
-                    "start processes that see all files of SRC, without options::source per-rank",
-                ));
-            }
-            let Some(module) = frozen::one_partition(tied.fqn.clone(), stored.fields.file, view) else { continue };
-            let mut is_same = true;
-            for [from, to] in &tied.boxes {
-                let Tied { group, placed, .. } = *tied;
-                let masters = BoxOfShard { group, placed, views: &group.masters, region: from };
-                let own = BoxOfShard {
-                    group: &module,
-                    placed: &module.partitioned.params[0],
-                    views: &module.masters,
-                    region: to,
-                };
-                is_same = is_same && is_rounded(&reading.files, masters, own)?;
-            }
-            if is_same {
-                found.entry(tied.fqn).or_insert_with(|| (tied, Vec::new())).1.push(name.to_string());
-            }
-        }
-    }
-    // A frozen layer can have the same values. Then it is not known which of the layers is the tied one, and all are kept.
-    let known = found.into_values().filter(|(_, names)| names.len() == 1);
-    Ok(known.flat_map(|(tied, names)| names.into_iter().map(move |name| (name, tied))).collect())
 }
 
 /// Checks the counters, the padding and the copies in all files. Returns a warning if the optimizer has made another number

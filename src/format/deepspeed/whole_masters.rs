@@ -19,10 +19,11 @@ use super::folder::{leftover, refused};
 use super::model::StoredValue;
 use super::optimizer::options_without;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
-use crate::catalog::{Dict, Dtype, Value, contiguous_strides};
+use crate::catalog::{Dict, Dtype, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, View};
 use crate::layout::Dims;
+use crate::layout::flat::StorageOrder;
 use crate::name_list::{FEW, short_list};
 use crate::quantity::count;
 use crate::storage::Files;
@@ -74,6 +75,9 @@ struct Likeness {
     is_expert: bool,
     /// `None` if the optimizer does not show the shapes.
     shape: Option<Dims>,
+    /// The order of the elements in the file, which a master weight has from its parameter; `None` if there are no master
+    /// weights.
+    order: Option<StorageOrder>,
     /// The first elements in the dtype of the module; `None` if there are no master weights.
     values: Option<(Dtype, Vec<u64>)>,
 }
@@ -204,7 +208,8 @@ fn alike<'a>(
     for param in params {
         let StoredValue { fields, value } = param.stored;
         let Some(view) = fields.view(value).filter(|view| view.dtype.is_float()) else { continue };
-        let is_rounded = matches!(view.dtype, Dtype::Bf16 | Dtype::F16) && is_dense(view);
+        let order = masters.and_then(|_| order(view));
+        let is_rounded = matches!(view.dtype, Dtype::Bf16 | Dtype::F16) && order.is_some();
         // A tied parameter is listed once, with the first of its names.
         if masters.is_some() && !is_rounded || !seen.insert(param.stored.tensor()) {
             continue;
@@ -214,7 +219,7 @@ fn alike<'a>(
             Some(_) => Some((view.dtype, values(files, &fields, view, 0..compared(view), view.dtype)?)),
         };
         let is_expert = knows_experts && param.is_expert;
-        let likeness = Likeness { is_expert, shape: knows_shapes.then(|| view.sizes.clone()), values };
+        let likeness = Likeness { is_expert, shape: knows_shapes.then(|| view.sizes.clone()), order, values };
         found.entry(likeness).or_default().params.push(*param);
     }
     // In mixed precision, all parameters of the module have one of the two dtypes.
@@ -229,11 +234,12 @@ fn alike<'a>(
             let shape = shapes(param).filter(|_| knows_shapes).cloned();
             let mut known = None;
             match param.master {
-                None => known = Some(Likeness { is_expert, shape, values: None }),
+                None => known = Some(Likeness { is_expert, shape, order: None, values: None }),
                 Some(view) => {
                     for dtype in &dtypes {
                         let values = (*dtype, values(files, optimizer, view, 0..compared(view), *dtype)?);
-                        let likeness = Likeness { is_expert, shape: shape.clone(), values: Some(values) };
+                        let likeness =
+                            Likeness { is_expert, shape: shape.clone(), order: order(view), values: Some(values) };
                         known = known.or_else(|| found.contains_key(&likeness).then_some(likeness));
                     }
                 }
@@ -291,19 +297,26 @@ fn moment<'a>(fields: &Fields<'a>, state: Option<&Value>) -> Option<&'a View> {
     entries.iter().filter_map(|(_, value)| fields.view(value)).find(|view| !view.sizes.is_empty())
 }
 
-/// Checks that the state of a parameter has the shape of the parameter, or no dims.
+/// Checks that the state of a parameter has the shape of the parameter, or is factored.
 fn check_state(optimizer: &Fields<'_>, own: &WholeMaster<'_>, param: &Candidate<'_>) -> Result<()> {
     let StoredValue { fields, value } = param.stored;
     let shape = &fields.view(value).expect("a tensor of the module").sizes;
     for (key, value) in own.state.and_then(Value::as_dict).into_iter().flat_map(|state| &state.entries) {
         let Some(view) = optimizer.view(value) else { continue };
-        if !view.sizes.is_empty() && view.sizes != *shape {
+        if !is_of_shape(&view.sizes, shape) {
             let at = format!("the optimizer state {key} of `{}`", own.name);
-            let expected = format!("shape {:?}, as the parameter", shape.as_slice());
+            let expected = format!("shape {:?} as the parameter, or fewer of its dims", shape.as_slice());
             return Err(Error::malformed(optimizer.path(), at, expected, format!("{:?}", view.sizes.as_slice())));
         }
     }
     Ok(())
+}
+
+/// Returns whether optimizer state of a parameter can have these sizes. A factored state, as that of Adafactor, lacks dims of the
+/// parameter, or has the size 1 there.
+fn is_of_shape(sizes: &[u64], shape: &[u64]) -> bool {
+    let mut rest = shape.iter();
+    sizes.iter().filter(|size| **size != 1).all(|size| rest.any(|of_param| of_param == size))
 }
 
 /// Returns the master weights of each group.
@@ -315,8 +328,8 @@ fn views<'a>(optimizer: &Fields<'a>) -> Result<Vec<Vec<&'a View>>> {
             return Err(optimizer.wrong(&at, "a list of tensors", group.type_name()));
         };
         let view = |value: &Value| {
-            let view = optimizer.view(value).filter(|view| view.dtype == Dtype::F32 && is_dense(view));
-            view.ok_or_else(|| optimizer.wrong(&at, "dense tensors of dtype f32", value.type_name()))
+            let view = optimizer.view(value).filter(|view| view.dtype == Dtype::F32 && order(view).is_some());
+            view.ok_or_else(|| optimizer.wrong(&at, "tensors of dtype f32 without gaps", value.type_name()))
         };
         found.push(group.iter().map(view).collect::<Result<_>>()?);
     }
@@ -327,8 +340,12 @@ fn compared(view: &View) -> u64 {
     view.sizes.iter().product::<u64>().min(COMPARED)
 }
 
-fn is_dense(view: &View) -> bool {
-    view.strides == contiguous_strides(&view.sizes)
+/// Returns the order of the elements in the file, or `None` if they have gaps or overlap.
+fn order(view: &View) -> Option<StorageOrder> {
+    if view.sizes.contains(&0) {
+        return Some(StorageOrder::row_major(view.sizes.len()));
+    }
+    StorageOrder::of_strides(&view.sizes, &view.strides)
 }
 
 /// Returns a note if the order of the module gives names, because several parameters are alike.

@@ -19,7 +19,7 @@ use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{Catalog, Chunk, Dict, DictKind, Fqn, TensorEntry, Value, Weights};
 use crate::error::{Error, FormatError, Result};
-use crate::format::deepspeed::assemble::{Parts, Stage0, TIED_LAYERS, dict, optimizer_dict, unreadable, whole};
+use crate::format::deepspeed::assemble::{Parts, Stage0, dict, optimizer_dict, unreadable, whole};
 use crate::format::deepspeed::bytes::check_copies;
 use crate::format::deepspeed::fields::{Fields, is_vector};
 use crate::format::deepspeed::folder::{FolderFiles, GATHER, leftover, refused};
@@ -29,9 +29,10 @@ use crate::format::deepspeed::model::{ModelStates, Module, wrong_name};
 use crate::format::deepspeed::names::{LayerName, Role, StatesName, is_expert, is_states};
 use crate::format::deepspeed::optimizer::{FlatGroup, Shapes};
 use crate::format::deepspeed::read::{
-    Tied, check_jobs, check_world_size, dropped_values, load_files, load_named, read_pipeline, without_module,
+    check_jobs, check_world_size, dropped_values, load_files, load_named, read_pipeline, without_module,
 };
 use crate::format::deepspeed::tensor_parallel::{INFO, Joined};
+use crate::format::deepspeed::ties::{TIED_LAYERS, Tied, unrecorded_ties};
 use crate::format::reading::ReadFindings;
 use crate::format::scalar::read_scalar;
 use crate::format::torch::{RankFile, TensorNode, View, load};
@@ -113,7 +114,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let weights = reading.options.weights.unwrap_or(Weights::Master);
     let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
-    let groups = if is_pipeline { tied_masters(with_masters, &values)? } else { Vec::new() };
+    let groups = if is_pipeline { masters(with_masters, &values)? } else { Vec::new() };
     let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
     let tied: Vec<Vec<Tied<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
     let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?.without_tied_layers();
@@ -125,7 +126,12 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     if weights == Weights::Module && (is_stage3 || !params.iter().all(has_values)) {
         return Err(without_module(folder, "in Universal form, which has master weights only"));
     }
-    let shards = if ranks > 1 { frozen::shards(folder, &jobs, &modules, &trained, is_stage3)? } else { vec![] };
+    let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
+        Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
+        None => Vec::new(),
+    };
+    let shards =
+        if ranks > 1 { frozen::shards(folder, &jobs, &modules, &trained, (is_stage3, weights))? } else { vec![] };
     let frozen = join::frozen(&jobs, &shards, &layouts)?;
     if reading.options.holdings.is_empty() {
         check_copies(&reading.files, &frozen.iter().collect::<Vec<_>>())?;
@@ -207,6 +213,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let all = model_files().chain(layers.iter().map(|(_, file)| file)).chain(&files).chain(&optimizer_files);
     catalog.archives = all.map(|file| file.contents.file_range()).collect();
     catalog.dropped = dropped.into_iter().collect();
+    catalog.warnings.extend(unrecorded);
     Ok(catalog)
 }
 
@@ -322,13 +329,13 @@ impl<'a> Trained<'a> {
     }
 }
 
-/// Returns the master weights of the layers that several stages of a pipeline use. `values` has the files of each parameter.
-fn tied_masters<'a>(
+/// Returns the master weights of the parameters of a pipeline. `values` has the files of each parameter.
+fn masters<'a>(
     params: &'a [Trained<'a>],
     values: &[Vec<(&str, &'a RankFile)>],
 ) -> Result<Vec<(&'a Trained<'a>, FlatGroup<'a>)>> {
     let mut found = Vec::new();
-    for (param, values) in params.iter().zip(values).filter(|(param, _)| param.is_tied()) {
+    for (param, values) in params.iter().zip(values) {
         let file = values.iter().find_map(|(key, file)| (*key == MASTER).then_some(*file));
         let Some(file) = file else { continue };
         let (_, TensorNode::Plain(view)) = node(file)? else { continue };
@@ -336,7 +343,7 @@ fn tied_masters<'a>(
         if view.sizes.len() != param.joined.shape.len() {
             continue;
         }
-        found.extend(frozen::one_partition(param.fqn.clone(), file, view).map(|group| (param, group)));
+        found.extend(FlatGroup::of_tensor(param.fqn.clone(), file, view).map(|group| (param, group)));
     }
     Ok(found)
 }

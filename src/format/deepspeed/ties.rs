@@ -1,0 +1,226 @@
+//! Tied parameters: several names of one parameter of the module.
+//!
+//! `shared_params` in a model file lists the further names, each with the name under which the parameter is listed. In the
+//! module, both names have one tensor. But the files of experts and of the layers of a pipeline have a clone for each name:
+//! of a tied parameter, the clones have the values of the module, and only the listed name has a master weight.
+//!
+//! Source: `_get_shared_params` and `_save_moe_checkpoint` in `deepspeed/runtime/engine.py`, `save_state_dict` in
+//! `deepspeed/runtime/pipe/module.py`.
+
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
+
+use super::bytes::{BoxOfShard, is_rounded};
+use super::experts::split_expert;
+use super::join::Job;
+use super::model::{ModelStates, Module, StoredValue};
+use super::optimizer::FlatGroup;
+use super::partitions::Placed;
+use crate::catalog::{Fqn, Weights};
+use crate::error::{Error, Result};
+use crate::format::reading::ReadFindings;
+use crate::format::torch::View;
+use crate::layout::{Dims, Region};
+use crate::storage::Files;
+
+/// The beginning of the names of layers that several stages of a pipeline use.
+pub const TIED_LAYERS: &str = "tied_modules.";
+
+/// A further name of a parameter, and the name under which the parameter is listed.
+pub type Tie<'a> = (Cow<'a, str>, Cow<'a, str>);
+
+/// Returns the tied names of all model-parallel ranks. With weights of the module, clones are not tied: each name has its own
+/// values.
+///
+/// # Errors
+/// `Malformed` for damaged shapes.
+pub fn ties<'a>(jobs: &[Job<'a>], module: &Module<'a>, is_stage3: bool, weights: Weights) -> Result<Vec<Tie<'a>>> {
+    // DeepSpeed compares addresses, which are equal for all parameters without elements. At stages 1 and 2, the module shows
+    // whether two names have one tensor.
+    let is_tie = |(alias, with): &Tie<'a>| {
+        let own = module.get(alias).zip(module.get(with)).filter(|_| !is_stage3);
+        own.is_none_or(|(alias, with)| {
+            alias.tensor() == with.tensor() || weights == Weights::Master && is_clone(alias, with)
+        })
+    };
+    let mut found = Vec::new();
+    for job in jobs {
+        found.extend(of_model(&job.model)?.into_iter().filter(is_tie));
+    }
+    Ok(found)
+}
+
+/// Returns whether two tensors can be clones of one tensor.
+fn is_clone(first: &StoredValue<'_>, other: &StoredValue<'_>) -> bool {
+    let [first, other] = [first, other].map(|stored| stored.fields.view(stored.value));
+    first.zip(other).is_some_and(|(first, other)| {
+        first.dtype == other.dtype && first.sizes == other.sizes && !first.sizes.contains(&0)
+    })
+}
+
+/// Returns the tied names in the files of one model-parallel rank. Expert-parallel ranks count their own experts from 0 on,
+/// and all of them have the ties of the first one.
+fn of_model<'a>(model: &ModelStates<'a>) -> Result<Vec<Tie<'a>>> {
+    let mut numbers: HashMap<&str, HashSet<u64>> = HashMap::new();
+    let shapes = if model.experts.is_empty() { None } else { model.param_shapes()? };
+    for (name, _) in shapes.iter().flatten().flatten() {
+        if let Some((prefix, number, _)) = split_expert(name.as_str())
+            && let Some((prefix, _)) = model.experts.get_key_value(prefix)
+        {
+            numbers.entry(prefix).or_default().insert(number);
+        }
+    }
+    let mut found = Vec::new();
+    for &(alias, with) in &model.shared {
+        let Some((prefix, number, rest)) =
+            split_expert(alias).filter(|(prefix, ..)| model.experts.contains_key(prefix))
+        else {
+            found.push((alias.into(), with.into()));
+            continue;
+        };
+        let own = numbers.get(prefix).map_or(0, |numbers| numbers.len() as u64);
+        let of_rank = (0..model.experts[prefix]).filter(|global| own > 0 && global % own == number);
+        // Both names are of one expert, or the listed name is that of a parameter outside of experts.
+        match split_expert(with) {
+            Some((other, with_number, with_rest)) if (other, with_number) == (prefix, number) => {
+                found.extend(of_rank.map(|global| {
+                    (format!("{prefix}{global}.{rest}").into(), format!("{prefix}{global}.{with_rest}").into())
+                }));
+            }
+            _ => found.extend(of_rank.map(|global| (format!("{prefix}{global}.{rest}").into(), with.into()))),
+        }
+    }
+    Ok(found)
+}
+
+/// A parameter of a layer that several stages of a pipeline use, on one tensor-parallel rank.
+pub struct Tied<'a> {
+    /// The name in `param_shapes`.
+    pub fqn: &'a Fqn,
+    /// The shape of the shard.
+    pub shape: &'a Dims,
+    /// The master weights.
+    pub group: &'a FlatGroup<'a>,
+    pub placed: &'a Placed,
+    /// Boxes of the master weights, each with the box of the shard that has the same elements.
+    pub boxes: Vec<[Region; 2]>,
+}
+
+impl Tied<'_> {
+    /// Returns whether a tensor of the module has the rounded values of the master weights. The tensor has the shape of the
+    /// shard.
+    ///
+    /// # Errors
+    /// `Io`.
+    fn has_rounded_values(&self, files: &Files, stored: &StoredValue<'_>, view: &View) -> Result<bool> {
+        let Self { fqn, group, placed, .. } = *self;
+        let Some(module) = FlatGroup::of_tensor(fqn.clone(), stored.fields.file, view) else { return Ok(false) };
+        for [from, to] in &self.boxes {
+            let masters = BoxOfShard { group, placed, views: &group.masters, region: from };
+            let own = BoxOfShard {
+                group: &module,
+                placed: &module.partitioned.params[0],
+                views: &module.masters,
+                region: to,
+            };
+            if !is_rounded(files, masters, own)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Returns the layers in the state dict of one tensor-parallel rank that several stages use, by their names.
+///
+/// The first stage that uses a tied layer writes a file of it, in which the layer has the number of a layer; `param_shapes`
+/// has it under the name of the tie.
+pub fn tied_layers<'a, 'b>(
+    reading: &ReadFindings<'_>,
+    module: &Module<'_>,
+    trained: &HashSet<&str>,
+    ties: &'b [Tied<'a>],
+) -> Result<HashMap<String, &'b Tied<'a>>> {
+    let mut by_key: HashMap<&str, Vec<&'b Tied<'a>>> = HashMap::new();
+    for tied in ties {
+        let key = tied.fqn.as_str().strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.'));
+        if let Some((_, key)) = key {
+            by_key.entry(key).or_default().push(tied);
+        }
+    }
+    // For each tie, the layers that have its values.
+    let mut found: HashMap<&Fqn, (&'b Tied<'a>, Vec<String>)> = HashMap::new();
+    for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
+        let key = name.split_once('.').map_or("", |(_, key)| key);
+        for tied in by_key.get(key).into_iter().flatten() {
+            let Some(view) = stored.fields.view(stored.value) else { continue };
+            if view.sizes != *tied.shape {
+                continue;
+            }
+            // A metadata mirror has no values to compare.
+            if !reading.options.holdings.is_empty() {
+                return Err(Error::unsupported(
+                    format!("{}: only values show which layer is tied", stored.fields.path().display()),
+                    "start processes that see all files of SRC, without options::source per-rank",
+                ));
+            }
+            if tied.has_rounded_values(&reading.files, stored, view)? {
+                found.entry(tied.fqn).or_insert_with(|| (tied, Vec::new())).1.push(name.to_string());
+            }
+        }
+    }
+    // A frozen layer can have the same values. Then it is not known which of the layers is the tied one, and all are kept.
+    let known = found.into_values().filter(|(_, names)| names.len() == 1);
+    Ok(known.flat_map(|(tied, names)| names.into_iter().map(move |name| (name, tied))).collect())
+}
+
+/// Returns warnings about the names of a pipeline that may be further names of a trained parameter of the same layer, because
+/// they have its rounded values. `shared_params` lists the tied names of one stage only, that of rank 0. `params` has the trained
+/// parameters on one tensor-parallel rank, and `module` is the state dict of this rank.
+///
+/// # Errors
+/// `Io`.
+pub fn unrecorded_ties(
+    reading: &ReadFindings<'_>,
+    jobs: &[Job<'_>],
+    module: &Module<'_>,
+    params: &[Tied<'_>],
+) -> Result<Vec<String>> {
+    let ties = ties(jobs, module, false, Weights::Master)?;
+    let known: HashSet<&str> = (ties.iter().map(|(alias, _)| &**alias))
+        .chain(jobs.iter().flat_map(|job| job.model.buffers.iter().copied()))
+        .chain(params.iter().map(|param| param.fqn.as_str()))
+        .collect();
+    let mut by_layer: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
+    let mut by_key: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
+    for tied in params {
+        let name = tied.fqn.as_str();
+        match name.strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.')) {
+            Some((_, key)) => by_key.entry(key).or_default().push(tied),
+            None => by_layer.entry(name.split('.').next().unwrap_or_default()).or_default().push(tied),
+        }
+    }
+    let mut found = Vec::new();
+    // A metadata mirror has no values to compare.
+    let names = module.iter().filter(|(name, _)| reading.options.holdings.is_empty() && !known.contains(&***name));
+    for (name, stored) in names {
+        let Some(view) = stored.fields.view(stored.value).filter(|view| !view.sizes.contains(&0)) else { continue };
+        let (layer, key) = name.split_once('.').unwrap_or((name, ""));
+        // If several layers have the values of a tied layer, one of them can be frozen.
+        for tied in [by_layer.get(layer), by_key.get(key)].into_iter().flatten().flatten() {
+            let is_wider = tied.group.masters[0].dtype != view.dtype && view.dtype.is_float();
+            if is_wider && view.sizes == *tied.shape && tied.has_rounded_values(&reading.files, stored, view)? {
+                found.push(format!(
+                    "{}: `{name}` has the values of `{}`, rounded to {}, and DeepSpeed lists tied parameters for one stage of a \
+                     pipeline only: if `{name}` is tied and not frozen, leave it out with options::exclude and tie it in the new \
+                     job",
+                    stored.fields.path().display(),
+                    tied.fqn,
+                    view.dtype
+                ));
+                break;
+            }
+        }
+    }
+    Ok(found)
+}
