@@ -53,13 +53,11 @@ pub fn point(_name: &str) {}
 
 /// Returns whether this process runs in a crash test, as shown by the environment. Crash tests use small units of work
 /// and short waiting times.
-#[must_use]
 pub fn is_testing_faults() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()
 }
 
 /// Returns the time to wait for other processes: `hurried` in a crash test, otherwise `usual`.
-#[must_use]
 pub fn wait_time(usual: Duration, hurried: Duration) -> Duration {
     if is_testing_faults() { hurried } else { usual }
 }

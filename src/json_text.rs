@@ -17,7 +17,6 @@ pub struct JsonMismatch {
 
 /// Describes an error of serde_json, without its line and column. `document` is a description of the complete text. It
 /// is used as the expected content if serde_json does not name an expected type or key.
-#[must_use]
 pub fn mismatch(error: &serde_json::Error, document: &str) -> JsonMismatch {
     let text = error.to_string();
     let position = format!(" at line {} column {}", error.line(), error.column());

@@ -23,7 +23,6 @@ pub const FEW_NUMBERS: usize = 8;
 ///
 /// If the list is longer, names with consecutive numbers are first combined to ranges: `__0_0.distcp ..
 /// __999_0.distcp`.
-#[must_use]
 pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
     let (shown, rest) = entries(names, most);
     let more = if rest > 0 { format!(" and {rest} more") } else { String::new() };
@@ -31,14 +30,12 @@ pub fn short_list(names: &[impl AsRef<str>], most: usize) -> String {
 }
 
 /// Formats a list like [`short_list`], with each name in backticks, because names such as `step` would read as words.
-#[must_use]
 pub fn quoted_list(names: &[impl AsRef<str>], most: usize) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", name.as_ref())).collect();
     short_list(&quoted, most)
 }
 
 /// Formats a list like [`short_list`], for a sentence that already gives the number of names: `a, b, ...`.
-#[must_use]
 pub fn short_list_of_counted(names: &[impl AsRef<str>], most: usize) -> String {
     let (shown, rest) = entries(names, most);
     shown.join(", ") + if rest > 0 { ", ..." } else { "" }
@@ -46,7 +43,6 @@ pub fn short_list_of_counted(names: &[impl AsRef<str>], most: usize) -> String {
 
 /// Formats a noun and the first numbers: `rank 3`, `ranks 0 .. 63, 70`. At most [`FEW_NUMBERS`] numbers or ranges are
 /// shown.
-#[must_use]
 pub fn numbered(noun: &str, plural: &str, numbers: impl IntoIterator<Item = u32>) -> String {
     let numbers: Vec<String> = numbers.into_iter().map(|number| number.to_string()).collect();
     format!("{} {}", if numbers.len() == 1 { noun } else { plural }, short_list(&numbers, FEW_NUMBERS))
@@ -59,7 +55,6 @@ pub struct Numbers(Vec<RangeInclusive<u32>>);
 impl Numbers {
     /// Returns the numbers in `all` that are not in `present`, or `None` if all numbers in `all` are in `present`.
     /// `present` must ascend.
-    #[must_use]
     pub fn missing(all: RangeInclusive<u32>, present: impl IntoIterator<Item = u32>) -> Option<Self> {
         let (mut next, last) = (u64::from(*all.start()), u64::from(*all.end()));
         let mut ranges = Vec::new();
@@ -82,7 +77,6 @@ impl Numbers {
     }
 
     /// Returns how many numbers the set contains.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.0.iter().map(Self::len_of).sum()
     }
@@ -92,7 +86,6 @@ impl Numbers {
     }
 
     /// Formats a noun and the first numbers: `rank 3`, `ranks 1 .. 7, 9 and 4 more`.
-    #[must_use]
     pub fn short(&self, noun: &str, plural: &str) -> String {
         let most = FEW_NUMBERS as u64;
         if self.count() <= most {
@@ -106,7 +99,6 @@ impl Numbers {
     }
 
     /// Formats all numbers, each range with its noun: `rank 3`, `ranks 5 .. 9`.
-    #[must_use]
     pub fn names(&self, noun: &str, plural: &str) -> Vec<String> {
         let name = |range| format!("{} {}", if Self::len_of(range) == 1 { noun } else { plural }, Self::name(range));
         self.0.iter().map(name).collect()
@@ -119,7 +111,6 @@ impl Numbers {
 }
 
 /// Formats process numbers: `process 3`, or `processes 1, 2, 5`.
-#[must_use]
 pub fn name_processes(processes: &[u32]) -> String {
     numbered("process", "processes", processes.iter().copied())
 }
@@ -213,7 +204,6 @@ fn counted_up(name: &str, place: Range<usize>) -> Option<String> {
 }
 
 /// Compares texts, with the numbers in them compared as numbers: `layers.2` is before `layers.10`.
-#[must_use]
 pub fn natural_order(left: &str, right: &str) -> Ordering {
     let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
     loop {

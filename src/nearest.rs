@@ -7,7 +7,6 @@ use crate::layout::Pattern;
 /// Returns at most three names, those with the smallest edit distance from a pattern. Wildcards are ignored. A pattern
 /// of `n` components is compared with every `n` consecutive components of a name, because the pattern may name a
 /// module.
-#[must_use]
 pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;
     let pattern_parts: Vec<&str> = pattern.split('.').skip_while(|part| part.chars().all(|c| c == '*')).collect();
@@ -25,7 +24,6 @@ pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
 }
 
 /// Returns the hint for a pattern that matches nothing: a proposal to put `**.` before it, or the nearest names.
-#[must_use]
 pub fn pattern_hint(pattern: &str, names: &[String]) -> String {
     let anywhere = format!("**.{pattern}");
     let covers = Pattern::parse(&anywhere).is_ok_and(|anywhere| names.iter().any(|name| anywhere.covers(name)));
@@ -36,7 +34,6 @@ pub fn pattern_hint(pattern: &str, names: &[String]) -> String {
 }
 
 /// Returns the hint for a name that does not exist: the nearest names.
-#[must_use]
 pub fn name_hint(name: &str, names: &[String]) -> String {
     match nearest(name, names).as_slice() {
         [] => String::from("there are no names to match"),

@@ -34,7 +34,6 @@ pub enum FileLocation {
 
 impl FileLocation {
     /// Returns the file of the location, or `None` for an empty chunk.
-    #[must_use]
     pub fn file(self) -> Option<FileId> {
         match self {
             Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item(FileRange { file, .. }) => Some(file),
@@ -65,7 +64,6 @@ pub struct ChecksummedRange {
 
 impl ChecksummedRange {
     /// Returns the range of a zip record whose data starts at `start`, or `None` if the zip record has no checksum.
-    #[must_use]
     pub fn of_record(record: Record, start: u64) -> Option<Self> {
         (record.crc != 0).then_some(Self { start, len: record.len, crc: record.crc })
     }
@@ -86,7 +84,6 @@ pub struct StridedLocation {
 impl StridedLocation {
     /// Returns the location of a view of the tensor at this location. `itemsize` is the number of bytes of an element.
     /// Returns `None` on overflow, which only strides from a damaged file can cause.
-    #[must_use]
     pub fn of_view(&self, view: &StoredView, itemsize: u64) -> Option<Self> {
         let mut first = 0_u64;
         for (start, stride) in view.start.iter().zip(&self.strides) {
@@ -165,13 +162,11 @@ impl ChunkTable {
     }
 
     /// Returns the number of chunks.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.locations.len()
     }
 
     /// Returns whether the table has no chunks.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.locations.is_empty()
     }
@@ -203,7 +198,6 @@ impl ChunkTable {
     }
 
     /// Returns the tile of a chunk.
-    #[must_use]
     pub fn tile(&self, index: usize) -> Tile {
         let key = u32::try_from(index).expect("an index of this table");
         if let Some(tile) = self.rare.as_ref().and_then(|odd| odd.interleaved.get(&key)) {
@@ -215,7 +209,6 @@ impl ChunkTable {
     }
 
     /// Returns the shape of a chunk's local tensor.
-    #[must_use]
     pub fn sizes(&self, index: usize) -> Dims {
         match self.rare {
             Some(_) => self.tile(index).sizes(),
@@ -224,7 +217,6 @@ impl ChunkTable {
     }
 
     /// Returns the number of elements of a chunk.
-    #[must_use]
     pub fn numel(&self, index: usize) -> u64 {
         match self.rare {
             Some(_) => self.tile(index).numel(),
@@ -237,7 +229,6 @@ impl ChunkTable {
     }
 
     /// Returns the location of a chunk.
-    #[must_use]
     pub fn location(&self, index: usize) -> FileLocation {
         self.locations[index].0
     }
@@ -258,37 +249,31 @@ impl ChunkTable {
     }
 
     /// Returns the rank of a chunk, if the format records it.
-    #[must_use]
     pub fn rank(&self, index: usize) -> Option<Rank> {
         Some(self.locations[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
     }
 
     /// Returns the view of the stored tensor that a chunk is, or `None` if the chunk is the complete stored tensor.
-    #[must_use]
     pub fn view(&self, index: usize) -> Option<&StoredView> {
         self.rare.as_ref()?.views.get(&u32::try_from(index).expect("an index of this table"))
     }
 
     /// Returns the shape of the stored tensor that contains a chunk.
-    #[must_use]
     pub fn stored_shape(&self, index: usize) -> Dims {
         self.view(index).map_or_else(|| self.sizes(index), |view| view.shape.clone())
     }
 
     /// Returns the strides of the stored tensor that contains a chunk, or `None` if it is row-major contiguous.
-    #[must_use]
     pub fn strides(&self, index: usize) -> Option<&Dims> {
         self.rare.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
     }
 
     /// Returns whether some chunk is a view, or is not stored row by row.
-    #[must_use]
     pub fn has_strides_or_views(&self) -> bool {
         self.rare.as_ref().is_some_and(|rare| !rare.strides.is_empty() || !rare.views.is_empty())
     }
 
     /// Returns a row of the table.
-    #[must_use]
     pub fn get(&self, index: usize) -> Chunk {
         Chunk {
             tile: self.tile(index),
@@ -300,7 +285,6 @@ impl ChunkTable {
     }
 
     /// Returns whether both tables have equal chunks on equal ranks, wherever the chunks are stored.
-    #[must_use]
     pub fn is_laid_out_as(&self, other: &Self) -> bool {
         let ranks = |(left, right): (&(FileLocation, u32), &(FileLocation, u32))| left.1 == right.1;
         let none = RareColumns::default();
@@ -352,7 +336,6 @@ impl ChunkTable {
 
 /// Returns the row-major strides of a contiguous tensor, in elements. Strides that exceed `u64` saturate; readers
 /// refuse the shapes of such tensors.
-#[must_use]
 pub fn contiguous_strides(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
     for dim in (1..sizes.len()).rev() {
@@ -364,7 +347,6 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
 /// Returns `strides` if the tensor is dense but not row-major, otherwise `None`. Also returns `None` for an empty
 /// tensor, and for strides that exceed the number of elements. In a dense tensor, only a dim of size 1 can have such a
 /// stride.
-#[must_use]
 pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
     let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;
     let is_permuted = *strides != contiguous_strides(shape) && strides.iter().all(|stride| *stride <= numel);
@@ -373,7 +355,6 @@ pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
 
 /// Returns the number of storage elements from the first to the last element of a view, both included, or `None` on
 /// overflow.
-#[must_use]
 pub fn span(sizes: &[u64], strides: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {
         return Some(0);

@@ -73,7 +73,6 @@ impl ComputedTensor {
     }
 
     /// Returns the chunks of the tensor: one chunk, which is the whole file.
-    #[must_use]
     pub fn chunks(&self) -> ChunkTable {
         TensorEntry::whole("".into(), self.dtype, self.shape.clone(), self.file, 0).chunks
     }
@@ -81,7 +80,6 @@ impl ComputedTensor {
 
 impl TensorEntry {
     /// Returns the first file that has elements of the tensor, or `None` if the tensor is empty.
-    #[must_use]
     pub fn first_file(&self) -> Option<FileId> {
         (0..self.chunks.len()).find_map(|chunk| self.chunks.location(chunk).file())
     }
@@ -89,7 +87,6 @@ impl TensorEntry {
 
 impl Catalog {
     /// Returns the computed tensor of a file, or `None` if the file is stored.
-    #[must_use]
     pub fn computed(&self, file: FileId) -> Option<&ComputedTensor> {
         // Files get ascending ids in the order in which they are added.
         let index = self.computed.binary_search_by_key(&file, |computed| computed.file).ok()?;
@@ -97,7 +94,6 @@ impl Catalog {
     }
 
     /// Returns tensors and, for those that are computed, the tensors from which they are computed, ascending.
-    #[must_use]
     pub fn with_sources(&self, tensors: &[TensorId]) -> Vec<TensorId> {
         let mut stored = tensors.to_vec();
         if self.computed.is_empty() {

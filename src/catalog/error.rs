@@ -23,7 +23,6 @@ pub enum CatalogError {
 
 /// Returns the name of a tensor or value for messages. The state dict itself has an empty name; for an empty name,
 /// returns a description.
-#[must_use]
 pub(crate) fn shown_name(fqn: &str) -> &str {
     if fqn.is_empty() { "the top of the state dict" } else { fqn }
 }
@@ -42,7 +41,6 @@ pub enum CoverageKind {
 
 impl CoverageKind {
     /// Returns the word for this kind in messages and JSON documents.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Gap => "gap",
@@ -68,14 +66,12 @@ impl CatalogError {
     }
 
     /// Returns the hint for the user.
-    #[must_use]
     pub fn hint(&self) -> Option<&str> {
         let (Self::Coverage { hint, .. } | Self::Conflict { hint, .. }) = self;
         hint.as_deref()
     }
 
     /// Returns the name of the tensor or value.
-    #[must_use]
     pub fn fqn(&self) -> &str {
         let (Self::Coverage { fqn, .. } | Self::Conflict { fqn, .. }) = self;
         fqn

@@ -72,14 +72,12 @@ pub struct SharedName {
 
 impl FlatLayout {
     /// Returns the number of copies of the model that the ranks hold together.
-    #[must_use]
     pub fn replicas(&self) -> u32 {
         self.world_size / self.shard_group_size
     }
 
     /// Returns the index of the shard that a rank holds of each flat parameter. The ranks of a shard group are
     /// consecutive.
-    #[must_use]
     pub fn shard_of(&self, rank: u32) -> u64 {
         u64::from(rank % self.shard_group_size)
     }
@@ -88,13 +86,11 @@ impl FlatLayout {
     ///
     /// # Panics
     /// If the layout does not pass [`FlatLayout::check`].
-    #[must_use]
     pub fn flat(&self, unit: &FlatUnit) -> FlatParameter {
         self.checked_flat(unit).expect("a layout that was checked")
     }
 
     /// Returns the flat parameter of a unit, or `None` if its sizes exceed `u64`, or if its alignment is unknown or 0.
-    #[must_use]
     pub fn checked_flat(&self, unit: &FlatUnit) -> Option<FlatParameter> {
         let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
         let align = if self.use_orig_params { Some(unit.align_numel()?) } else { None };
@@ -102,7 +98,6 @@ impl FlatLayout {
     }
 
     /// Returns whether another alignment of FSDP would change the position of a parameter in its flat parameter.
-    #[must_use]
     pub fn depends_on_alignment(&self) -> bool {
         let flat = |unit: &FlatUnit, align_numel| self.checked_flat(&FlatUnit { align_numel, ..unit.clone() });
         let differs = |unit: &FlatUnit| {
@@ -123,7 +118,6 @@ impl FlatLayout {
     ///
     /// Returns `None` if the groups are unknown, or if a flat parameter would be in two groups. If a flat parameter
     /// would be in two groups, a caller that knows the optimizer must refuse the layout.
-    #[must_use]
     pub fn optimizer_of_units(&self) -> Option<Vec<Vec<Fqn>>> {
         let groups = self.optimizer.as_ref()?;
         if !self.use_orig_params {
@@ -138,7 +132,6 @@ impl FlatLayout {
     /// parameters in `group`, and the names in `group` that are outside all units. `group` is in the order of the model.
     /// A module registers its flat parameter after its own parameters outside the unit, and before the parameters of the
     /// modules inside it.
-    #[must_use]
     pub fn group_of_units(&self, group: &[Fqn]) -> Vec<Fqn> {
         let members: HashSet<&Fqn> = group.iter().collect();
         let flattened: HashSet<&Fqn> = self.params().map(|(_, param)| &param.fqn).collect();
@@ -237,13 +230,11 @@ impl FlatLayout {
 pub const ALIGNMENTS: [Option<u64>; 4] = [None, Some(8), Some(4), Some(2)];
 
 /// Returns the default alignment of FSDP1: the number of elements of this dtype in 16 bytes.
-#[must_use]
 pub fn default_align(dtype: Dtype) -> u64 {
     16 / dtype.itemsize()
 }
 
 /// Returns the module path, without wrappers, in the name of a flat parameter; `None` for other names.
-#[must_use]
 pub fn flat_module(name: &str) -> Option<Box<str>> {
     let module = match name.strip_suffix(FLAT_PARAM)? {
         "" => "",
@@ -260,7 +251,6 @@ impl FlatUnit {
     }
 
     /// Returns the name of the flat parameter: `layers.0._flat_param`.
-    #[must_use]
     pub fn key(&self) -> Fqn {
         match &*self.module {
             "" => Fqn::from(FLAT_PARAM),
@@ -269,7 +259,6 @@ impl FlatUnit {
     }
 
     /// Returns the name of the unit for messages: `unit layers.0`, `the root unit`.
-    #[must_use]
     pub fn describe(&self) -> String {
         if self.module.is_empty() { String::from("the root unit") } else { format!("unit {}", self.module) }
     }
@@ -293,7 +282,6 @@ impl FlatUnit {
     }
 
     /// Returns the given alignment, or the default alignment of the dtype.
-    #[must_use]
     pub fn align_numel(&self) -> Option<u64> {
         self.align_numel.or_else(|| self.dtype.map(default_align))
     }
@@ -302,13 +290,11 @@ impl FlatUnit {
 impl FlatParam {
     /// Returns the number of elements, or `u64::MAX` if the number exceeds 64 bits. [`FlatLayout::check`] refuses such
     /// shapes.
-    #[must_use]
     pub fn numel(&self) -> u64 {
         crate::layout::numel(&self.shape).unwrap_or(u64::MAX)
     }
 
     /// Returns the storage order of the elements, or `None` if the strides leave gaps between elements.
-    #[must_use]
     pub fn order(&self) -> Option<StorageOrder> {
         match &self.stride {
             None => Some(StorageOrder::row_major(self.shape.len())),

@@ -54,7 +54,6 @@ pub struct Fqn(Arc<str>);
 
 impl Fqn {
     /// Returns the name as text.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -93,7 +92,6 @@ pub struct Sharding {
 
 impl Sharding {
     /// Returns the placements as text: `S(0),R`.
-    #[must_use]
     pub fn display_placements(&self) -> String {
         comma_list(&self.shared.placements)
     }
@@ -201,7 +199,6 @@ impl TensorEntry {
 
     /// Returns the local shape of the tensor on each rank that has a chunk. If a rank has chunks of different shapes, the
     /// rank occurs in the result once for each shape.
-    #[must_use]
     pub fn local_shapes(&self) -> Vec<RankPart> {
         let mut known: HashMap<Rank, Dims> = HashMap::with_capacity(self.chunks.len());
         let mut parts = Vec::with_capacity(self.chunks.len());
@@ -244,26 +241,22 @@ impl TensorEntry {
 
     /// Returns whether the tensor is known to be sharded or replicated over ranks. Returns false if every rank has the
     /// complete tensor as a plain tensor, or if the format does not record placements (DCP).
-    #[must_use]
     pub fn is_shared(&self) -> bool {
         self.class != Class::Tensor || self.sharding.is_some()
     }
 
     /// Returns whether this leaf is an object that dtshard cannot read, and not a tensor.
-    #[must_use]
     pub fn is_unreadable_object(&self) -> bool {
         matches!(self.unreadable.as_deref(), Some(Unreadable { kind: unreadable::UnreadableKind::Object(_), .. }))
     }
 
     /// Returns the number of elements of the global tensor. Readers refuse shapes whose byte size overflows, so the number
     /// fits `u64`.
-    #[must_use]
     pub fn numel(&self) -> u64 {
         self.shape.iter().product()
     }
 
     /// Returns the number of bytes of the global tensor.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.numel() * self.dtype.itemsize()
     }
@@ -271,7 +264,6 @@ impl TensorEntry {
 
 /// Returns the byte size of a tensor of this shape. Returns `None` if this size, with each size of 0 in the shape counted
 /// as 1, exceeds `i64`.
-#[must_use]
 pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     let bytes = crate::layout::numel(shape)?.checked_mul(dtype.itemsize())?;
     // Strides treat a size of 0 as 1, so the product without zeros must fit as well.
@@ -281,7 +273,6 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
 
 /// Returns the error about an object or a tensor for which ranks stored different values. `tensors` are the tensors of
 /// the catalog.
-#[must_use]
 pub fn conflict_error(path: &Path, rank_values: &[RankValue], tensors: &[TensorEntry]) -> Error {
     let between = if rank_values.len() > FEW {
         let mut ranks: Vec<Rank> = rank_values.iter().flat_map(|rank_value| &rank_value.ranks).copied().collect();
@@ -387,13 +378,11 @@ impl Catalog {
     }
 
     /// Returns the tensor with this id.
-    #[must_use]
     pub fn tensor(&self, id: TensorId) -> &TensorEntry {
         &self.tensors[id.0 as usize]
     }
 
     /// Returns whether the layout of every tensor of the model is unknown, so that nothing of the model can be read.
-    #[must_use]
     pub fn is_layout_unknown(&self) -> bool {
         let parameters = state_dict::parameters(&self.state);
         let is_unknown = |id| self.tensor(id).unreadable.as_ref().is_some_and(|why| why.is_of_unknown_layout());
@@ -401,25 +390,21 @@ impl Catalog {
     }
 
     /// Returns the dtype of each tensor.
-    #[must_use]
     pub fn dtypes(&self) -> Vec<Dtype> {
         self.tensors.iter().map(|entry| entry.dtype).collect()
     }
 
     /// Returns the mesh of a sharding.
-    #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]
     }
 
     /// Returns a sharding together with its mesh.
-    #[must_use]
     pub fn on_mesh<'a>(&'a self, sharding: &'a Sharding) -> MeshPlacement<'a> {
         MeshPlacement { mesh: self.mesh(sharding), shared: &sharding.shared }
     }
 
     /// Returns an error for each object whose values differ between ranks, except random number generator state.
-    #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
             Value::Other(_) if state_dict::is_random_state(path.fqn().as_str()) => None,

@@ -14,19 +14,16 @@ use super::{Dict, Value};
 pub const METADATA: &str = "_metadata";
 
 /// Returns whether a name is inside a module, at any depth.
-#[must_use]
 pub fn is_within(name: &str, module: &str) -> bool {
     module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }
 
 /// Returns PyTorch's `_metadata` of a state dict, if there is one.
-#[must_use]
 pub fn metadata(dict: &Dict) -> Option<&Dict> {
     dict.attributes.as_ref()?.as_dict()?.get(METADATA)?.as_dict()
 }
 
 /// Returns PyTorch's `_metadata` of a state dict, for modification.
-#[must_use]
 pub fn metadata_mut(state: &mut Value) -> Option<&mut Dict> {
     let Value::Dict(dict) = state else { return None };
     let Value::Dict(attributes) = dict.attributes.as_deref_mut()? else { return None };
@@ -38,7 +35,6 @@ pub fn metadata_mut(state: &mut Value) -> Option<&mut Dict> {
 
 /// Returns the paths of the modules of a model in registration order, without wrapper components, if the state dict
 /// records them. A wrapped module appears twice in the list: once for the wrapper, once for the module itself.
-#[must_use]
 pub fn registered_modules(dict: &Dict) -> Option<Vec<String>> {
     let paths = metadata(dict)?.entries.iter().filter_map(|(path, _): &(Value, Value)| path.as_str());
     Some(paths.map(clean_name).collect())

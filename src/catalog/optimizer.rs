@@ -16,7 +16,6 @@ const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_sta
 /// Returns whether trainers store an optimizer under this key. Lightning adds numbers: `optimizer_0`.
 ///
 /// Source: `FSDPStrategy.save_checkpoint` in `lightning/pytorch/strategies/fsdp.py` (2.6).
-#[must_use]
 pub fn is_optimizer_key(key: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     OPTIMIZER.contains(&key) || key.strip_prefix("optimizer_").is_some_and(is_number)
@@ -43,7 +42,6 @@ pub struct OptimizerState {
 
 /// Returns the optimizer and the parameter of a path such as `optim.state.FQN.exp_avg`. The component `state` may be a
 /// key of its own, or the start of a longer key that `flatten_optimizer_state_dict` has written.
-#[must_use]
 pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
     let at = path.0.iter().position(|key| matches!(key, Key::Name(name) if is_optimizer_key(name)))?;
@@ -58,14 +56,12 @@ pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
 }
 
 /// Returns the name or number of the parameter to which an optimizer state tensor at this path belongs.
-#[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     optimizer_state(path).map(|state| state.parameter)
 }
 
 /// Returns whether a name of a flat state dict looks like the name of an optimizer state tensor:
 /// `optim.state.w.exp_avg`.
-#[must_use]
 pub fn reads_as_optimizer_state(name: &str) -> bool {
     let mut parts = name.split('.');
     parts.any(is_optimizer_key) && parts.next() == Some("state")
@@ -73,7 +69,6 @@ pub fn reads_as_optimizer_state(name: &str) -> bool {
 
 /// Returns the parameter names of each group of the first optimizer that records names, or `None` if no optimizer
 /// records names.
-#[must_use]
 pub fn named_groups(state: &Value) -> Option<Vec<Vec<Fqn>>> {
     /// The maximum number of keys above `param_groups`, as in `app.optim.param_groups`.
     const DEPTH: usize = 2;

@@ -95,7 +95,6 @@ impl<'a> Owners<'a> {
     /// Returns the names of a tensor that placement rules are compared with. `other_shape` is true if the shape of an
     /// optimizer state tensor differs from the shape of its parameter (a step, a factored moment), so placement rules
     /// for the parameter do not apply to the state tensor. A parameter number is never returned as a name.
-    #[must_use]
     pub fn rule_names(&self, path: &Path, owner: Option<&Owner>, other_shape: bool) -> Vec<String> {
         let mut names = state_dict::rule_names(path, &self.model_root);
         if other_shape && !self.parameters.is_empty() || owner.is_some_and(|owner| owner.by_number) {
@@ -181,7 +180,6 @@ fn is_prefix(text: &str) -> bool {
 /// from 0, and exactly one subsequence of the model's tensors matches the state. A subsequence matches if every state
 /// tensor with at least one dim has the shape of its parameter, and is a DTensor if and only if its parameter is a
 /// DTensor. The function `may_be` returns false for tensors that are not parameters.
-#[must_use]
 pub fn numbered_parameters(
     catalog: &Catalog,
     optimizer: &Value,

@@ -15,20 +15,17 @@ use super::{Catalog, Dict, Fqn, Key, Path, Value, state_dict};
 const DEPTH: usize = 4;
 
 /// Returns the paths of the optimizer state dicts that refer to parameters by number.
-#[must_use]
 pub fn numbered_optimizers(state: &Value) -> Vec<Path> {
     optimizers(state, &|dict| numbers(dict).is_some())
 }
 
 /// Returns the paths of the optimizer state dicts that refer to parameters by name.
-#[must_use]
 pub fn named_optimizers(state: &Value) -> Vec<Path> {
     optimizers(state, &|dict| dict.get(GROUPS).and_then(names_of).is_some())
 }
 
 /// Returns whether the complete state dict is the state dict of one optimizer that refers to parameters by name. Such a
 /// state dict has no model beside the optimizer.
-#[must_use]
 pub fn is_named_optimizer(state: &Value) -> bool {
     named_optimizers(state) == [Path::default()]
 }
@@ -60,7 +57,6 @@ fn find(value: &Value, path: &Path, is_optimizer: &dyn Fn(&Dict) -> bool, found:
 /// Returns the parameter names of an optimizer that refers to parameters by number: item `i` is the name of parameter
 /// `i`. The names come from the model ([`numbered_parameters`]), or, if the state dict has no model, from the lists
 /// `param_names` of the parameter groups. Returns `None` if the name of a parameter is unknown.
-#[must_use]
 pub fn parameter_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Fqn>> {
     let optimizer = optimizer.find(&catalog.state)?;
     let of_model = || {
@@ -88,7 +84,6 @@ pub enum Numbering {
 }
 
 /// Finds the name of each numbered parameter of the optimizer at the path `optimizer`.
-#[must_use]
 pub fn numbering(catalog: &Catalog, optimizer: &Path) -> Numbering {
     let Some(value) = optimizer.find(&catalog.state) else { return Numbering::Unknown };
     let Some(listed) = value.as_dict().and_then(listed_names) else {
@@ -108,7 +103,6 @@ pub fn numbering(catalog: &Catalog, optimizer: &Path) -> Numbering {
 /// Returns the parameter names in each parameter group of an optimizer: the items of `params`, or, if these items are
 /// numbers, the names in `param_names`. Returns `None` if the items are numbers, and `param_names` is missing or
 /// contradicts the shapes of the state.
-#[must_use]
 pub fn groups_of_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Vec<Fqn>>> {
     let dict = optimizer.find(&catalog.state)?.as_dict()?;
     if let Some(groups) = names_of(dict.get(GROUPS)?) {
@@ -121,7 +115,6 @@ pub fn groups_of_names(catalog: &Catalog, optimizer: &Path) -> Option<Vec<Vec<Fq
 
 /// Returns the first two consecutive parameters of a group that are in the opposite order in the model, or `None` if
 /// every group has the order of the model. Names that the model lacks are skipped.
-#[must_use]
 pub fn out_of_order(catalog: &Catalog, groups: &[Vec<Fqn>]) -> Option<(Fqn, Fqn)> {
     let model = state_dict::model(&catalog.state).tensors;
     let positions: HashMap<Fqn, usize> = model.iter().map(|(name, _)| clean(name.as_str())).zip(0..).collect();
@@ -139,7 +132,6 @@ pub fn out_of_order(catalog: &Catalog, groups: &[Vec<Fqn>]) -> Option<(Fqn, Fqn)
 /// Returns the parameter names of the optimizer at `path`, taken from `like`, another checkpoint of the job: from the
 /// only optimizer in `like`, or, if there are several, from the one at `path`. Item `i` is the name of parameter `i`.
 /// Returns `None` unless the parameter groups of the two optimizers have equal numbers of parameters.
-#[must_use]
 pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> Option<Vec<Fqn>> {
     let groups = numbers(path.find(&catalog.state)?.as_dict()?)?;
     let at_path = |found: Vec<Path>| match found.as_slice() {
@@ -161,7 +153,6 @@ pub fn parameter_names_like(catalog: &Catalog, path: &Path, like: &Catalog) -> O
 }
 
 /// Returns whether the parameter groups of two optimizers list equal parameter numbers.
-#[must_use]
 pub fn has_equal_groups(optimizer: &Value, other: &Value) -> bool {
     let groups = |optimizer: &Value| optimizer.as_dict().and_then(numbers);
     groups(optimizer) == groups(other)
@@ -169,7 +160,6 @@ pub fn has_equal_groups(optimizer: &Value, other: &Value) -> bool {
 
 /// Returns whether an optimizer state dict refers to parameters by number, either in the keys of `state` or in the
 /// parameter groups. The dict may lack `state` or the groups.
-#[must_use]
 pub fn has_numbers(optimizer: &Value) -> bool {
     let Some(dict) = optimizer.as_dict() else { return false };
     let states = dict.get(STATE).and_then(Value::as_dict);

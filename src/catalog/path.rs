@@ -38,7 +38,6 @@ pub struct Path(pub Vec<Key>);
 
 impl Path {
     /// Returns the name of the value: its keys joined with dots.
-    #[must_use]
     pub fn fqn(&self) -> Fqn {
         match self.0.as_slice() {
             [Key::Name(name)] => Fqn::from(name.clone()),
@@ -78,7 +77,6 @@ pub enum StateLeaf<'a> {
 
 /// Returns the leaves of a state dict, in the order of the state dict. The leaves are the entries that DCP makes when
 /// it flattens the state dict.
-#[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, StateLeaf<'_>)> {
     let mut found = Vec::new();
     visit_leaves(state, &mut Path::default(), &mut |path, leaf| found.push((path.clone(), leaf)));
@@ -108,7 +106,6 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
 
 /// Returns whether a list is traversed because of its item `value`. This is the case if `value` is a tensor, a dict, a
 /// value that differs between ranks, or a list that contains such a value, directly or in nested lists.
-#[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
         Value::Tensor(_) | Value::Dict(_) | Value::Other(_) => true,
@@ -118,7 +115,6 @@ pub fn is_descended(value: &Value) -> bool {
 }
 
 /// Returns the names of the leaves that are not tensors.
-#[must_use]
 pub fn object_names(state: &Value) -> Vec<String> {
     objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
 }
@@ -168,7 +164,6 @@ fn edit_below(
 }
 
 /// Returns the leaves of a state dict that are not tensors.
-#[must_use]
 pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     let mut found = Vec::new();
     visit_leaves(state, &mut Path::default(), &mut |path, leaf| {
@@ -180,7 +175,6 @@ pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
 }
 
 /// Returns the key under which a format stores the value of one rank, if the values of ranks differ: `rank_3`.
-#[must_use]
 pub fn rank_key(rank: Rank) -> Key {
     Key::Name(format!("rank_{rank}").into())
 }
@@ -230,7 +224,6 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
 
 /// Returns the path of the first dict with a tensor in a key. A tensor in a key of a dict has no name, because names
 /// refer only to values. So it cannot be selected, cast, compared or written by name.
-#[must_use]
 pub fn dict_with_tensor_key(state: &Value) -> Option<Path> {
     let mut path = Path::default();
     tensor_key_below(state, &mut path).then_some(path)
@@ -273,7 +266,6 @@ fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
 }
 
 /// Returns Python's `str(key)`, for the kinds of dict keys that occur in state dicts.
-#[must_use]
 pub fn key_text(key: &Value) -> Arc<str> {
     match key {
         Value::Str(text) => text.clone(),

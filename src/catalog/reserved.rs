@@ -125,20 +125,17 @@ impl OutputFile {
     }
 
     /// Returns the checksum range that contains this offset.
-    #[must_use]
     pub fn checksum_at(&self, offset: u64) -> Option<&ChecksumSpan> {
         let next = self.checksums.partition_point(|sum| sum.range.end <= offset);
         self.checksums.get(next).filter(|sum| sum.range.start <= offset)
     }
 
     /// Returns whether a checksum range contains this offset.
-    #[must_use]
     pub fn is_checksummed(&self, offset: u64) -> bool {
         self.checksum_at(offset).is_some()
     }
 
     /// Returns the offsets of the CRC-32 values that overlap a byte range, ascending.
-    #[must_use]
     pub fn crc_offsets_in(&self, range: &Range<u64>) -> Vec<u64> {
         let sums = self.checksums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.crc_offsets.len());
@@ -155,7 +152,6 @@ impl OutputFile {
 impl Reservation {
     /// Estimates the memory in bytes that the reservation needs until the files are written: header bytes (shared bytes
     /// count once), chunk tables, and the plan of the tensor for which the most source tiles are read.
-    #[must_use]
     pub fn planning_bytes(&self, source: &Catalog) -> u64 {
         /// The number of bytes that a chunk table needs for one chunk with two dims: bounds, location and rank.
         const CHUNK_BYTES: u64 = 64;
@@ -173,7 +169,6 @@ impl Reservation {
     /// Estimates the memory in bytes that checksums need: 4 bytes for each checksum, and further bytes for each pending
     /// checksum. A checksum is pending while some, but not all, of the write blocks with its data or its value are
     /// written. `write_block_bytes` is the size of a write block.
-    #[must_use]
     pub fn pending_checksum_bytes(&self, write_block_bytes: u64) -> u64 {
         /// The number of bytes of a CRC-32 value.
         const VALUE_BYTES: u64 = 4;
@@ -212,13 +207,11 @@ impl Reservation {
     }
 
     /// Returns the number of bytes of tensor data.
-    #[must_use]
     pub fn payload_bytes(&self) -> u64 {
         self.tensors.iter().map(Reserved::payload_bytes).sum()
     }
 
     /// Returns the number of bytes of all files.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.len).sum()
     }
@@ -232,27 +225,23 @@ impl Reserved {
     }
 
     /// Returns the number of bytes of all chunks of this tensor in the output.
-    #[must_use]
     pub fn payload_bytes(&self) -> u64 {
         (0..self.entry.chunks.len()).map(|index| self.chunk_bytes(index)).sum()
     }
 
     /// Returns the number of bytes of a chunk.
-    #[must_use]
     pub fn chunk_bytes(&self, index: usize) -> u64 {
         self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
     /// Returns the number of source tiles that are read for all chunks of this tensor: one tile for each chunk, or, if
     /// the source has partial values, one tile for each partial value of each chunk.
-    #[must_use]
     pub fn tiles_read(&self, source: &TensorEntry) -> usize {
         (0..self.entry.chunks.len()).map(|index| self.tiles_read_by_chunk(index, source)).fold(0, usize::saturating_add)
     }
 
     /// Returns the number of source tiles that are read for one chunk: one tile, or, if the source has partial values,
     /// one tile for each partial value that the chunk needs.
-    #[must_use]
     pub fn tiles_read_by_chunk(&self, index: usize, source: &TensorEntry) -> usize {
         let whole = || source.partial_values.as_ref().map_or(1, |partial| partial.reduction.count());
         let tiles = self.shares.get(index).map_or_else(whole, |share| share.partial_values.len() as u64);
@@ -260,13 +249,11 @@ impl Reserved {
     }
 
     /// Returns the dtype in which the tensor is written.
-    #[must_use]
     pub fn dtype(&self) -> Dtype {
         self.entry.dtype
     }
 
     /// Returns the file index and byte offset of a chunk, or `None` for an empty chunk.
-    #[must_use]
     pub fn file_offset(&self, index: usize) -> Option<(u32, u64)> {
         match self.entry.chunks.location(index) {
             FileLocation::Bytes { file, offset } => Some((file.0, offset)),

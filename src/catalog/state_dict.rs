@@ -49,7 +49,6 @@ pub struct Model {
 }
 
 /// Finds the model in a state dict.
-#[must_use]
 pub fn model(state: &Value) -> Model {
     let (root, at) = descend(state);
     let mut found = Vec::new();
@@ -68,7 +67,6 @@ pub fn model(state: &Value) -> Model {
 
 /// Returns the tensors of the model, with names relative to the model. If the state dict has no model but gradients,
 /// returns the gradients under the names of their parameters.
-#[must_use]
 pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     let model = model(state);
     let gradients = || Some(all_tensors(gradients_root(state, &model.root)?.find(state)?));
@@ -76,14 +74,12 @@ pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
 }
 
 /// Returns the path of the model in the state dict; empty if the tensors of the model are at the top level.
-#[must_use]
 pub fn model_root(state: &Value) -> Path {
     descend(state).0
 }
 
 /// Returns the path of the innermost dict that contains all tensors. The names of all tensors begin with this path; it is
 /// empty if the top level has tensors, or several values with tensors.
-#[must_use]
 pub fn common_path(state: &Value) -> Path {
     let mut common = Path::default();
     let mut at = state;
@@ -127,7 +123,6 @@ fn has_head(value: &Value) -> bool {
 }
 
 /// Returns every tensor in a state dict, with its name.
-#[must_use]
 pub fn all_tensors(state: &Value) -> Vec<(Fqn, TensorId)> {
     let mut found = Vec::new();
     collect(state, &Path::default(), &mut found);
@@ -149,7 +144,6 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
 
 /// Returns whether a value of this name is the state of a random number generator. Such a state may differ from rank to
 /// rank.
-#[must_use]
 pub fn is_random_state(name: &str) -> bool {
     const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];
     // Compares bytes instead of decoded text, because this function is called for every name.
@@ -159,7 +153,6 @@ pub fn is_random_state(name: &str) -> bool {
 
 /// Returns whether a top-level key does not belong to a model at the top level. The function also examines the value,
 /// because a tensor at the key `scaler` is a parameter, and a dict at this key is not.
-#[must_use]
 pub fn is_beside_model(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
     container && (BESIDE.contains(&name) || is_optimizer_key(name))
@@ -169,7 +162,6 @@ pub fn is_beside_model(name: &str, value: &Value) -> bool {
 }
 
 /// Returns the name of the parameter that a gradient belongs to: `FQN` for `grads.FQN`.
-#[must_use]
 pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
     let is_gradients = |key: &Key| matches!(key, Key::Name(name) if GRADIENTS.contains(&name.as_ref()));
     let at = path.0.iter().position(is_gradients)?;
@@ -179,7 +171,6 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
 
 /// Returns the path of the dict of gradients that is stored beside the model, or `None` if the state dict has no
 /// gradients.
-#[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
     let dict = beside.find(state)?.as_dict()?;
@@ -190,7 +181,6 @@ pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
 /// Returns the names of a tensor that placement rules are compared with. The first name is the complete name. A tensor of
 /// the model also has a name without the path of the model. Optimizer state and gradients also have the name of the
 /// parameter, with and without the path of the model.
-#[must_use]
 pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     let mut names = vec![path.to_string()];
     if !model_root.0.is_empty() && path.0.starts_with(&model_root.0) {
@@ -205,7 +195,6 @@ pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
 }
 
 /// Makes a state dict whose keys are complete names.
-#[must_use]
 pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
     let entries = tensors.iter().map(|(fqn, id)| (Value::Str(fqn.into()), Value::Tensor(*id))).collect();
     Value::Dict(Dict { entries, ..Dict::default() })

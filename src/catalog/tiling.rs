@@ -137,7 +137,6 @@ impl TensorEntry {
     }
 
     /// Returns the name of a chunk for messages: its rank, or its index if the format does not record ranks.
-    #[must_use]
     pub fn chunk_name(&self, chunk: u32) -> String {
         match self.chunks.rank(chunk as usize) {
             Some(rank) => format!("rank {rank}"),
@@ -147,14 +146,12 @@ impl TensorEntry {
 }
 
 /// Formats ranks for messages: `ranks 0, 1, 4`.
-#[must_use]
 pub fn list_ranks(ranks: &[Rank]) -> String {
     numbered("rank", "ranks", ranks.iter().map(|rank| rank.0))
 }
 
 impl Fqn {
     /// Returns the error for two ranks whose files describe one tensor differently, for example with different shapes.
-    #[must_use]
     pub fn disagreement(&self, what: &'static str, between: impl Into<String>, detail: impl Into<String>) -> Error {
         Error::Catalog(CatalogError::Conflict {
             fqn: self.to_string(),

@@ -46,19 +46,16 @@ impl fmt::Display for UnreadableKind {
 
 impl Unreadable {
     /// Returns whether the dtype, shape and chunks of the catalog entry describe the stored parts of the tensor.
-    #[must_use]
     pub fn has_parts(&self) -> bool {
         self.is_misfit() || self.is_of_unknown_layout()
     }
 
     /// Returns whether the layout of the tensor is unknown.
-    #[must_use]
     pub fn is_of_unknown_layout(&self) -> bool {
         matches!(self.kind, UnreadableKind::UnknownLayout { .. })
     }
 
     /// Returns whether the layout that the user declared does not match the tensor.
-    #[must_use]
     pub fn is_misfit(&self) -> bool {
         matches!(self.kind, UnreadableKind::Misfit(_))
     }
@@ -73,7 +70,6 @@ impl Unreadable {
     }
 
     /// Returns the error about a conversion that needs this leaf. `name` is the name of the leaf in the file.
-    #[must_use]
     pub fn error(&self, name: &str) -> Error {
         let file = self.file.display();
         let quoted = if name.is_empty() { String::from("the pickled object") } else { format!("`{name}`") };

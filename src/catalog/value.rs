@@ -47,7 +47,6 @@ impl RankValue {
     /// Returns the value for rank `r` of the target. If rank `r` of the source stored a value, returns that value.
     /// Otherwise the `n` source ranks that stored a value are numbered from 0, and the function returns the value of
     /// number `r mod n`.
-    #[must_use]
     pub fn value_for(rank_values: &[Self], rank: Rank) -> Option<&Value> {
         if let Some(own) = rank_values.iter().find(|rank_value| rank_value.ranks.contains(&rank)) {
             return Some(&own.value);
@@ -86,7 +85,6 @@ impl torch_pickle::Extension<TensorId> for Vec<RankValue> {
 
 /// Formats a value for messages, in at most `limit` characters. A tensor is shown with its dtype and shape, such as
 /// `<f32 [2, 3]>`. `tensors` are the tensors of the catalog.
-#[must_use]
 pub fn describe(value: &Value, tensors: &[TensorEntry], limit: usize) -> String {
     let mut shown = value.clone();
     shown.replace_tensors(&mut |id| {
@@ -106,7 +104,6 @@ pub fn shift_tensors(value: &mut Value, by: u32) {
 
 impl Path {
     /// Returns the value at this path.
-    #[must_use]
     pub fn find<'v>(&self, state: &'v Value) -> Option<&'v Value> {
         self.0.iter().try_fold(state, |value, key| match (value, key) {
             (Value::Dict(dict), Key::Name(name)) => {

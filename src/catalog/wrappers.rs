@@ -18,14 +18,12 @@ pub const FSDP_WRAPPED: &str = "_fsdp_wrapped_module";
 pub const WRAPPERS: [&str; 3] = [FSDP_WRAPPED, "_orig_mod", "_checkpoint_wrapped_module"];
 
 /// Returns a name without wrapper components. A final dot, as in `model.layers.`, is kept.
-#[must_use]
 pub fn clean_name(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
     parts.join(".")
 }
 
 /// Returns whether a name contains a wrapper component.
-#[must_use]
 pub fn has_wrapper(text: &str) -> bool {
     // Each wrapper component starts with an underscore. This function is called for every name, so it tests only the
     // parts of the name that start with an underscore.
@@ -65,7 +63,6 @@ impl ModelWrappers {
     }
 
     /// Returns the name of a tensor in the model without wrapper components.
-    #[must_use]
     pub fn clean(&self, name: &str) -> String {
         let clean = clean_name(name);
         clean.strip_prefix(DDP).filter(|_| self.has_ddp).map(str::to_owned).unwrap_or(clean)

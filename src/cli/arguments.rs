@@ -12,7 +12,6 @@ use crate::{Conversion, Dtype, ExecuteOptions, OpenOptions, Setup, VerifyOptions
 
 impl Command {
     /// Returns the target and the arguments of a verb that converts, or `None` for another verb.
-    #[must_use]
     pub fn conversion(&self) -> Option<(Target, &ConvertArgs)> {
         match self {
             Self::Reshard(args) => Some((args.target(), &args.convert)),

@@ -457,7 +457,6 @@ pub enum TensorClass {
 
 /// Returns the command line for clap. The help of `--to` lists only the formats that the verb writes, and `-h` of a
 /// verb ends with a pointer to `--help`.
-#[must_use]
 pub fn command() -> clap::Command {
     let by_suffix = |rest: &str| {
         let by_suffix =

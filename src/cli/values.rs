@@ -33,7 +33,6 @@ pub enum IoArg {
 }
 
 impl IoArg {
-    #[must_use]
     pub fn mode(self) -> Option<IoMode> {
         match self {
             Self::Auto => None,

@@ -48,7 +48,6 @@ impl Process {
 
     /// Returns whether this process is alive. `here` is the calling process. Returns `None` if the answer is unknown,
     /// for example because the process is on another node.
-    #[must_use]
     pub fn is_alive(&self, here: &Self) -> Option<bool> {
         let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
         if !is_here {

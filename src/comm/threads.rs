@@ -46,7 +46,6 @@ struct Message {
 
 impl Local {
     /// Returns `size` connected communicators, one for each thread, in rank order.
-    #[must_use]
     pub fn fleet(size: u32) -> Vec<Self> {
         let letters = MessageQueue {
             waiting: (0..size).map(|_| (0..size).map(|_| VecDeque::new()).collect()).collect(),

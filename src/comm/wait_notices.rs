@@ -42,7 +42,6 @@ impl WaitReporter {
         Self { first: Duration::MAX, again: Duration::MAX, print: Arc::new(|_| {}) }
     }
 
-    #[must_use]
     pub fn notices(&self, limit: Duration) -> WaitNotices<'_> {
         WaitNotices { limit, first: self.first, again: self.again, print: &*self.print }
     }
@@ -71,7 +70,6 @@ impl<'a> Wait<'a> {
         self.begun + self.notices.limit
     }
 
-    #[must_use]
     pub fn is_over(&self) -> bool {
         Instant::now() >= self.until()
     }

@@ -31,7 +31,6 @@ pub enum Status {
 }
 
 impl Status {
-    #[must_use]
     pub fn code(self) -> u8 {
         match self {
             Self::Done => 0,
@@ -41,7 +40,6 @@ impl Status {
 }
 
 /// Returns the exit code for an error: if a signal stopped the run, the exit code for this signal, otherwise 2.
-#[must_use]
 pub fn exit_code(error: &Error) -> u8 {
     match error {
         Error::Stopped(stopped) => stopped.exit,
@@ -51,7 +49,6 @@ pub fn exit_code(error: &Error) -> u8 {
 
 /// Prints the reason why clap did not parse the arguments, or the help or version that the arguments request. Returns
 /// the exit code.
-#[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     // The value of `--part` is unknown here. If the variables of the environment contradict each other, they are
     // ignored.

@@ -69,13 +69,11 @@ impl Printer {
         write_stderr(&(part + &label), &spelled(text));
     }
 
-    #[must_use]
     pub fn json(&self) -> bool {
         self.choice.json
     }
 
     /// Returns true if this process is alone or the first process of its run.
-    #[must_use]
     pub fn is_first(&self) -> bool {
         self.part.index == 0
     }
@@ -101,7 +99,6 @@ impl Printer {
 
     /// Returns the number of columns that a drawing may have: the width of the terminal, but at most `most`. Returns
     /// `most` if standard output is no terminal.
-    #[must_use]
     pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
@@ -134,7 +131,6 @@ impl Printer {
         }
     }
 
-    #[must_use]
     pub fn verbose(&self) -> bool {
         self.choice.verbose
     }
@@ -222,7 +218,6 @@ impl Printer {
     }
 
     /// Returns true if this process may draw a progress bar: it is process 0, and standard error is a terminal.
-    #[must_use]
     pub fn draws(&self) -> bool {
         self.part.index == 0 && io::stderr().is_terminal()
     }
@@ -230,7 +225,6 @@ impl Printer {
     /// Returns when to show progress: never with `-q`, otherwise as the user chose. If the user did not choose, only
     /// process 0 shows progress, or each process with `-v`. With `--json`, no process then shows progress, because a
     /// program reads the output.
-    #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {
             _ if self.choice.quiet => ProgressChoice::Never,

@@ -41,7 +41,6 @@ impl Bucket {
 
     /// Returns the bucket size, before SRC is opened. Returns `None` if processes with these options never exchange
     /// tensor data, so that they need no memory for exchange rounds.
-    #[must_use]
     pub fn of_exchange(args: &ExchangeOptions) -> Option<Self> {
         let exchanges = match args.backend {
             Backend::Auto => args.source == SourceVisibility::PerRank,
@@ -52,14 +51,12 @@ impl Bucket {
     }
 
     /// Returns the bucket size in bytes. An automatic size may still be reduced later.
-    #[must_use]
     pub fn bytes(self) -> u64 {
         let (Self::Asked(bytes) | Self::AtMost(bytes)) = self;
         bytes
     }
 
     /// Returns the memory in bytes that the buffers and plans of the exchange rounds of one process need at most.
-    #[must_use]
     pub fn held_bytes(self) -> u64 {
         self.bytes().saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
     }

@@ -127,25 +127,21 @@ impl Configuration {
     }
 
     /// Returns the name of the file, or an empty text if there is no configuration.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Returns the configuration, if there is one.
-    #[must_use]
     pub fn value(&self) -> Option<&Json> {
         self.value.as_ref()
     }
 
     /// Returns the value of a key.
-    #[must_use]
     pub fn get(&self, key: &str) -> Option<&Json> {
         self.value.as_ref()?.get(key)
     }
 
     /// Returns the `model_type` of the configuration.
-    #[must_use]
     pub fn model_type(&self) -> Option<&str> {
         self.value.as_ref()?.get("model_type")?.as_str()
     }

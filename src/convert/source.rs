@@ -88,13 +88,11 @@ fn left_out_remedy(select: &SelectOptions, defaults: &Defaults) -> Option<&'stat
 
 impl ConversionSource {
     /// Returns the method by which partial values are reduced.
-    #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.peers.as_ref().map_or(ReductionMethod::InRankOrder, Peers::reducing)
     }
 
     /// Returns true if the processes exchange the data that they read.
-    #[must_use]
     pub fn is_exchanged(&self) -> bool {
         self.peers.as_ref().is_some_and(Peers::exchange_bytes)
     }
@@ -149,7 +147,6 @@ impl ConversionSource {
     }
 
     /// Returns the path and the format of SRC, also with `--fill-from`.
-    #[must_use]
     pub fn given(&self) -> (&Path, Format) {
         match &self.filled {
             Some(Filled { root, format, .. }) => (root, *format),
@@ -159,7 +156,6 @@ impl ConversionSource {
 
     /// Returns the checkpoints that are read, each as its name for messages and its path. A checkpoint that was found
     /// in a subfolder of the path that the user named occurs with both paths.
-    #[must_use]
     pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
             [Some(root), given.map(PathBuf::as_path)].into_iter().flatten().map(|path| (name, path)).collect()
@@ -187,7 +183,6 @@ impl ConversionSource {
 
     /// Completes an error: adds the checkpoint if the error names only a tensor, and adds node and process id if it
     /// names a process.
-    #[must_use]
     pub fn locate(&self, error: Error) -> Error {
         let error = match &self.peers {
             Some(peers) => peers.name(error),
@@ -317,7 +312,6 @@ impl ConversionSource {
     /// Returns the notes about values of single ranks: those of [`ResolvedConflicts::notes`], and, if SRC has one rank, a note
     /// about its random number state, which all ranks of the new job get. `target_ranks` is the number of ranks of the new
     /// job, or `None` if the target has no rank files.
-    #[must_use]
     pub fn notes_of_ranks(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = self.conflicts.notes(target_ranks);
         let Checkpoint { format, parts, .. } = &self.checkpoint;
@@ -345,7 +339,6 @@ impl ConversionSource {
     }
 
     /// Returns every selected tensor under each of its names.
-    #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
         state_dict::all_tensors(&self.selection.catalog.state)
     }
@@ -362,7 +355,6 @@ impl ConversionSource {
     }
 
     /// Returns every selected tensor once, even if it has several names.
-    #[must_use]
     pub fn tensor_ids(&self) -> Vec<TensorId> {
         let mut ids = Vec::with_capacity(self.selection.catalog.tensors.len());
         path::tensors(&self.selection.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));

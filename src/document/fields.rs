@@ -114,7 +114,6 @@ pub fn text<'a>(at: FilePosition<'_>, node: &'a FileNode, key: &str) -> Result<&
 
 /// Returns a hint that lists all names. The hint first suggests the nearest name, if the edit distance between this name
 /// and `word` is at most half the length of the longer one.
-#[must_use]
 pub fn did_you_mean(word: &str, names: &[&str]) -> String {
     let distance = |name: &&&str| strsim::damerau_levenshtein(word, name);
     let is_near = |name: &&&str| 2 * distance(name) <= word.chars().count().max(name.chars().count());

@@ -19,7 +19,6 @@ pub struct BufferPool<M> {
 
 impl<M: HostMemory> BufferPool<M> {
     /// Returns an empty pool that calls `make` to allocate memory of a given length.
-    #[must_use]
     pub fn new(make: impl Fn(usize) -> Result<M> + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Self { make: Box::new(make), free: Mutex::default() })
     }

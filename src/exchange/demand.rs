@@ -153,14 +153,12 @@ impl<'a> Demand<'a> {
 
     /// Returns all source chunks that hold the same elements as `chunk` (its replicas), including `chunk`. `chunk` must
     /// be the first of them.
-    #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
         let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
         &self.holders[found.expect("tile plans name the first chunk of a group")]
     }
 
     /// Returns true if no process needs any element of the tensor.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tiles.is_empty()
     }

@@ -50,19 +50,16 @@ pub struct Load {
 
 impl Load {
     /// Returns the number of bytes that are sent in both phases together.
-    #[must_use]
     pub fn sent(&self) -> u64 {
         self.first_phase.sent + self.second_phase.sent
     }
 
     /// Returns the number of bytes that are received in both phases together.
-    #[must_use]
     pub fn received(&self) -> u64 {
         self.first_phase.received + self.second_phase.received
     }
 
     /// Returns the length in bytes of the largest buffer that the process needs for the round.
-    #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         let WireBytes { sent, all_gathered, received } = self.first_phase.plus(self.second_phase);
         self.read.max(sent + self.own_partial_values).max(received + all_gathered).max(self.unpacked)
@@ -124,13 +121,11 @@ impl Loads {
     }
 
     /// Returns the length in bytes of the largest buffer that any process needs.
-    #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(Load::largest_buffer).max().unwrap_or(0)
     }
 
     /// Returns the load of each process, in the order of the processes.
-    #[must_use]
     pub fn into_ranks(self) -> Vec<Load> {
         self.0
     }
@@ -145,7 +140,6 @@ impl PartLoads {
     }
 
     /// Returns the length in bytes of the largest buffer that any process needs.
-    #[must_use]
     pub fn largest_buffer(&self) -> u64 {
         self.0.iter().map(|(_, load)| load.largest_buffer()).max().unwrap_or(0)
     }

@@ -96,7 +96,6 @@ impl<'a> Exchange<'a> {
 
     /// Returns true if some values may change: a tensor has partial values in the source or in the target, or is cast.
     /// Returns false if all values are copied unchanged.
-    #[must_use]
     pub fn computes(&self) -> bool {
         self.reservation.tensors.iter().any(|tensor| {
             let source = self.input.catalog.tensor(tensor.source);

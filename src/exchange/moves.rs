@@ -216,7 +216,6 @@ impl Moves {
     /// Returns the lengths in bytes of the outgoing buffer and of the incoming buffer. Both phases use the same two
     /// buffers, so each length is the larger of the two lengths that the phases need. The outgoing buffer also has
     /// space for the partial values of NCCL reductions.
-    #[must_use]
     pub fn wire_buffer_lens(&self) -> (usize, usize) {
         let phases = || std::iter::once(&self.first_phase).chain(&self.second_phase);
         let longest = |of: fn(&TransferPhase) -> usize| phases().map(of).max().unwrap_or(0);
@@ -226,7 +225,6 @@ impl Moves {
 
     /// Returns the byte ranges of the unpacked buffer that are filled after the first phase, in ascending order. Each
     /// range has its copies, from the stage buffer or from the incoming buffer.
-    #[must_use]
     pub fn copy_destinations(&self) -> Vec<CopyDestination<'_>> {
         let mut destinations: Vec<_> = self.arriving_tiles.iter().filter_map(ArrivingTile::copy_destination).collect();
         destinations.sort_unstable_by_key(|destination| destination.range.start);
@@ -234,7 +232,6 @@ impl Moves {
     }
 
     /// Returns true if this process reduces partial values itself, without NCCL.
-    #[must_use]
     pub fn has_reductions(&self) -> bool {
         self.unpacked_len > self.output_len
     }

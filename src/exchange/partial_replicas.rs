@@ -10,7 +10,6 @@ use crate::exec::Extents;
 
 /// Finds the elements of reduced tensors that are missing in at least one of several replicas. Returns the byte ranges
 /// of these elements in all replicas. `done` has the byte ranges of the output files that earlier runs completed.
-#[must_use]
 pub fn partial_replicas(catalog: &Catalog, reservation: &Reservation, done: &Extents) -> Extents {
     let mut partial = Extents::new();
     let reduced = |tensor: &&Reserved| catalog.tensor(tensor.source).partial_values.is_some();

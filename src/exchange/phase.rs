@@ -100,20 +100,17 @@ pub struct TransferPhase {
 impl TransferPhase {
     /// Returns the length in bytes of the outgoing buffer. It has the point-to-point messages of this process; a
     /// message to several receivers is packed once for each of them.
-    #[must_use]
     pub fn outgoing_len(&self) -> usize {
         self.send_ranges.last().map_or(0, |range| range.end)
     }
 
     /// Returns the length in bytes of the incoming buffer. It has the bytes that this process receives, and the bytes
     /// that it sends itself by all-gather.
-    #[must_use]
     pub fn incoming_len(&self) -> usize {
         self.all_gather_ranges.last().map_or(0, |range| range.end)
     }
 
     /// Returns whether the phase has an all-gather. All processes get the same result.
-    #[must_use]
     pub fn has_all_gather(&self) -> bool {
         self.all_gather_ranges.iter().any(|range| !range.is_empty())
     }

@@ -58,7 +58,6 @@ pub enum ReplicaChoice {
 impl ReplicaChoice {
     /// Returns the chunks in `holders` that may be read. `holders` are chunks with equal elements (replicas), in
     /// ascending order of the ranks that saved them.
-    #[must_use]
     pub fn allowed_holders(self, holders: &[u32]) -> &[u32] {
         if self == Self::LowestRank { &holders[..1] } else { holders }
     }
@@ -89,14 +88,12 @@ impl Topology {
 
     /// Returns the index of a process among the processes on its node, from 0 (`LOCAL_RANK` of torchrun). `nodes` has
     /// the node number of each process.
-    #[must_use]
     pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
         let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
         u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
     }
 
     /// Returns the number of processes.
-    #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
     }

@@ -162,7 +162,6 @@ impl SourceCopy {
     }
 
     /// Returns the number of files to copy, their total length, and the part of this length that is not yet copied.
-    #[must_use]
     pub fn amount(&self) -> Amount {
         let sum = |files: &mut dyn Iterator<Item = &Copied>| files.map(|file| file.record.len).sum();
         let left = sum(&mut self.files.iter().filter(|file| !self.is_done(file)));
@@ -170,7 +169,6 @@ impl SourceCopy {
     }
 
     /// Returns the number of bytes that process `rank` still has to copy.
-    #[must_use]
     pub fn share(&self, rank: u32) -> u64 {
         let own = self.files.iter().filter(|file| file.writer == rank && !self.is_done(file));
         own.map(|file| file.record.len).sum()

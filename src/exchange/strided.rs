@@ -22,7 +22,6 @@ pub struct StridedCopy {
 
 impl StridedCopy {
     /// Returns the number of bytes that are copied.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product::<u64>() * self.run_bytes
     }

@@ -212,7 +212,6 @@ impl<'a> TransferPlan<'a> {
     }
 
     /// Returns the memory that each of `ranks` processes needs for this plan.
-    #[must_use]
     pub fn loads(&self, ranks: usize) -> PartLoads {
         let Self { targets, transfers, source_ranges, .. } = self;
         let mut loads = vec![Load::default(); ranks];

@@ -48,7 +48,6 @@ pub struct TransferTarget {
 
 impl Unit<'_> {
     /// Returns true if this exchange unit is the whole tensor, as one range of elements.
-    #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
@@ -56,7 +55,6 @@ impl Unit<'_> {
     /// Returns a number from which the process that reads or reduces a range is chosen; `range` is an index in
     /// `ranges`. Consecutive ranges normally have different numbers, so that the work is distributed among the
     /// processes.
-    #[must_use]
     pub fn rotation(&self, range: usize, ranks: usize) -> usize {
         self.number + section_index(self.ranges[range].start, self.demand.source.numel(), ranks)
     }
@@ -64,26 +62,22 @@ impl Unit<'_> {
 
 impl TransferTarget {
     /// Returns the processes that receive the source bytes of this target.
-    #[must_use]
     pub fn receivers(&self) -> &[u32] {
         self.reducing_rank.as_ref().map_or(&self.ranks, slice::from_ref)
     }
 
     /// Returns the total length of all partial values of this target, in bytes.
-    #[must_use]
     pub fn partial_values_bytes(&self) -> u64 {
         self.part_bytes * self.needed.sources.len() as u64
     }
 
     /// Returns the root process and the kind of the NCCL reduction. Returns `None` if NCCL does not reduce this target.
-    #[must_use]
     pub fn nccl_root(&self) -> Option<(u32, ReductionKind)> {
         self.nccl_reduction.map(|kind| (self.receivers()[0], kind))
     }
 
     /// Returns the message of the second phase, in which the reducing process sends the reduced values to the other
     /// processes. Returns `None` if there is no reducing process.
-    #[must_use]
     pub fn second_phase_message(&self) -> Option<Message<'_>> {
         self.reducing_rank.map(|from| Message { sender: from, receivers: &self.ranks, len: self.part_bytes })
     }
@@ -116,7 +110,6 @@ pub struct Transfer {
 
 impl Transfer {
     /// Returns the message with which the reader sends the bytes.
-    #[must_use]
     pub fn message(&self) -> Message<'_> {
         Message { sender: self.from.reader.rank, receivers: &self.receivers, len: self.piece.len_bytes() }
     }

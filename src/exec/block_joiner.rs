@@ -37,7 +37,6 @@ pub struct DirectBlock([u8; BLOCK]);
 
 impl DirectBlock {
     /// Returns the bytes of the block.
-    #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -78,7 +77,6 @@ pub struct BlockRemainder {
 
 impl BlockRemainder {
     /// Returns the number of the output file.
-    #[must_use]
     pub fn file(&self) -> u32 {
         self.key.0
     }

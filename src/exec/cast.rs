@@ -51,7 +51,6 @@ impl LossCounts {
 
 impl Cast {
     /// Returns the cast between two dtypes, or `None` if the dtypes are equal or if one of them cannot be cast.
-    #[must_use]
     pub fn new(from: Dtype, to: Dtype) -> Option<Self> {
         use Dtype::{Bf16, F8E4m3fn, F8E4m3fnuz, F8E5m2, F8E5m2fnuz, F16, F32, F64};
         let possible = matches!(from, F64 | F32 | F16 | Bf16)
@@ -60,13 +59,11 @@ impl Cast {
     }
 
     /// Returns the source dtype.
-    #[must_use]
     pub fn from(&self) -> Dtype {
         self.from
     }
 
     /// Returns the target dtype.
-    #[must_use]
     pub fn to(&self) -> Dtype {
         self.to
     }

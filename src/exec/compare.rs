@@ -72,7 +72,6 @@ pub struct MeasuredDifference {
 impl MeasuredDifference {
     /// Returns the L2 norm of the difference divided by the L2 norm of the first tensor, rounded to six digits. NaN if, for
     /// some pair of elements, one element is NaN and the other is not. `None` if the dtype has no distance.
-    #[must_use]
     pub fn relative_l2(&self) -> Option<f64> {
         self.difference.max_abs?;
         let ratio = self.difference.distances.root_ratio(self.left);
@@ -165,7 +164,6 @@ pub struct ReplicaDifference {
 
 impl ReplicaDifference {
     /// Returns the index in the global tensor of the first element that differs.
-    #[must_use]
     pub fn index(&self, entry: &TensorEntry) -> Dims {
         entry.chunks.tile(self.first as usize).global_index(self.element)
     }

@@ -38,13 +38,11 @@ pub struct Segment {
 
 impl Segment {
     /// Returns the range of the segment in the file.
-    #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len()
     }
 
     /// Returns the length of the segment in bytes.
-    #[must_use]
     pub fn len(&self) -> u64 {
         match &self.content {
             SegmentContent::HeaderBytes { bytes, .. } | SegmentContent::Tile { bytes, .. } => bytes.end - bytes.start,
@@ -71,13 +69,11 @@ pub struct WriteBlock {
 
 impl WriteBlock {
     /// Returns the length of the block in bytes, as the size of a buffer.
-    #[must_use]
     pub fn len(&self) -> usize {
         usize::try_from(self.range.end - self.range.start).expect("a write block fits memory")
     }
 
     /// Returns the position in the block's buffer of a byte range of the file. The range must be within the block.
-    #[must_use]
     pub fn buffer_range(&self, range: &Range<u64>) -> Range<usize> {
         let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a write block fits memory");
         within(range.start)..within(range.end)
@@ -105,7 +101,6 @@ impl<'a> BlockCutter<'a> {
 
     /// Returns the write blocks of these output ranges and of the header bytes before each range. Bytes that this run
     /// does not write are left out.
-    #[must_use]
     pub fn cut(&mut self, mut output_ranges: Vec<OutputRange>) -> Vec<WriteBlock> {
         output_ranges.sort_unstable_by_key(|output_range| (output_range.file, output_range.offset));
         let boundaries = boundaries(&output_ranges, self.block_bytes, self.transposed_bytes);
@@ -120,7 +115,6 @@ impl<'a> BlockCutter<'a> {
     }
 
     /// Returns the write blocks of all header bytes after the last tensor data.
-    #[must_use]
     pub fn finish(mut self) -> Vec<WriteBlock> {
         let mut blocks = WriteBlocks::new(self.todo, [self.block_bytes, self.transposed_bytes], Vec::new());
         for file in 0..self.files.len() {

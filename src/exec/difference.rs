@@ -29,13 +29,11 @@ pub struct Difference {
 
 impl Difference {
     /// Returns the index of the first element that differs.
-    #[must_use]
     pub fn index(&self, shape: &[u64]) -> Dims {
         Tile::from_region(&Region::whole(shape)).global_index(self.element)
     }
 
     /// Describes the differences: `first difference at [1, 3], 3 of 40 elements differ, max abs difference 0.25`.
-    #[must_use]
     pub fn detail(&self, shape: &[u64]) -> String {
         let (first, numel) = (self.index(shape), shape.iter().product::<u64>());
         let mut text = match shape {
@@ -54,7 +52,6 @@ impl Difference {
 
     /// Returns the largest distance in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`. The result is a
     /// text, because JSON has no number for `inf` and `nan`.
-    #[must_use]
     pub fn max_abs_text(&self) -> Option<String> {
         self.max_abs.map(number_text)
     }
@@ -71,7 +68,6 @@ impl Difference {
     }
 
     /// Compares two ranges of elements, given as bytes. `first` is the index of the first element in the tensor.
-    #[must_use]
     pub fn between(dtype: Dtype, first: u64, left: &[u8], right: &[u8]) -> Option<Self> {
         if left == right {
             return None;
@@ -107,7 +103,6 @@ impl Difference {
 }
 
 /// Formats a number in its shortest decimal form: `0.25`, `3`, `1e-7`, `inf`, `nan`.
-#[must_use]
 pub fn number_text(number: f64) -> String {
     if number.is_nan() {
         return String::from("nan");
@@ -118,7 +113,6 @@ pub fn number_text(number: f64) -> String {
 
 /// Returns the sum of the squares of the magnitudes of elements, given as bytes. Infinities and NaNs are left out.
 /// Returns `None` if no distance is defined for the dtype.
-#[must_use]
 pub fn sum_of_squares(dtype: Dtype, bytes: &[u8]) -> Option<SumOfSquares> {
     Some(match dtype {
         Dtype::Bool | Dtype::F4E2m1fnX2 => return None,

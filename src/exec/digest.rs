@@ -43,13 +43,11 @@ impl Digest {
 
     /// Returns the digest of a range of a file, whose content is `bytes`. `summed` lists known CRCs of some ranges
     /// inside the range, in ascending order.
-    #[must_use]
     pub fn of_bytes(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         Self::new(file, range).combine_with(bytes, summed)
     }
 
     /// Returns the digest of a range that contains no stored checksum. The arguments are those of [`Digest::of_bytes`].
-    #[must_use]
     pub fn without_sites(range: &Range<u64>, bytes: &[u8], summed: &[ChecksumPart]) -> u32 {
         Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.combine_with(bytes, summed)
     }
@@ -94,7 +92,6 @@ impl Digest {
     }
 
     /// Returns the digest of all added bytes.
-    #[must_use]
     pub fn finish(self) -> u32 {
         self.hasher.finalize()
     }

@@ -35,7 +35,6 @@ const MAX_EXCESS: u128 = 2;
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.
-#[must_use]
 pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
     let files_end_to_end = ConcatenatedFiles::new(files);
     let (start, end) = (files_end_to_end.cut(part.index, part.of), files_end_to_end.cut(part.index + 1, part.of));
@@ -60,7 +59,6 @@ pub fn even_share(files: &[OutputFile], part: Part) -> Extents {
 ///
 /// # Panics
 /// If all files together have 2^64 bytes.
-#[must_use]
 pub fn own_rank_files(files: &[OutputFile], part: Part) -> Extents {
     let ranks = files.iter().filter_map(|file| file.rank).map(|rank| u64::from(rank.0) + 1).max().unwrap_or(0);
     let of = u64::from(part.of);

@@ -53,7 +53,6 @@ impl Extents {
     }
 
     /// Returns whether some byte of the range is in the set.
-    #[must_use]
     pub fn overlaps(&self, file: u32, range: &Range<u64>) -> bool {
         self.within(file, range.clone()).next().is_some()
     }
@@ -93,19 +92,16 @@ impl Extents {
     }
 
     /// Returns the number of bytes in the set.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.iter().map(|(_, range)| range.end - range.start).sum()
     }
 
     /// Returns whether the set is empty.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
 
     /// Returns whether the set contains bytes of the file.
-    #[must_use]
     pub fn has_file(&self, file: u32) -> bool {
         self.files.contains_key(&file)
     }

@@ -72,7 +72,6 @@ impl From<Fingerprint> for String {
 /// Returns the fingerprint of the checkpoint that this `version` of the program makes from `input`. `roots` are the
 /// checkpoints that are read; each is a folder, or a file beside the other files of its checkpoint. Source files are
 /// hashed with their paths relative to these roots, so that a root may be mounted under any path.
-#[must_use]
 pub fn fingerprint(
     version: &str,
     input: Input<'_>,

@@ -106,7 +106,6 @@ pub struct ChecksumPart {
 impl ChecksumPart {
     /// Returns a CRC-32 hasher that has already hashed this part, so that it can be combined with the hashers of other
     /// parts.
-    #[must_use]
     pub fn hasher(&self) -> Hasher {
         Hasher::new_with_initial_len(self.crc, self.len)
     }

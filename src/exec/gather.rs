@@ -236,13 +236,11 @@ impl PreparedTile {
     }
 
     /// Returns the size in bytes of an element that [`PreparedTile::read`] returns.
-    #[must_use]
     pub fn itemsize(&self) -> u64 {
         self.cast.map_or(self.dtype, |cast| cast.to()).itemsize()
     }
 
     /// Returns the number of elements of the tile.
-    #[must_use]
     pub fn numel(&self) -> u64 {
         self.numel
     }
@@ -337,13 +335,11 @@ impl PreparedTile {
     }
 
     /// Returns the number of source bytes that the tile reads.
-    #[must_use]
     pub fn source_bytes(&self) -> u64 {
         self.numel * self.dtype.itemsize() * self.sources.len() as u64
     }
 
     /// Returns whether the tile reads short runs of source rows, with bytes of other tiles between the runs.
-    #[must_use]
     pub fn has_short_row_runs(&self) -> bool {
         self.file_sources().any(|part| {
             let pieces = part.pieces(self.dtype.itemsize());
@@ -368,7 +364,6 @@ impl PreparedTile {
 
     /// Returns the number of elements of a row of the tile if the tile reads a transposed view. The elements of a row are far from
     /// each other in the source, so a read of a part of a row touches as much of the source as a read of many rows.
-    #[must_use]
     pub fn transposed_row(&self) -> Option<u64> {
         let itemsize = self.dtype.itemsize();
         // Rows that are contiguous in the source are the usual case, and are found without a piece.
@@ -383,7 +378,6 @@ impl PreparedTile {
 
     /// Returns the file and the offset in bytes at which one run holds all elements of the tile, in row-major order. Returns
     /// `None` if the elements are in several runs, or are computed, reduced or cast.
-    #[must_use]
     pub fn single_run(&self) -> Option<(FileId, u64)> {
         let [PartialSource::Files(part)] = &self.sources[..] else { return None };
         if self.cast.is_some() || !part.computed.is_empty() {
@@ -399,7 +393,6 @@ impl PreparedTile {
     }
 
     /// Returns the heap memory of the tile, in bytes.
-    #[must_use]
     pub fn heap_bytes(&self) -> u64 {
         /// The memory in bytes of a location in [`Locations`], including the overhead of an allocator for a short list.
         const FOUND: usize = size_of::<(u32, StridedLocation)>() * 2 + 128;

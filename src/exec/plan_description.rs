@@ -49,7 +49,6 @@ impl PlanDescription {
 
     /// Describes how `now` differs from this description: `--dtype was not given, now bf16; a.pt was 5 bytes, now 7`.
     /// Returns `None` if the descriptions are equal.
-    #[must_use]
     pub fn difference(&self, now: &Self) -> Option<String> {
         let mut differences: Vec<String> = Vec::new();
         for (name, was, is) in differing(&self.options, &now.options) {

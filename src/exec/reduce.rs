@@ -86,13 +86,11 @@ impl fmt::Display for ReduceError {
 
 impl ReduceError {
     /// Returns this error as an error about the tensor `fqn`.
-    #[must_use]
     pub fn for_tensor(&self, fqn: &Fqn) -> Error {
         Error::unsupported(format!("{fqn}: {self}"), self.hint())
     }
 
     /// Returns the hint for the user.
-    #[must_use]
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Undefined { .. } => {
@@ -141,26 +139,22 @@ impl Reducer {
     }
 
     /// Returns the dtype of the partial values.
-    #[must_use]
     pub fn dtype(self) -> Dtype {
         self.dtype
     }
 
     /// Returns the reduction op.
-    #[must_use]
     pub fn op(self) -> ReduceOp {
         self.op
     }
 
     /// Returns the number by which the result is divided.
-    #[must_use]
     pub fn divisor(self) -> u64 {
         self.divisor
     }
 
     /// Returns how many bytes of one partial value are reduced at a time, so that the sums are at most `SUM_BYTES`
     /// long.
-    #[must_use]
     pub fn block_bytes(self) -> usize {
         let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
         usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * self.widening()) * itemsize
@@ -186,7 +180,6 @@ impl Reducer {
 
     /// Returns how many bytes of sums are needed for one byte of a partial value, because sums are computed in a wider
     /// type.
-    #[must_use]
     pub fn widening(self) -> usize {
         match self.dtype {
             Dtype::F32 | Dtype::C64 | Dtype::F16 | Dtype::Bf16 | Dtype::C32 => 2,

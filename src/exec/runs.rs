@@ -53,14 +53,12 @@ pub fn record_runs(
 }
 
 /// Returns whether a piece (a strided copy from a source chunk) has short runs with gaps between them.
-#[must_use]
 pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
 /// Returns whether a piece (a strided copy from a source chunk) goes through its file row by row, front to back.
 /// Returns false for a piece of a transposed view.
-#[must_use]
 pub fn is_row_by_row(piece: &Piece) -> bool {
     let steps = || piece.levels.iter().map(|level| level.source_step);
     steps().max() == steps().next()
@@ -68,7 +66,6 @@ pub fn is_row_by_row(piece: &Piece) -> bool {
 
 /// Returns the length in bytes of a row of the target if a piece transposes short runs: neighbours in a row are not neighbours in
 /// the source, and each row is next to the row before it there.
-#[must_use]
 pub fn transposed_row_bytes(piece: &Piece) -> Option<u64> {
     let nearest = piece.levels.iter().min_by_key(|level| level.source_step)?;
     let is_transposed = piece.run_bytes < STRETCH_BYTES && piece.levels.last() != Some(nearest);
@@ -77,7 +74,6 @@ pub fn transposed_row_bytes(piece: &Piece) -> Option<u64> {
 
 /// Returns the range of the source file that contains all bytes of a piece (a strided copy), including the gaps between
 /// its runs.
-#[must_use]
 pub fn source_range(located: &StridedLocation, piece: &Piece) -> FileRange {
     FileRange { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
 }

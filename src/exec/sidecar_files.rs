@@ -50,7 +50,6 @@ impl SidecarFile {
 
     /// Returns the number of the process that copies the file with the number `number`. `parts` is the number of
     /// processes. The files are few and small, so the processes that can read a file take turns.
-    #[must_use]
     pub fn assigned_process(&self, number: u32, parts: u32) -> u32 {
         let turn = number as usize % self.seen_by.len().max(1);
         self.seen_by.get(turn).copied().unwrap_or(number % parts)
@@ -104,7 +103,6 @@ fn record_state(copy: &File) {
 
 /// Returns true if the extended attribute of this file shows that an earlier run copied it, and that nobody has written
 /// to it since then. False proves nothing: some file systems do not store the attribute.
-#[must_use]
 pub fn is_unchanged_copy(path: &Path) -> bool {
     let mut value = [0_u8; 64];
     let (Ok(metadata), Ok(len)) =

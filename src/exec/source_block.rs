@@ -54,7 +54,6 @@ impl SourceBlock {
     }
 
     /// Returns the bytes of a range, or `None` if the block does not contain the complete range.
-    #[must_use]
     pub fn get(&self, range: FileRange) -> Option<&[u8]> {
         let mut start = 0;
         for loaded in &self.ranges {

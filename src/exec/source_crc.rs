@@ -62,7 +62,6 @@ impl SourceCrcs {
     }
 
     /// Returns true if no ranges of zip records are recorded.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.records.lock().expect("no panic while the lock is held").is_empty()
     }

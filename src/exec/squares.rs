@@ -46,7 +46,6 @@ impl SumOfSquares {
 
     /// Returns the root of this sum divided by the root of another sum: 0 if this sum is 0, and infinity if only the
     /// other sum is 0.
-    #[must_use]
     pub fn root_ratio(self, other: Self) -> f64 {
         let (above, below) = (self.root(), other.root());
         if above.0 == 0.0 {

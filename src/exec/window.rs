@@ -64,13 +64,11 @@ impl WindowPace {
     }
 
     /// Returns the number of bytes of output at which a window ends at the latest.
-    #[must_use]
     pub fn max_bytes() -> u64 {
         if fault::is_testing_faults() { TEST_BYTES } else { WINDOW_BYTES }
     }
 
     /// Returns the number of bytes of output at which the next window ends.
-    #[must_use]
     pub fn next(&self) -> u64 {
         self.bytes.min(Self::max_bytes())
     }
@@ -128,7 +126,6 @@ impl<'a> Windows<'a> {
 }
 
 /// Returns the source tensors of all target tensors that have bytes to write, ascending.
-#[must_use]
 pub fn source_tensors(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
     let is_touched =
         |tensor: &&Reserved| (0..tensor.entry.chunks.len()).any(|chunk| is_to_be_written(tensor, chunk, todo));

@@ -14,7 +14,6 @@ use crate::storage::{FileRange, Files};
 /// Returns the byte range of each `torch.save` archive in a checkpoint. If the archive is an item of a DCP data file
 /// and stores a tensor, the entry also has the name of this tensor; otherwise the name is `None`. The list is empty if
 /// the format has no `torch.save` archives.
-#[must_use]
 pub fn archives(catalog: &Catalog) -> Vec<(FileRange, Option<&Fqn>)> {
     let mut archives: BTreeMap<FileRange, Option<&Fqn>> =
         catalog.archives.iter().map(|file_range| (*file_range, None)).collect();

@@ -63,7 +63,6 @@ impl Wrong {
     }
 
     /// Returns this fault as an error of the file at `path`.
-    #[must_use]
     pub fn within(self, path: &Path) -> FormatError {
         let Self { at, expected, found } = self;
         FormatError::Malformed { path: path.to_path_buf(), at, expected, found, hint: None }
@@ -72,7 +71,6 @@ impl Wrong {
 
 impl FormatError {
     /// Returns the hint for the user.
-    #[must_use]
     pub fn hint(&self) -> &str {
         match self {
             Self::Malformed { hint: Some(hint), .. } => hint,

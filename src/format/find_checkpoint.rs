@@ -220,7 +220,6 @@ fn is_candidate(name: &str) -> bool {
 }
 
 /// Returns whether a folder of this name may contain a checkpoint, or a subfolder with a checkpoint.
-#[must_use]
 pub fn may_lead_on(name: &str) -> bool {
     LATEST.contains(&name) || is_candidate(name) || is_model(name) || is_optimizer(name) || is_lightning(name)
 }

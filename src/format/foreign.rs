@@ -273,7 +273,6 @@ pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
 }
 
 /// Returns the error for a file whose name belongs to another framework's format.
-#[must_use]
 pub fn refuse_by_name(path: &Path) -> Option<Error> {
     let name = path.file_name()?.to_str()?;
     let row = FILES.iter().find(|row| row.matches_name(name))?;

@@ -129,13 +129,11 @@ fn glob_set(patterns: impl IntoIterator<Item = &'static str>) -> GlobSet {
 }
 
 /// Returns whether loaders need a file of this name beside the weights. The name is relative to the model's folder.
-#[must_use]
 pub fn is_asset(name: &Path) -> bool {
     ASSET_NAMES.is_match(name)
 }
 
 /// Returns whether a folder may contain known files, as shown by its name relative to the checkpoint's folder.
-#[must_use]
 pub fn is_known_folder(name: &Path) -> bool {
     below_known_folder(name).as_os_str().is_empty()
 }
@@ -151,7 +149,6 @@ fn below_known_folder(name: &Path) -> &Path {
 
 /// Returns the purpose of a file in a checkpoint folder, as shown by its name relative to that folder and by its first
 /// bytes. Returns `None` for a file that is not in the table. `path` is the location of the file; links are followed.
-#[must_use]
 pub fn role_of(name: &Path, path: &Path) -> Option<FileRole> {
     let name = below_known_folder(name);
     let is_hidden = name.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));

@@ -55,7 +55,6 @@ fn has_suffix(name: &str, format: Format) -> bool {
 
 /// Returns whether the name of a file shows a data file: a file whose tensors and objects are listed in another file,
 /// such as `.metadata`.
-#[must_use]
 pub fn is_data_file(path: &Path) -> bool {
     format_of_data(path).is_some()
 }

@@ -48,7 +48,6 @@ impl Checkpoint {
     /// Returns the path at which this process can read a file without tensors, such as a configuration file. If the
     /// checkpoint was read from a mirror, and `path` is in the checkpoint folder, this is the path of the copy in the
     /// mirror; otherwise `path`.
-    #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
         self.mirror.as_ref().and_then(|mirror| mirror.place(path)).unwrap_or_else(|| path.to_path_buf())
     }
@@ -56,7 +55,6 @@ impl Checkpoint {
     /// Returns the original path of the file that has the path `place` in the mirror, and the modification time of the
     /// original file, in seconds and nanoseconds since 1970. Returns `None` if the mirror has no file at `place`, or if
     /// the checkpoint was not read from a mirror.
-    #[must_use]
     pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
         let mirror = self.mirror.as_ref()?;
         let rest = place.strip_prefix(&mirror.mirror).ok()?;

@@ -12,7 +12,6 @@ pub struct Placing(BTreeMap<Fqn, PathBuf>);
 
 impl Placing {
     /// Returns the name of the file that stores each tensor of a checkpoint; `None` if one file stores all tensors.
-    #[must_use]
     pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
         let file_of = |id: TensorId| {
             let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.location.file());
@@ -25,7 +24,6 @@ impl Placing {
     }
 
     /// Returns whether a file is assigned to the tensor.
-    #[must_use]
     pub fn has(&self, fqn: &Fqn) -> bool {
         self.0.contains_key(fqn)
     }

@@ -168,14 +168,12 @@ impl PlannedModel {
     }
 
     /// Returns the name and the size of the mesh dim for tensor parallelism; `None` if there is no such dim.
-    #[must_use]
     pub fn tensor_dim(&self) -> Option<(&str, u64)> {
         let dim = self.plan.roles.tp?;
         Some((self.dim(Some(dim)), self.mesh.shape()[dim.0]))
     }
 
     /// Returns whether the plan has a mesh dim for FSDP.
-    #[must_use]
     pub fn has_fsdp(&self) -> bool {
         self.plan.roles.fsdp.is_some()
     }
@@ -186,7 +184,6 @@ impl PlannedModel {
 
     /// Returns notes about results that users may not expect. The text `of_unstyled` is added to the note about tensors
     /// that no style of the plan matches.
-    #[must_use]
     pub fn notes(&self, of_unstyled: &str) -> Vec<String> {
         let mut notes = Vec::new();
         let mut note = |names: Vec<&str>, of_one: &str, of_many: &str| {

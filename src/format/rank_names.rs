@@ -64,7 +64,6 @@ struct NumberField {
 
 impl RankName {
     /// Parses the name of a file; returns `None` if the name contains no rank. Words may be in upper case.
-    #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
         let (whole_stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
         let stem = &*whole_stem.to_ascii_lowercase();
@@ -133,7 +132,6 @@ impl RankNamePattern {
     }
 
     /// Returns the name of one rank's file.
-    #[must_use]
     pub fn render(&self, rank: u32, world_size: u32) -> String {
         let text = |piece: &NamePiece| match piece {
             NamePiece::Text(text) => text.clone(),
@@ -144,7 +142,6 @@ impl RankNamePattern {
     }
 
     /// Returns whether the names show that the files have shards as plain tensors.
-    #[must_use]
     pub fn has_shards(&self) -> bool {
         RankName::parse(Path::new(&self.render(0, 1))).is_some_and(|name| name.numbering == Numbering::TensorParallel)
     }

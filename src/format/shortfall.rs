@@ -31,7 +31,6 @@ impl Shortfall {
     }
 
     /// Returns the warning that is shown if only the existing files are read.
-    #[must_use]
     pub fn warning(&self) -> String {
         if self.is_one_file {
             return format!("{}; only the tensors in this file are shown", self.error);
@@ -42,14 +41,12 @@ impl Shortfall {
 
 /// Returns the warning about an incomplete set of which only the existing files are shown. `error` names what is
 /// missing.
-#[must_use]
 pub fn only_found(error: &Error) -> String {
     format!("{error}; only the tensors that were found are shown")
 }
 
 /// Returns the first `count` of `names`, which are the names of missing files. `count` comes from file names, so it may
 /// be arbitrarily large: after 10,000 names, the list ends with an entry such as `and 5000 more`.
-#[must_use]
 pub fn list_missing_names(count: u64, names: impl Iterator<Item = String>) -> Vec<String> {
     const MAX_LISTED: u64 = 10_000;
     let mut listed: Vec<String> = names.take(usize::try_from(count.min(MAX_LISTED)).expect("a small number")).collect();

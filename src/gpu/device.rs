@@ -67,13 +67,11 @@ impl Device {
     }
 
     /// Returns the product name of the device.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Returns the UUID of the device, which no other device has.
-    #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
     }

@@ -50,7 +50,6 @@ impl Pinned {
     }
 
     /// Returns a pool of pinned memory.
-    #[must_use]
     pub fn pool(device: &Arc<Device>) -> Arc<BufferPool<Self>> {
         let device = Arc::clone(device);
         BufferPool::new(move |len| Self::new(Arc::clone(&device), allocation_len(len)))
@@ -121,13 +120,11 @@ impl DeviceBytes {
     }
 
     /// Returns the length in bytes.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// Returns true if the length is 0.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -73,7 +73,6 @@ impl Nccl {
     }
 
     /// Returns the device that holds the exchanged memory.
-    #[must_use]
     pub fn device(&self) -> &Arc<Device> {
         self.stream.device()
     }

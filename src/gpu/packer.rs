@@ -36,7 +36,6 @@ impl Packer {
     }
 
     /// Returns the reason why the kernel cannot be used. Returns `None` if the kernel is loaded.
-    #[must_use]
     pub fn missing_kernel(&self) -> Option<&str> {
         match self {
             Self::Kernel(_) => None,

@@ -80,7 +80,6 @@ impl SplitChoice<'_> {
 
     /// Returns the hint for the case that the tensor is split in another way than by `torch.chunk`, but the format can
     /// record only `torch.chunk`.
-    #[must_use]
     pub fn hint_for_chunk_split(self) -> &'static str {
         match self {
             Self::Rule(_) => "leave split and sizes out of the rule",

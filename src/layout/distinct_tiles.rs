@@ -46,7 +46,6 @@ impl From<Vec<Placement>> for SharedTensor {
 
 impl SharedTensor {
     /// Returns whether the ranks hold partial values, which must be reduced to get the tensor.
-    #[must_use]
     pub fn is_partial(&self) -> bool {
         self.placements.iter().any(|placement| placement.is_partial())
     }

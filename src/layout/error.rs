@@ -160,7 +160,6 @@ impl LayoutError {
     }
 
     /// Returns the hint: an imperative sentence that tells the user how to correct the input.
-    #[must_use]
     pub fn hint(&self) -> &str {
         match self {
             Self::RuleMisfit { .. } => {
@@ -186,7 +185,6 @@ impl LayoutError {
     }
 
     /// Returns the name of the tensor that the error is about.
-    #[must_use]
     pub fn fqn(&self) -> Option<&str> {
         match self {
             Self::RuleMisfit { fqn, .. } | Self::Tensor { fqn, .. } | Self::Cut { fqn, .. } => Some(fqn),

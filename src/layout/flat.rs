@@ -52,7 +52,6 @@ impl FlatParameter {
     /// parameter. Returns `None` if the total size exceeds `u64`, or if the number of shards or the alignment is 0.
     ///
     /// `align` is the alignment in elements if `use_orig_params` is true; otherwise `None`.
-    #[must_use]
     pub fn new(numels: &[u64], align: Option<u64>, shards: u64) -> Option<Self> {
         let (align, padded_to) = match align {
             Some(align) => (align, shards),
@@ -72,32 +71,27 @@ impl FlatParameter {
     }
 
     /// Returns the range of each parameter in the flat parameter.
-    #[must_use]
     pub fn params(&self) -> &[Range<u64>] {
         &self.params
     }
 
     /// Returns the number of elements, including stored padding: PyTorch's `_unpadded_unsharded_size`.
-    #[must_use]
     pub fn total(&self) -> u64 {
         self.total
     }
 
     /// Returns the number of shards.
-    #[must_use]
     pub fn shards(&self) -> u64 {
         self.shards
     }
 
     /// Returns the number of elements of each shard in memory, including padding. PyTorch pads short shards to this
     /// length.
-    #[must_use]
     pub fn shard_len(&self) -> u64 {
         self.total.div_ceil(self.shards)
     }
 
     /// Returns the range of a shard in the flat parameter. The last shards may be shorter than the first shard, or empty.
-    #[must_use]
     pub fn shard(&self, index: u64) -> Range<u64> {
         let len = self.shard_len();
         let start = index.saturating_mul(len).min(self.total);
@@ -106,7 +100,6 @@ impl FlatParameter {
 
     /// Returns the part of a parameter that a shard stores, as a range of the flat parameter. The range is empty if the
     /// shard stores no part.
-    #[must_use]
     pub fn part(&self, param: usize, shard: u64) -> Range<u64> {
         let (param, shard) = (&self.params[param], self.shard(shard));
         let start = param.start.max(shard.start);
@@ -160,7 +153,6 @@ impl StorageOrder {
 
     /// Returns the storage order of these strides, or `None` if elements with these strides have gaps between them or
     /// overlap.
-    #[must_use]
     pub fn of_strides(shape: &[u64], strides: &[u64]) -> Option<Self> {
         if shape.len() != strides.len() {
             return None;
@@ -212,7 +204,6 @@ impl StorageOrder {
     }
 
     /// Returns the number of boxes into which [`Self::cut_row_major`] splits the complete tensor.
-    #[must_use]
     pub fn count_row_major(&self, shape: &[u64]) -> u64 {
         self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
     }

@@ -109,7 +109,6 @@ impl DeviceMesh {
 
     /// Returns the mesh of which all other meshes in the list are slices, or `None` if there is no such mesh. This
     /// search is needed because PyTorch up to 2.9 does not record the root mesh of a slice.
-    #[must_use]
     pub fn root_of(meshes: &[Self]) -> Option<&Self> {
         let is_root = |root: &&Self| {
             let dims = |mesh: &Self| {
@@ -132,61 +131,51 @@ impl DeviceMesh {
     }
 
     /// Returns the size of each mesh dim.
-    #[must_use]
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
     /// Returns the number of mesh dims.
-    #[must_use]
     pub fn ndim(&self) -> usize {
         self.shape.len()
     }
 
     /// Returns the ranks in row-major order of their coordinates.
-    #[must_use]
     pub fn ranks(&self) -> &[Rank] {
         &self.ranks
     }
 
     /// Returns the name of each mesh dim, if the mesh has names.
-    #[must_use]
     pub fn names(&self) -> Option<&[String]> {
         self.names.as_deref()
     }
 
     /// Returns whether another mesh has the dim names and sizes of this mesh. The ranks may differ.
-    #[must_use]
     pub fn has_dims_of(&self, other: &Self) -> bool {
         (self.shape(), self.names()) == (other.shape(), other.names())
     }
 
     /// Returns the mesh dim with this name.
-    #[must_use]
     pub fn dim_by_name(&self, name: &str) -> Option<MeshDim> {
         self.names()?.iter().position(|known| known == name).map(MeshDim)
     }
 
     /// Returns the number of ranks in this mesh. The job may have further ranks that are not in the mesh.
-    #[must_use]
     pub fn world_size(&self) -> usize {
         self.ranks.len()
     }
 
     /// Returns the minimum number of ranks of a job with this mesh: the highest rank plus 1.
-    #[must_use]
     pub fn job_size(&self) -> u32 {
         self.ranks.iter().map(|rank| rank.0.saturating_add(1)).max().unwrap_or(0)
     }
 
     /// Returns whether the ranks are `0..world_size` in order, so that the shape alone determines the ranks.
-    #[must_use]
     pub fn ranks_are_row_major(&self) -> bool {
         is_row_major(&self.ranks)
     }
 
     /// Returns the coordinate of a rank, or `None` for a rank outside the mesh, which holds no part of a tensor.
-    #[must_use]
     pub fn coordinate(&self, rank: Rank) -> Option<Dims> {
         let index = if self.by_rank.is_empty() {
             Some(rank.0).filter(|&index| (index as usize) < self.ranks.len())?
@@ -201,7 +190,6 @@ impl DeviceMesh {
     ///
     /// # Panics
     /// If the coordinate is outside the mesh.
-    #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the index of an element of a Vec")]
     pub fn rank_at(&self, coordinate: &[u64]) -> Rank {
         let within = coordinate.len() == self.ndim() && coordinate.iter().zip(&self.shape).all(|(at, size)| at < size);
@@ -210,7 +198,6 @@ impl DeviceMesh {
     }
 
     /// Returns every rank with its coordinate, in row-major order.
-    #[must_use]
     pub fn coordinates(&self) -> impl ExactSizeIterator<Item = (Rank, Dims)> + '_ {
         (self.ranks.iter().enumerate()).map(|(index, &rank)| (rank, unravel(index as u64, &self.shape)))
     }

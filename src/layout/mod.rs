@@ -94,7 +94,6 @@ impl fmt::Display for Rank {
 /// Returns the number of elements of a tensor of this shape: 1 for `[]`, and `None` if the number exceeds `u64`.
 ///
 /// If any size is 0, the result is 0, even if the product of the other sizes overflows.
-#[must_use]
 pub fn numel(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);
@@ -104,7 +103,6 @@ pub fn numel(shape: &[u64]) -> Option<u64> {
 
 /// Returns the coordinate of the cell `index` of a row-major array. `index` counts from 0 and must be below the number
 /// of cells.
-#[must_use]
 pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     let mut coordinate: Dims = smallvec![0; shape.len()];
     for (place, &size) in coordinate.iter_mut().zip(shape).rev() {

@@ -61,21 +61,18 @@ impl PartialReduction {
     }
 
     /// Returns the number of partial values.
-    #[must_use]
     pub fn count(&self) -> u64 {
         numel(&self.dims).expect("a mesh has fewer than 2^64 ranks")
     }
 
     /// Returns the name of a partial value for messages, with its coordinate on the Partial mesh dims:
     /// `partial value (1, 0) of (2, 2)`.
-    #[must_use]
     pub fn describe_partial_value(&self, number: u64) -> String {
         format!("partial value {} of {}", AsTuple(&unravel(number, &self.dims)), AsTuple(&self.dims))
     }
 
     /// Returns the conversion for a rank that gets the complete value: the rank reduces all partial values, and divides
     /// the result by the size of each mesh dim whose op is `Avg`.
-    #[must_use]
     pub fn full_reduction(&self) -> Share {
         let averaged = self.dims.iter().zip(&self.averages).filter(|(_, average)| **average);
         Share {
@@ -88,7 +85,6 @@ impl PartialReduction {
 
 /// Returns the row-major index, over the Partial mesh dims, of the partial value that the rank at a coordinate holds. The
 /// index is 0 if no placement is Partial.
-#[must_use]
 pub fn partial_index(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64]) -> u64 {
     let is_partial = |dim: &usize| placements[*dim].is_partial();
     let dims: Vec<usize> = (0..placements.len()).filter(is_partial).collect();

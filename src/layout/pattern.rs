@@ -51,7 +51,6 @@ impl Pattern {
     }
 
     /// Returns whether the pattern matches the name itself or the name of a module that contains the tensor.
-    #[must_use]
     pub fn covers(&self, name: &str) -> bool {
         let path = as_path(name);
         let modules = path.match_indices('/').map(|(at, _)| &path[..at]);
@@ -59,13 +58,11 @@ impl Pattern {
     }
 
     /// Returns whether the pattern matches the name itself.
-    #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         self.matcher.is_match(as_path(name).as_bytes())
     }
 
     /// Returns the text of the pattern.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
     }

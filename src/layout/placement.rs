@@ -39,7 +39,6 @@ impl ReduceOp {
         [Self::Sum, Self::Avg, Self::Max, Self::Min, Self::Product, Self::Band, Self::Bor, Self::Bxor];
 
     /// Returns PyTorch's name of the op.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Sum => "sum",
@@ -54,7 +53,6 @@ impl ReduceOp {
     }
 
     /// Returns the op with this name, in upper or lower case. The inverse function is [`as_str`](Self::as_str).
-    #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|op| op.as_str().eq_ignore_ascii_case(name))
     }
@@ -83,13 +81,11 @@ pub enum Placement {
 
 impl Placement {
     /// Returns whether the ranks hold partial values.
-    #[must_use]
     pub fn is_partial(self) -> bool {
         matches!(self, Self::Partial(_))
     }
 
     /// Returns the tensor dim that the placement shards, if any.
-    #[must_use]
     pub fn sharded_dim(self) -> Option<TensorDim> {
         match self {
             Self::Shard(dim) | Self::StridedShard { dim, .. } => Some(dim),
@@ -120,7 +116,6 @@ pub enum PlacementSpec {
 
 impl PlacementSpec {
     /// Returns the tensor dim that the placement shards, as written.
-    #[must_use]
     pub fn sharded_dim(self) -> Option<i64> {
         match self {
             Self::Shard(dim) | Self::StridedShard { dim, .. } => Some(dim),
@@ -130,7 +125,6 @@ impl PlacementSpec {
 
     /// Returns the placement for a tensor of `ndim` dims, or `None` if the placement shards a dim that the tensor does
     /// not have.
-    #[must_use]
     pub fn resolve(self, ndim: usize) -> Option<Placement> {
         let resolve = |dim: i64| {
             let magnitude = usize::try_from(dim.unsigned_abs()).ok()?;

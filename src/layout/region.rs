@@ -49,32 +49,27 @@ impl Region {
     }
 
     /// Returns the number of dims.
-    #[must_use]
     pub fn ndim(&self) -> usize {
         self.sizes.len()
     }
 
     /// Returns the number of elements, saturating. The number is exact if the region [fits](Self::fits) a shape whose
     /// number of elements fits `u64`.
-    #[must_use]
     pub fn numel(&self) -> u64 {
         super::numel(&self.sizes).unwrap_or(u64::MAX)
     }
 
     /// Returns whether the region has no elements.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sizes.contains(&0)
     }
 
     /// Returns the half-open range of each dim.
-    #[must_use]
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<u64>> + '_ {
         (self.offsets.iter().zip(&self.sizes)).map(|(&at, &size)| at..at.saturating_add(size))
     }
 
     /// Returns the intersection of two regions of one tensor, or `None` if they share no element.
-    #[must_use]
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         debug_assert_eq!(self.ndim(), other.ndim(), "regions of one tensor");
         let mut common = Self { offsets: Dims::new(), sizes: Dims::new() };
@@ -96,7 +91,6 @@ impl Region {
     }
 
     /// Returns whether the box is within a tensor of this shape. The offsets and sizes may be arbitrarily large.
-    #[must_use]
     pub fn fits(&self, shape: &[u64]) -> bool {
         let ends = || self.offsets.iter().zip(&self.sizes).map(|(at, &size)| at.checked_add(size));
         self.offsets.len() == shape.len()

@@ -21,14 +21,12 @@ pub struct Rule {
 
 impl Rule {
     /// Returns whether the rule applies to a tensor with these names.
-    #[must_use]
     pub fn covers(&self, names: &[String]) -> bool {
         names.iter().any(|name| self.pattern.covers(name))
     }
 }
 
 /// Returns the warning about a rule that never wins. `origin` is the source of the rule.
-#[must_use]
 pub fn unused_rule_warning(origin: &str) -> String {
     format!("{origin}: this rule has no effect, because earlier rules match the same tensors")
 }
@@ -100,7 +98,6 @@ pub enum Fallback {
 
 impl Fallback {
     /// Returns whether the fallback replicates every tensor on every rank.
-    #[must_use]
     pub fn is_replicate(&self) -> bool {
         matches!(self, Self::Placements(list) if list.iter().all(|spec| *spec == PlacementSpec::Replicate))
     }
@@ -174,7 +171,6 @@ impl MeshLayout {
     }
 
     /// Returns the placements of a tensor with `ndim` dims that no rule matches.
-    #[must_use]
     pub fn fallback_placement(&self, ndim: usize, source: Option<MeshPlacement<'_>>) -> FallbackPlacement {
         match &self.fallback {
             Fallback::Placements(specs) => {
@@ -195,13 +191,11 @@ impl MeshLayout {
     }
 
     /// Returns placements that replicate a tensor on every rank of the mesh.
-    #[must_use]
     pub fn replicated(&self) -> SharedTensor {
         vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
     /// Adds the default split rule of the layout, if `shared` has no split rules.
-    #[must_use]
     pub fn with_default_split(&self, shared: SharedTensor) -> SharedTensor {
         if shared.splits.is_empty() { SharedTensor { splits: self.default_splits(), ..shared } } else { shared }
     }
@@ -217,7 +211,6 @@ impl MeshLayout {
     /// Returns placements for the mesh of the layout. Each mesh dim has the placement that the tensor has in the source
     /// on the mesh dim of the same name, or Replicate if the source has no mesh dim of this name. Split factors are
     /// adapted to the sizes of the new mesh.
-    #[must_use]
     pub fn source_placement(&self, source: MeshPlacement<'_>) -> SharedTensor {
         let SharedTensor { placements: own, splits: own_splits, .. } = source.shared;
         let default = self.split.as_ref().map(|_| self.default_splits());
@@ -255,7 +248,6 @@ impl MeshLayout {
     ///
     /// If `shared` already has a slice (from a rule), this slice stays. The slice of the source is used only if `shared`
     /// replicates the tensor on all other mesh dims.
-    #[must_use]
     pub fn with_source_slice(&self, shared: SharedTensor, source: MeshPlacement<'_>) -> SharedTensor {
         let slice = || {
             let names = source.mesh.names()?;

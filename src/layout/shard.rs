@@ -32,7 +32,6 @@ pub(super) const MAX_INTERVALS: u64 = 1 << 20;
 ///
 /// # Panics
 /// If `k` is 0.
-#[must_use]
 pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
     let len = n.div_ceil(k);
     let start = r.saturating_mul(len).min(n);

@@ -70,7 +70,6 @@ impl Split {
 
     /// Returns the sum of `sizes` if this rule splits a dim of that size into parts of exactly these sizes; otherwise
     /// `None`.
-    #[must_use]
     pub fn total(&self, sizes: &[u64]) -> Option<u64> {
         let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size))?;
         let k = sizes.len() as u64;

@@ -28,7 +28,6 @@ impl MeshChange<'_> {
     /// the sizes of these mesh dims, `factor` stays. Otherwise the new split factor is the product of the sizes that
     /// these mesh dims have on the new mesh, without mesh dims that the new mesh lacks or has to the left of `at`.
     /// Returns `None` if this product is 1, because a plain `Shard` is then enough.
-    #[must_use]
     pub fn split_factor<D: PartialEq>(&self, factor: u64, at: usize, sharded: &[Option<D>]) -> Option<u64> {
         let before: u64 = inner(at, sharded).map(|dim| self.from.shape()[dim]).product();
         if before != factor {
@@ -51,7 +50,6 @@ fn sharded(list: &[PlacementSpec]) -> Vec<Option<i64>> {
 
 /// Adapts the split factors in placements for the mesh `from` to the sizes of the mesh `to`. If the meshes have
 /// different numbers of dims, the placements are returned unchanged.
-#[must_use]
 pub fn adapt_split_factors(list: &[PlacementSpec], from: &DeviceMesh, to: &DeviceMesh) -> Vec<PlacementSpec> {
     if from.shape() == to.shape() || from.ndim() != to.ndim() || from.ndim() != list.len() {
         return list.to_vec();
@@ -85,7 +83,6 @@ pub struct UnknownSplitFactor {
 /// Returns the first split factor in a list of placements that the mesh cannot explain, or `None`. A split factor is
 /// explained if it is the product of the sizes of some mesh dims that are to the right of its mesh dim and shard the same
 /// tensor dim. If there are no such mesh dims, every split factor is accepted.
-#[must_use]
 pub fn find_unknown_split_factor(list: &[PlacementSpec], mesh: &DeviceMesh) -> Option<UnknownSplitFactor> {
     let sharded = sharded(list);
     let of = |(at, spec): (usize, &PlacementSpec)| {

@@ -48,25 +48,21 @@ impl Tile {
     }
 
     /// Returns, for each dim, the indices that the tile holds.
-    #[must_use]
     pub fn dims(&self) -> &[Intervals] {
         &self.dims
     }
 
     /// Returns the number of dims.
-    #[must_use]
     pub fn ndim(&self) -> usize {
         self.dims.len()
     }
 
     /// Returns the shape of the local tensor.
-    #[must_use]
     pub fn sizes(&self) -> Dims {
         self.dims.iter().map(Intervals::len).collect()
     }
 
     /// Returns the number of elements, saturating like [`Region::numel`].
-    #[must_use]
     pub fn numel(&self) -> u64 {
         super::numel(&self.sizes()).unwrap_or(u64::MAX)
     }
@@ -78,7 +74,6 @@ impl Tile {
     }
 
     /// Returns whether the tile has no elements.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.dims.iter().any(Intervals::is_empty)
     }
@@ -88,7 +83,6 @@ impl Tile {
     ///
     /// The local tensor has its elements in this order, too. So the tile's part of the global elements `start..end` is
     /// the consecutive range `count_before(start)..count_before(end)` of the local tensor.
-    #[must_use]
     pub fn count_before(&self, shape: &[u64], element: u64) -> u64 {
         if Some(element) == super::numel(shape) {
             return self.numel();
@@ -108,7 +102,6 @@ impl Tile {
     }
 
     /// Returns the global index of an element of the tile, given its row-major number in the tile.
-    #[must_use]
     pub fn global_index(&self, element: u64) -> Dims {
         let index = |(dim, position): (&Intervals, u64)| dim.slice(position..position + 1).start();
         let positions = super::unravel(element, &self.sizes());
@@ -116,7 +109,6 @@ impl Tile {
     }
 
     /// Returns the smallest box that contains the tile. An empty dim is `0:0`.
-    #[must_use]
     pub fn bounds(&self) -> Region {
         let bounds = || self.dims.iter().map(Intervals::bounds);
         Region {
@@ -127,19 +119,16 @@ impl Tile {
 
     /// Returns the offsets that PyTorch reports for the local tensor: the first index of each dim, or the *size of the
     /// dim* if the shard is empty in that dim.
-    #[must_use]
     pub fn global_offsets(&self, shape: &[u64]) -> Dims {
         (self.dims.iter().zip(shape)).map(|(dim, &n)| dim.start().unwrap_or(n)).collect()
     }
 
     /// Returns whether the tile is one non-empty box.
-    #[must_use]
     pub fn is_box(&self) -> bool {
         self.dims.iter().all(|dim| dim.as_single().is_some())
     }
 
     /// Returns the tile as a box, if it is one non-empty box.
-    #[must_use]
     pub fn as_region(&self) -> Option<Region> {
         self.is_box().then(|| self.bounds())
     }

@@ -136,7 +136,6 @@ fn complete_group(
 /// Returns placements that are similar to `shared` and match the parts, for the hint of an error. The function first
 /// tries other split rules. It then tries a `Shard` of each tensor dim on each single mesh dim, with every split rule. It
 /// returns the first match.
-#[must_use]
 pub fn nearest_fit(mesh: &DeviceMesh, shared: &SharedTensor, parts: &[RankPart]) -> Option<SharedTensor> {
     let fits = |shared: &SharedTensor| assemble(mesh, shared, parts, &|_| false).is_ok();
     let ndim = parts.first().map_or(0, |part| part.sizes.len());

@@ -31,7 +31,6 @@ impl FileName {
     }
 
     /// Returns whether a file may have this name.
-    #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         match self.0.split_once("{rank}") {
             None => name == self.0,

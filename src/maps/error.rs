@@ -81,7 +81,6 @@ impl From<SizeConflict> for MapError {
 
 impl MapError {
     /// Returns a hint for the user.
-    #[must_use]
     pub fn hint(&self) -> String {
         match self {
             Self::NoRow { name, .. } if is_scale(name) => String::from(
@@ -129,7 +128,6 @@ impl MapError {
 }
 
 /// Returns whether a name is that of the scales of a quantised weight, or of its packed elements.
-#[must_use]
 pub fn is_scale(name: &str) -> bool {
     ["_scale", "_scale_inv", "_scales", "_blocks", ".scales", ".blocks"].iter().any(|suffix| name.ends_with(suffix))
 }

@@ -29,7 +29,6 @@ macro_rules! families {
 }
 
 /// Returns the built-in maps, in the order of their names.
-#[must_use]
 pub fn families() -> &'static [Family] {
     families![
         "bloom",

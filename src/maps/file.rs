@@ -73,7 +73,6 @@ pub struct Side {
 impl Side {
     /// Returns whether the convention is for other models than those whose configuration has this `model_type`. A side that names
     /// no types may be the convention of any model of its family.
-    #[must_use]
     pub fn is_for_other(&self, model_type: &str) -> bool {
         !self.model_types.is_empty() && self.model_types.iter().all(|known| known != model_type)
     }
@@ -106,7 +105,6 @@ pub enum SizeKey {
 
 impl Side {
     /// Returns whether models of this convention are published in files of these names.
-    #[must_use]
     pub fn is_published_in(&self, files: &[String]) -> bool {
         !files.is_empty() && files.iter().all(|name| self.files.iter().any(|file| file.matches(name)))
     }
@@ -162,34 +160,29 @@ impl WeightMap {
     }
 
     /// Returns the values of `model_type` of all sides.
-    #[must_use]
     pub fn model_types(&self) -> Vec<&str> {
         self.sides.iter().flat_map(|side| &side.model_types).map(String::as_str).collect()
     }
 
     /// Returns whether the map is for models whose configuration has this `model_type`. A map that names no types is for all
     /// models.
-    #[must_use]
     pub fn is_for(&self, model_type: &str) -> bool {
         let types = self.model_types();
         types.is_empty() || types.contains(&model_type)
     }
 
     /// Returns the names of the sides.
-    #[must_use]
     pub fn side_names(&self) -> Vec<&str> {
         self.sides.iter().map(|side| side.name.as_str()).collect()
     }
 
     /// Returns the axes of the rows.
-    #[must_use]
     pub fn row_axes(&self) -> BTreeSet<&Axis> {
         let patterns = self.rows.iter().flat_map(|row| row.cells.iter().flatten());
         patterns.flat_map(|pattern| pattern.name.axes().chain(pattern.all_dim_axes())).collect()
     }
 
     /// Returns all axes of the rows and sizes, sorted.
-    #[must_use]
     pub fn axes(&self) -> Vec<&Axis> {
         let of_rows = self.row_axes().into_iter();
         let mut axes: Vec<&Axis> = of_rows.chain(self.sizes.iter().map(|rule| &rule.axis)).collect();
@@ -199,14 +192,12 @@ impl WeightMap {
     }
 
     /// Returns whether the tensors of a side are decoded from these encodings, or from none if no side of the map is for them.
-    #[must_use]
     pub fn is_decoded_from(&self, side: usize, encodings: &[&str]) -> bool {
         let is_one = |side: &Side| side.decoded.as_deref().is_some_and(|decoded| encodings.contains(&decoded));
         is_one(&self.sides[side]) || self.sides[side].decoded.is_none() && !self.sides.iter().any(is_one)
     }
 
     /// Returns the index of the side with this name.
-    #[must_use]
     pub fn side(&self, name: &str) -> Option<usize> {
         self.sides.iter().position(|side| side.name == name)
     }

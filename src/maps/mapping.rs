@@ -84,7 +84,6 @@ pub struct Fit {
 
 impl WeightMap {
     /// Counts the names that the rows of a side match.
-    #[must_use]
     pub fn fit<'n>(&self, side: usize, names: impl Iterator<Item = &'n str>, sizes: &Sizes) -> Fit {
         let (mut fit, rows) = (Fit::default(), RowIndex::new(self, side));
         for name in names {
@@ -101,7 +100,6 @@ impl WeightMap {
 
     /// Returns the number of names that rows of a side match by more than `**`, if every name matches a row and this number is not
     /// zero. Stops at the first name without a row.
-    #[must_use]
     pub fn matches_all(&self, side: usize, names: &[String], sizes: &Sizes) -> Option<usize> {
         let (mut named, rows) = (0, RowIndex::new(self, side));
         for name in names {

@@ -15,14 +15,12 @@ pub struct NameMatch {
 impl NamePattern {
     /// Matches a name. A number matches if it has no leading zeros, and if its coordinate is below the size of its axis,
     /// where this size is known. If an offset is a size that is unknown, no number matches.
-    #[must_use]
     pub fn matches(&self, name: &str, sizes: &Sizes) -> Option<NameMatch> {
         let mut found = NameMatch::default();
         match_parts(&self.parts, name, sizes, &mut found).then_some(found)
     }
 
     /// Writes the name at these coordinates. Returns `None` if a coordinate or an offset is unknown.
-    #[must_use]
     pub fn name(&self, at: &NameMatch, sizes: &Sizes) -> Option<String> {
         let mut name = String::new();
         for part in &self.parts {
@@ -43,7 +41,6 @@ impl NamePattern {
     }
 
     /// Returns the text after the last variable. Each name that the pattern matches ends with it.
-    #[must_use]
     pub fn end(&self) -> &str {
         match self.parts.last() {
             Some(NamePart::Text(text)) => text,
@@ -52,7 +49,6 @@ impl NamePattern {
     }
 
     /// Returns the number of words of an axis of the name; `None` if the axis is a number.
-    #[must_use]
     pub fn word_count(&self, axis: &Axis) -> Option<u64> {
         self.parts.iter().find_map(|part| match part {
             NamePart::Words { axis: own, words } if own == axis => Some(words.len() as u64),

@@ -65,7 +65,6 @@ struct Term {
 }
 
 /// Returns the number of equal copies that the tensors of a cell have of each element, or of the elements that have most.
-#[must_use]
 pub fn copies(cell: &Cell, sizes: &Sizes, rest: &[u64]) -> u64 {
     let count = |term: &Term| {
         let sizes = term.copies.keys().map(|axis| sizes.get(axis).unwrap_or(1));
@@ -116,7 +115,6 @@ pub fn padding(
 /// Returns, for each dim of a source tensor, the dim of a target tensor that has the same outermost axis, also outermost. A shard
 /// of consecutive indices of such a dim has consecutive indices of the target's dim. `patterns` are the patterns of the two
 /// tensors in their cells.
-#[must_use]
 pub fn following_dims([from, to]: [&Cell; 2], patterns: [usize; 2], sizes: &Sizes, rest: &[u64]) -> Vec<Option<usize>> {
     let [sources, targets] = [from, to].map(|cell| terms(cell, sizes, rest));
     let mut pairs = sources.iter().zip(&targets);

@@ -66,7 +66,6 @@ impl Row {
 
     /// Returns whether the row has tensors on both sides. If only one side has them, a conversion between the sides drops
     /// them.
-    #[must_use]
     pub fn is_on(&self, side: usize) -> bool {
         !self.cells[side].is_empty()
     }

@@ -39,7 +39,6 @@ pub enum SizeOrigin {
 
 impl SizeOrigin {
     /// Describes the origin. `config` is the name of the configuration's file.
-    #[must_use]
     pub fn describe(&self, config: &str) -> String {
         match self {
             Self::Config(key) => format!("`{key}` of {config}"),
@@ -127,13 +126,11 @@ impl Sizes {
     }
 
     /// Returns the size of an axis, if it is known.
-    #[must_use]
     pub fn get(&self, axis: &Axis) -> Option<u64> {
         self.0.get(axis).map(|known| known.value)
     }
 
     /// Returns the size of an axis with its origin, if it is known.
-    #[must_use]
     pub fn known(&self, axis: &Axis) -> Option<&KnownSize> {
         self.0.get(axis)
     }
@@ -181,7 +178,6 @@ impl Sizes {
     }
 
     /// Returns the value of a sum whose axes are all known; `None` if an axis is unknown or the value exceeds 128 bits.
-    #[must_use]
     pub fn value(&self, sum: &Sum) -> Option<u128> {
         let Linear { constant, factor } = self.linear(sum, &"".into())?;
         (factor == 0).then_some(constant)

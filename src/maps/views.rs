@@ -34,7 +34,6 @@ struct Overlap {
 pub const MAX_VIEWS: u64 = 1 << 20;
 
 /// Returns the views of a piece in a chunk whose elements are `tile`, or `None` if there are more than [`MAX_VIEWS`].
-#[must_use]
 pub fn views(piece: &Piece, tile: &Tile) -> Option<Vec<ChunkView>> {
     let mut found = Vec::new();
     let mut left = MAX_VIEWS;

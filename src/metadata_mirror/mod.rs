@@ -133,44 +133,37 @@ impl<C: Communicator> MirrorMaker<'_, C> {
 
 impl MetadataMirror {
     /// Returns the number of bytes that this process has written to the mirror.
-    #[must_use]
     pub fn written(&self) -> u64 {
         self.written
     }
 
     /// Returns the path of the mirror. The mirror is read like SRC, but it contains no tensor data.
-    #[must_use]
     pub fn root(&self) -> PathBuf {
         self.path_of_src(&self.folder)
     }
 
     /// Returns the processes that see a file. `path` is the path of the file in the mirror or in SRC.
-    #[must_use]
     pub fn seen_by(&self, path: &Path) -> &[u32] {
         self.seen(path).map_or(&[], |seen| &seen.seen_by)
     }
 
     /// Returns whether the mirror contains all bytes of a file, so that every process can read the file in the mirror.
-    #[must_use]
     pub fn holds_all_of(&self, path: &Path) -> bool {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.mirrored.contains(&(0..len))))
     }
 
     /// Returns whether all files of the mirror exist. If a file does not exist, another process has failed and is
     /// deleting the mirror. In this case an error of reading the mirror does not mean that SRC is damaged.
-    #[must_use]
     pub fn is_whole(&self) -> bool {
         self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
     }
 
     /// Returns the folder of SRC on this process.
-    #[must_use]
     pub fn own(&self) -> &Path {
         &self.own
     }
 
     /// Returns whether the process `rank` sees neither a file nor a folder at its path of SRC.
-    #[must_use]
     pub fn sees_no_files(&self, rank: u32) -> bool {
         self.ranks_without_files.values().flatten().any(|other| *other == rank)
     }

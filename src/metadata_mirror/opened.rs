@@ -81,7 +81,6 @@ impl MetadataMirror {
     }
 
     /// Replaces the paths of the mirror in an error by paths of SRC.
-    #[must_use]
     pub fn with_source_paths(&self, mut error: Error) -> Error {
         let reword = |text: &mut String| *text = self.replace_paths(text);
         match &mut error {

@@ -28,7 +28,6 @@ pub struct NameGroup {
 
 impl NameGroup {
     /// Returns one text for all names: `layers.{0..2,5}.wq.weight`.
-    #[must_use]
     pub fn name(&self) -> String {
         self.components.join(".")
     }

@@ -49,7 +49,6 @@ impl<'a> SourceTensor<'a> {
     /// Returns the plan of a target tile: its overlaps with one partial value of the source. `partial_index` is 0 if
     /// the source has no partial values. If `within` is given, only elements inside this tile are copied, and the other
     /// elements become zero.
-    #[must_use]
     pub fn plan(&self, target: &Tile, partial_index: u64, within: Option<&Tile>) -> TilePlan {
         let mut overlaps = SmallVec::new();
         if !target.is_empty() {

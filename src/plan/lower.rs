@@ -37,19 +37,16 @@ pub struct Piece {
 
 impl Piece {
     /// Returns the number of contiguous runs of bytes that the piece copies.
-    #[must_use]
     pub fn runs(&self) -> u64 {
         self.levels.iter().map(|level| level.count).product()
     }
 
     /// Returns the number of bytes copied.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.runs() * self.run_bytes
     }
 
     /// Returns the number of source bytes from the first byte to the last byte that the piece reads.
-    #[must_use]
     pub fn source_span(&self) -> u64 {
         self.levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + self.run_bytes
     }

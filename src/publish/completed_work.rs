@@ -55,7 +55,6 @@ pub struct RecordedRange {
 
 impl RecordedRange {
     /// Returns the length of the range, which is never 0.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.range.end - self.range.start
     }
@@ -125,7 +124,6 @@ impl CompletedWork {
     }
 
     /// Returns, for each journal, the number of finished bytes that it records.
-    #[must_use]
     pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
         let mut lengths = HashMap::new();
         for taken in &self.taken {
@@ -136,7 +134,6 @@ impl CompletedWork {
 
     /// Returns the journal entries that must be invalidated, so that the bytes of `ranges` no longer count as finished.
     /// The entries include entries of other journals that record some of these bytes.
-    #[must_use]
     pub fn invalidated_entries(&self, ranges: &[&RecordedRange]) -> Vec<InvalidatedEntry> {
         let mut bytes = Extents::new();
         ranges.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));

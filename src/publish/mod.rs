@@ -274,40 +274,34 @@ impl Staging {
     }
 
     /// Returns the folder into which the output is written.
-    #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.data
     }
 
     /// Returns the folder that contains the journals of all parts, `*.journal`.
-    #[must_use]
     pub fn journals(&self) -> &AnchoredPath {
         &self.work
     }
 
     /// Returns the path of the partial folder beside the destination. After an interrupted run, this folder is kept for
     /// a run with `--resume` if [`Staging::is_kept`] returns true.
-    #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
     }
 
     /// Returns the path of this process's own journal. Close the journal before this value is dropped.
-    #[must_use]
     pub fn journal(&self) -> &AnchoredPath {
         &self.journal
     }
 
     /// Returns true if finished work is kept for `--resume` after an error or a signal. This is so if the run was
     /// started with `--resume`, or has several parts.
-    #[must_use]
     pub fn is_kept(&self) -> bool {
         self.claim.resume || !self.claim.part.is_alone()
     }
 
     /// Returns the counter of the bytes that this process has finished. Other processes see its value in the next
     /// heartbeat of the lease.
-    #[must_use]
     pub fn done_bytes(&self) -> &AtomicU64 {
         self.lease().done_bytes()
     }

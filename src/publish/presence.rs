@@ -36,7 +36,6 @@ fn beat() -> Duration {
 }
 
 /// Returns the time after which a process that exists but does not update its lease counts as dead.
-#[must_use]
 pub fn stuck_after() -> Duration {
     fault::wait_time(pace().stuck_after, HURRIED_STUCK)
 }
@@ -149,7 +148,6 @@ impl Observer {
 }
 
 /// Returns whether a folder contains a lease whose process may still be working.
-#[must_use]
 pub fn is_in_use(folder: &AnchoredPath) -> bool {
     const DAY: Duration = Duration::from_hours(24);
     let here = Process::this();
@@ -214,17 +212,14 @@ impl Presence {
         Ok(Some(Self { folder: folder.clone(), part, generation, lease, first_failure, members }))
     }
 
-    #[must_use]
     pub fn folder(&self) -> &AnchoredPath {
         &self.folder
     }
 
-    #[must_use]
     pub fn part(&self) -> Part {
         self.part
     }
 
-    #[must_use]
     pub fn generation(&self) -> u32 {
         self.generation
     }
@@ -254,7 +249,6 @@ impl Presence {
 
     /// Returns the process that holds the lease of a part, and the time during which the lease was watched without a
     /// change. Returns `None` if the lease cannot be read.
-    #[must_use]
     pub fn lease_of(&self, index: u32) -> Option<(Process, Duration)> {
         let members = lock(&self.members);
         let name = members.observer.name(index, members.generations.get(index as usize).copied()?);

@@ -22,7 +22,6 @@ use crate::storage::AnchoredPath;
 
 /// Returns true if all bytes of the output files, and all sidecar files, are recorded as finished. `carried` is the
 /// number of sidecar files.
-#[must_use]
 pub fn is_complete(known: &CompletedWork, files: &[OutputFile], carried: usize) -> bool {
     known.done == Extents::of_files(files) && known.carried.len() == carried
 }

@@ -179,7 +179,6 @@ impl Staging {
     }
 
     /// Returns the error for an output that cannot be completed because these parts are missing.
-    #[must_use]
     pub fn without(&self, missing: &MissingParts) -> Error {
         let (parts, destination) = (&missing.parts, self.destination.path.display());
         let named = |parts: &[u32]| {
@@ -230,7 +229,6 @@ impl Staging {
 
     /// Returns true if another process has published the output at the destination. That process normally removes the
     /// partial folder. If the publishing process has died, this process removes the folder.
-    #[must_use]
     pub fn was_published(&self, stop: &Stop) -> bool {
         let is_marked = || published_xattr::is(&self.destination.path, self.fingerprint);
         let (begun, mut nap) = (Instant::now(), self.pace.nap());

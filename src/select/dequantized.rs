@@ -39,7 +39,6 @@ pub enum Encoding {
 
 impl Encoding {
     /// Returns the name of the encoding in map files.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::ScaledBlocks => "fp8",
@@ -57,7 +56,6 @@ pub struct Dequantized {
 
 impl Dequantized {
     /// Returns the names of the encodings that are decoded.
-    #[must_use]
     pub fn encodings(&self) -> Vec<&'static str> {
         self.counts.iter().map(|(encoding, _)| encoding.name()).collect()
     }

@@ -63,7 +63,6 @@ pub enum KeptReason {
 
 impl KeptReason {
     /// Returns the text of the reason for messages.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Scalar => "0-d",

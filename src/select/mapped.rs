@@ -115,13 +115,11 @@ pub fn check(catalog: &Catalog, map: &WeightMap, sides: [usize; 2], sizes: Sizes
 }
 
 /// Returns the names of the tensors of the model, relative to the model and without wrapper components.
-#[must_use]
 pub fn model_names(catalog: &Catalog) -> Vec<String> {
     model_tensors(catalog).into_iter().map(|(name, _)| name).collect()
 }
 
 /// Returns the tensors of the model with their names, relative to the model and without wrapper components.
-#[must_use]
 pub fn model_tensors(catalog: &Catalog) -> Vec<(String, TensorId)> {
     let model = ModelNames::new(&Survey::new(catalog, Wrappers::Cut));
     model.parameters.into_iter().map(|(name, _, id)| (name, id)).collect()

@@ -162,7 +162,6 @@ impl LeftOut {
 impl Selected {
     /// Returns the tied tensors of the result: for each tensor with several names, the first name and the further
     /// names. The order is the order of the state dict.
-    #[must_use]
     pub fn ties(&self) -> Vec<(Fqn, Vec<Fqn>)> {
         let mut seen: HashMap<TensorId, usize> = HashMap::with_capacity(self.catalog.tensors.len());
         let mut names: Vec<(Fqn, Vec<Fqn>)> = Vec::new();

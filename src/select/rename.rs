@@ -65,7 +65,6 @@ impl Rename {
     }
 
     /// Returns the new name, or `None` if the regular expression does not match the name.
-    #[must_use]
     pub fn apply(&self, name: &str) -> Option<String> {
         let replace = |groups: &Captures<'_>| {
             let mut new = String::new();
@@ -84,14 +83,12 @@ impl Rename {
     }
 
     /// Returns the rename as the user wrote it.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
     /// Returns the characters of the regular expression that may occur in a name, without operators. Hints use this
     /// text to find similar names.
-    #[must_use]
     pub fn likeness(&self) -> String {
         let pattern = self.regex.as_str().replace("\\d", "").replace("\\w", "");
         pattern.chars().filter(|c| c.is_alphanumeric() || ['.', '_', '-'].contains(c)).collect()

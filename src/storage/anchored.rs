@@ -115,7 +115,6 @@ impl AnchoredPath {
     }
 
     /// Returns the complete path, for messages and for reading.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -126,7 +125,6 @@ impl AnchoredPath {
     }
 
     /// Returns the last name of the path; empty for the anchor.
-    #[must_use]
     pub fn file_name(&self) -> &OsStr {
         self.below.file_name().unwrap_or_default()
     }
@@ -162,7 +160,6 @@ impl AnchoredPath {
     }
 
     /// Returns whether this path is a file, folder or link that this user owns.
-    #[must_use]
     pub fn is_own(&self) -> bool {
         matches!(self.own_entry(), Ok(Some(_)))
     }
@@ -182,7 +179,6 @@ impl AnchoredPath {
     }
 
     /// Returns whether a file, folder or link is found at this path. Any error counts as absence.
-    #[must_use]
     pub fn exists(&self) -> bool {
         self.metadata().is_ok()
     }

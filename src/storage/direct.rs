@@ -74,7 +74,6 @@ impl Default for Buffer {
 
 /// Returns the complete blocks inside a range of a file, relative to the start of the range. The result is empty if the
 /// range contains no complete block.
-#[must_use]
 pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
     let start = to_usize(offset.next_multiple_of(ALIGNMENT) - offset).min(len);
     let ragged = to_usize((offset + len as u64) % ALIGNMENT);

@@ -45,7 +45,6 @@ impl StorageError {
     }
 
     /// Returns the hint: the next step for the user.
-    #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
             Self::Io { source, .. } => match source.kind() {

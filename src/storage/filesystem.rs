@@ -59,7 +59,6 @@ pub fn preferred_io(path: &Path) -> Result<IoMode> {
 
 /// Returns whether the file system of `path` is known to be a network file system. In that case this node may cache file
 /// names.
-#[must_use]
 pub fn caches_names(path: &Path) -> bool {
     statfs_of(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
 }
@@ -109,7 +108,6 @@ fn is_written_in_place(info: &StatFs) -> bool {
 }
 
 /// Returns the nearest path above `path` that exists, or `.` if there is none.
-#[must_use]
 pub fn nearest_folder(path: &Path) -> &Path {
     let above = path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty());
     above.into_iter().find(|above| above.symlink_metadata().is_ok()).unwrap_or(Path::new("."))
@@ -188,7 +186,6 @@ fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<(
 /// Returns the number of descriptors that the source files of one checkpoint may use at the same time: a quarter of the
 /// soft limit, but at least 8 and at most 4096. Two checkpoints may be open for a comparison, and output files, threads
 /// and the terminal need descriptors as well.
-#[must_use]
 pub fn open_file_budget() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let budget = limit.map_or(4096, |limit| limit / 4).clamp(8, 4096);

@@ -40,14 +40,12 @@ impl Ranges {
     }
 
     /// Returns whether the set contains all bytes of a range.
-    #[must_use]
     pub fn contains(&self, range: &Range<u64>) -> bool {
         let behind = self.0.partition_point(|known| known.start <= range.start);
         range.is_empty() || behind.checked_sub(1).is_some_and(|before| self.0[before].end >= range.end)
     }
 
     /// Returns the number of bytes in the set.
-    #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.0.iter().map(|range| range.end - range.start).sum()
     }

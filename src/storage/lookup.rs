@@ -217,7 +217,6 @@ pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> E
 }
 
 /// Returns the target of a link for a message; if the link cannot be read, returns the text of the error.
-#[must_use]
 pub fn target_of(link: &Path) -> String {
     fs::read_link(link).map_or_else(|error| error.to_string(), |target| target.display().to_string())
 }

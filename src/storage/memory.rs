@@ -15,7 +15,6 @@ pub struct AnonymousMemory {
 /// Returns the memory use of this process, or `None` if the system does not report it. `peak` is the largest size of
 /// all memory (including mapped files) minus the current size of the mapped files. If a source was mapped, `peak` is
 /// only an estimate, because the size of the mapped files changes.
-#[must_use]
 pub fn anonymous_memory() -> Option<AnonymousMemory> {
     parse(&std::fs::read_to_string("/proc/self/status").ok()?)
 }

@@ -140,7 +140,6 @@ impl Files {
 
     /// Returns the ranges that were read from a file. [`Files::recording_reads`] must have been called before the
     /// reads.
-    #[must_use]
     pub fn recorded_reads(&self, id: FileId) -> Ranges {
         let read_log = self.read_log.as_ref().map(|read_log| read_log.lock().expect("no panic while the lock is held"));
         let own = read_log.iter().flat_map(|read_log| read_log.iter()).filter(|range| range.file == id);
@@ -199,7 +198,6 @@ impl Files {
 
     /// Returns the numbers of the dtshard processes that see a file, ascending. Returns `None` if the file is not in a
     /// metadata mirror, which means that all processes see the file.
-    #[must_use]
     pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {
         self.entries[id.0 as usize].mirror.as_ref().map(|mirror| &*mirror.seen_by)
     }
@@ -250,27 +248,23 @@ impl Files {
     }
 
     /// Returns the path of a file.
-    #[must_use]
     pub fn path(&self, id: FileId) -> &Path {
         &self.entries[id.0 as usize].path
     }
 
     /// Returns the recorded length of a file.
-    #[must_use]
     pub fn len_bytes(&self, id: FileId) -> u64 {
         self.entries[id.0 as usize].identity.len
     }
 
     /// Returns the time of the last change of a file, in seconds and nanoseconds since 1970. For a file in the metadata
     /// mirror, this is the latest time that any process reports.
-    #[must_use]
     pub fn modified(&self, id: FileId) -> (i64, i64) {
         let FileEntry { identity, mirror, .. } = &self.entries[id.0 as usize];
         mirror.as_ref().map_or(identity.modified, |mirror| mirror.modified)
     }
 
     /// Returns the range of all bytes of a file.
-    #[must_use]
     pub fn whole(&self, id: FileId) -> FileRange {
         FileRange { file: id, offset: 0, len: self.len_bytes(id) }
     }
@@ -281,19 +275,16 @@ impl Files {
     }
 
     /// Returns whether a file is computed from other files.
-    #[must_use]
     pub fn is_computed(&self, id: FileId) -> bool {
         self.entries[id.0 as usize].is_computed
     }
 
     /// Returns the number of bytes that were read from the files. Bytes copied from a mapping do not count.
-    #[must_use]
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Returns the method by which the files are read.
-    #[must_use]
     pub fn io(&self) -> IoMode {
         self.io
     }

@@ -36,19 +36,16 @@ pub struct OpenFile {
 
 impl OpenFile {
     /// Returns the length of the file in bytes that was recorded when the file was added.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
     /// Returns whether the file is empty.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Returns the path.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -35,7 +35,6 @@ pub enum Opened<'a> {
 
 impl Opened<'_> {
     /// Returns a reference-counted handle, which the caller may keep.
-    #[must_use]
     pub fn to_arc(&self) -> Arc<OpenFile> {
         match self {
             Self::Permanent(file) => Arc::clone(file),

@@ -198,7 +198,6 @@ impl Peers {
 
     /// Returns true if the processes exchange the data that they read. Otherwise each process reads the data that it
     /// writes, from SRC or from a copy of its files.
-    #[must_use]
     pub fn exchange_bytes(&self) -> bool {
         !matches!(self.link.way(), Transport::Copy)
     }
@@ -267,7 +266,6 @@ impl Peers {
     /// Completes an error: adds the node and the process id of the process that the error names, and the processes that
     /// see a damaged file. If a file is missing because another process has ended, returns the error about that process
     /// instead.
-    #[must_use]
     pub fn name(&self, error: Error) -> Error {
         // Only an error about a missing file can be a consequence of a process that has ended.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
@@ -281,7 +279,6 @@ impl Peers {
 
     /// Returns a text that says which processes see the files of two chunks: `a.pt is seen by process 0 of 2 (n1, pid
     /// 7), b.pt is seen by ...`. Returns `None` if all processes see at least one of the two files.
-    #[must_use]
     pub fn whereabouts(&self, checkpoint: &Checkpoint, entry: &TensorEntry, chunks: [u32; 2]) -> Option<String> {
         let files = &checkpoint.files;
         let [first, second] = chunks.map(|chunk| {
@@ -293,19 +290,16 @@ impl Peers {
     }
 
     /// Returns the method by which partial values are reduced.
-    #[must_use]
     pub fn reducing(&self) -> ReductionMethod {
         self.reducing
     }
 
     /// Returns true if the option is `--source per-rank`: each process sees only the files of SRC on its own node.
-    #[must_use]
     pub fn see_apart(&self) -> bool {
         self.mirror.is_some()
     }
 
     /// Returns the bucket size of the exchange rounds.
-    #[must_use]
     pub fn bucket(&self) -> Bucket {
         self.bucket
     }
@@ -329,7 +323,6 @@ impl Peers {
 
     /// Returns the processes that see a file of SRC, if some processes see only its metadata in the mirror. Returns an
     /// empty list if all processes can read the complete file.
-    #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
         let apart = self.mirror.as_ref().filter(|mirror| !mirror.holds_all_of(path));
         apart.map_or_else(Vec::new, |mirror| mirror.seen_by(path).to_vec())

@@ -33,14 +33,12 @@ impl ProcessTable {
     }
 
     /// Returns the description of a process, with its node and process id if they are known.
-    #[must_use]
     pub fn peer(&self, index: u32) -> Peer {
         Peer { index, of: Some(self.of), place: self.places.get(index as usize).cloned() }
     }
 
     /// Returns a list of processes, for example `process 1 of 4 (n1, pid 4711), process 3 of 4 (n3, pid 12)`. A long
     /// list is shortened.
-    #[must_use]
     pub fn names(&self, processes: &[u32]) -> String {
         let names: Vec<String> = processes.iter().map(|index| self.peer(*index).to_string()).collect();
         short_list(&names, 3)
@@ -48,7 +46,6 @@ impl ProcessTable {
 
     /// Adds to an error about a damaged file the processes that see this file. If no process sees all of SRC,
     /// the user cannot find the file with `verify`.
-    #[must_use]
     pub fn locate(&self, mut error: Error, mirror: &MetadataMirror) -> Error {
         if let Some((path, hint @ None)) = error.damaged_mut()
             && let seen_by @ [_, ..] = mirror.seen_by(path)
@@ -64,7 +61,6 @@ impl ProcessTable {
     }
 
     /// If an error names a process, adds the node and the process id of the named process.
-    #[must_use]
     pub fn name(&self, mut error: Error) -> Error {
         if let Some(peer) = error.peer_mut() {
             *peer = self.peer(peer.index);

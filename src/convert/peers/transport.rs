@@ -189,14 +189,12 @@ impl Link {
     }
 
     /// Returns the method by which processes send tensor data to each other.
-    #[must_use]
     pub fn way(&self) -> &Transport {
         &self.way
     }
 
     /// Returns the MPI communicator if the processes connected by MPI.
     #[cfg(feature = "mpi")]
-    #[must_use]
     pub fn mpi(&self) -> Option<&Mpi> {
         match &self.met {
             Meeting::Mpi(mpi) => Some(mpi),

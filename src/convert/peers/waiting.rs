@@ -17,7 +17,6 @@ const SAID_SOON: Duration = Duration::from_secs(2);
 const SAID_AGAIN: Duration = Duration::from_secs(30);
 
 /// Returns the time limit for connecting the processes.
-#[must_use]
 pub fn meet_within() -> Duration {
     fault::wait_time(MEET_WITHIN, HURRIED)
 }

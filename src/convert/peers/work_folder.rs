@@ -125,13 +125,11 @@ impl WorkFolder {
     }
 
     /// Returns the folder for the message files and the metadata mirror of this launch.
-    #[must_use]
     pub fn of_run(&self) -> &AnchoredPath {
         &self.run
     }
 
     /// Returns the folder into which files of SRC are copied.
-    #[must_use]
     pub fn copy(&self) -> AnchoredPath {
         self.folder.join(COPY)
     }

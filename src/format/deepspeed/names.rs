@@ -28,7 +28,6 @@ pub struct StatesName {
 
 impl StatesName {
     /// Parses the complete name of a file; returns `None` for all other files.
-    #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let (rest, is_model) = match name.strip_suffix("_model_states.pt") {
             Some(rest) => (rest, true),
@@ -59,7 +58,6 @@ impl StatesName {
     }
 
     /// Returns the name of the file of another partition.
-    #[must_use]
     pub fn of_partition(self, partition: u32) -> String {
         let prefix = if self.is_bf16 { "bf16_" } else { "" };
         let rank = self.model_parallel;
@@ -73,7 +71,6 @@ impl StatesName {
 
 /// Returns whether this is the name of a file that has the values of the module: at stage 3, the files of the model have
 /// none.
-#[must_use]
 pub fn has_module(name: &str) -> bool {
     StatesName::parse(name).is_some_and(|parsed| parsed.role == Role::Model)
 }
@@ -94,7 +91,6 @@ pub struct LayerName {
 impl LayerName {
     /// Parses the complete name of a file, `layer_00-model_states.pt` or `layer_00-model_01-model_states.pt`; returns
     /// `None` for all other files.
-    #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let rest = name.strip_suffix("-model_states.pt")?.strip_prefix("layer_")?;
         match rest.split_once("-model_") {
@@ -104,7 +100,6 @@ impl LayerName {
     }
 
     /// Returns the name of the file.
-    #[must_use]
     pub fn file_name(self) -> String {
         let rank = self.tensor_parallel.map_or_else(String::new, |rank| format!("-model_{rank:02}"));
         format!("layer_{:02}{rank}-model_states.pt", self.layer)
@@ -123,7 +118,6 @@ pub struct ExpertName {
 
 impl ExpertName {
     /// Parses the complete name of a file; returns `None` for all other files.
-    #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let rest = name.strip_suffix("_model_states.pt")?.strip_prefix("layer_")?;
         let (layer, rest) = rest.split_once("_expert_")?;
@@ -132,7 +126,6 @@ impl ExpertName {
     }
 
     /// Returns the name of the file.
-    #[must_use]
     pub fn file_name(self) -> String {
         let Self { layer, expert, model_parallel } = self;
         format!("layer_{layer}_expert_{expert}_mp_rank_{model_parallel:02}_model_states.pt")
@@ -149,7 +142,6 @@ pub struct ExpertRankName {
 
 impl ExpertRankName {
     /// Parses the complete name of a file; returns `None` for all other files.
-    #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let rest = name.strip_suffix("_optim_states.pt")?.strip_prefix("expp_rank_")?;
         let (rank, model_parallel) = rest.split_once("_mp_rank_")?;
@@ -157,7 +149,6 @@ impl ExpertRankName {
     }
 
     /// Returns the name of the file.
-    #[must_use]
     pub fn file_name(self) -> String {
         format!("expp_rank_{}_mp_rank_{:02}_optim_states.pt", self.rank, self.model_parallel)
     }
@@ -165,7 +156,6 @@ impl ExpertRankName {
 
 /// Returns whether DeepSpeed gives this name to a file of experts: `layer_0_expert_3_mp_rank_00_model_states.pt`,
 /// `expert_3_mp_rank_00_model_states.pt`, `expp_rank_0_mp_rank_00_optim_states.pt`.
-#[must_use]
 pub fn is_expert(name: &str) -> bool {
     let is_model = name.ends_with("_model_states.pt")
         && (name.starts_with("expert_") || name.starts_with("layer_") && name.contains("_expert_"));
@@ -173,13 +163,11 @@ pub fn is_expert(name: &str) -> bool {
 }
 
 /// Returns whether DeepSpeed gives this name to one of several files of a checkpoint.
-#[must_use]
 pub fn is_states(name: &str) -> bool {
     StatesName::parse(name).is_some() || LayerName::parse(name).is_some() || is_expert(name)
 }
 
 /// Returns whether the names in a folder show a Universal checkpoint: it has the folder `zero`, and no optimizer files.
-#[must_use]
 pub fn is_universal(names: &[String]) -> bool {
     let is_optimizer = |name: &String| StatesName::parse(name).is_some_and(|name| name.role == Role::Optimizer);
     names.iter().any(|name| name == "zero") && !names.iter().any(is_optimizer)

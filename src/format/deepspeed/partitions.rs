@@ -63,7 +63,6 @@ impl Partitioned {
     ///
     /// # Panics
     /// If `paddings` does not have one number for each parameter.
-    #[must_use]
     pub fn together(params: Vec<(Fqn, Dims)>, paddings: &[u64], partitions: u64) -> Option<Self> {
         assert_eq!(params.len(), paddings.len(), "one padding for each parameter");
         let mut end: u64 = 0;
@@ -81,7 +80,6 @@ impl Partitioned {
 
     /// Cuts each parameter of a sub-group by itself, as stage 3 does. Returns `None` if sizes exceed `u64`, or if there
     /// are no partitions.
-    #[must_use]
     pub fn by_parameter(params: Vec<(Fqn, Dims)>, partitions: u64) -> Option<Self> {
         let mut end: u64 = 0;
         let mut placed = Vec::with_capacity(params.len());
@@ -96,21 +94,18 @@ impl Partitioned {
     }
 
     /// Returns the length of each partition, including padding.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
     /// Returns the length of a partition without the padding at the end of the group. At stage 3, the padding is after each
     /// parameter, and not at the end.
-    #[must_use]
     pub fn filled(&self, partition: u64) -> u64 {
         if self.is_by_parameter { self.len } else { self.total.saturating_sub(partition * self.len).min(self.len) }
     }
 
     /// Returns the part of a parameter from an element to the end of the piece that has the element; `None` if the
     /// parameter has no such element.
-    #[must_use]
     pub fn piece_from(&self, param: &Placed, first: u64) -> Option<Piece> {
         let Placed { start, numel, .. } = *param;
         if first >= numel {
@@ -139,7 +134,6 @@ impl Partitioned {
 
     /// Returns the ranges of a partition's vector that have no elements of parameters. DeepSpeed fills them with zeros, but
     /// not in the master weights of stage 3.
-    #[must_use]
     pub fn padding(&self, partition: u64) -> Vec<Range<u64>> {
         if self.is_by_parameter {
             let gaps = self.params.iter().map(|param| {

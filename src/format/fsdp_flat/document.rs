@@ -214,7 +214,6 @@ fn read_unit(path: &Path, unit: UnitJson) -> Result<FlatUnit> {
 }
 
 /// Renders a layout as a document, one parameter per line.
-#[must_use]
 pub fn render(layout: &FlatLayout) -> String {
     let mut text = String::new();
     let FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer, .. } = layout;

@@ -54,7 +54,6 @@ fn may_be_channels_last(shape: &[u64]) -> bool {
 /// their shapes; `None` if there are no such weights. In the job the weights may have been `channels_last`, because a
 /// tool may have rewritten the file in row-major order. `params` has for each parameter its name, its shape, and true
 /// if it is row-major in the file.
-#[must_use]
 pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
     let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
     let (first, ..) = doubtful.next()?;
@@ -72,7 +71,6 @@ pub fn row_major_warning<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn,
 /// Returns whether a tool seems to have sorted the parameter names of a model: the names are in alphabetical or natural
 /// order, or the `bias` of every module comes right before its `weight` (modules register the weight first). Returns
 /// false for a short list, and for names that are in order only because modules are numbered (`0.w`, `1.w`).
-#[must_use]
 pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     /// The minimum number of names for the check. A shorter list may be in sorted order by chance.
     const MIN_NAMES: usize = 6;
@@ -94,7 +92,6 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
 /// Returns whether the list interleaves modules: a tensor of another module comes between two tensors of one module.
 /// `Module.state_dict` visits one module after another, so such a list is not in the order of registration. DCP
 /// directories, and files that were made from DCP directories, have such lists.
-#[must_use]
 pub fn has_interleaved_modules<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     let modules = |name: &'a str| name.match_indices('.').map(move |(end, _)| &name[..end]);
     let mut ended: HashSet<&str> = HashSet::new();

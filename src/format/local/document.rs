@@ -345,7 +345,6 @@ fn describe_list<T: std::fmt::Debug>(list: &[T]) -> String {
 
 impl LocalDocument {
     /// Renders the document, one tensor per line. `state` is the encoded state of this document.
-    #[must_use]
     pub fn render(&self, state: &Tree) -> String {
         let meshes: Vec<String> = self.meshes.iter().map(render_mesh).collect();
         let mut names: Vec<(TensorId, &Fqn, Option<&Fqn>)> = Vec::new();

@@ -41,13 +41,11 @@ use crate::layout::Rank;
 use crate::storage::lookup;
 
 /// Returns the name of a rank's file.
-#[must_use]
 pub fn file_name(rank: Rank) -> String {
     format!("rank-{:05}.safetensors", rank.0)
 }
 
 /// Returns the rank in the name of a rank file; `None` if the name does not have the form of [`file_name`].
-#[must_use]
 pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;
     let rank = Rank(name.strip_prefix("rank-")?.strip_suffix(".safetensors")?.parse().ok()?);

@@ -23,7 +23,6 @@ pub struct PerRankTensors {
 impl PerRankTensors {
     /// Returns, for each rank, the source tensor that gives the content of tensor `id`. Returns `None` if `id` is
     /// itself a source tensor.
-    #[must_use]
     pub fn get(&self, id: TensorId) -> Option<&BTreeMap<Rank, TensorId>> {
         self.by_rank.get((id.0 as usize).checked_sub(self.first)?)
     }
@@ -36,7 +35,6 @@ impl PerRankTensors {
 
 /// Returns the state dict for a target of `world_size` ranks, and the tensors of this state dict whose content differs
 /// between ranks. Rank `r` of the target gets the value that [`RankValue::value_for`] chooses.
-#[must_use]
 pub fn assign_to_ranks(source: &Catalog, state: &Value, world_size: u32) -> (Value, PerRankTensors) {
     let mut state = state.clone();
     let mut own = PerRankTensors { first: source.tensors.len(), by_rank: Vec::new() };

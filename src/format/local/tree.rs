@@ -36,7 +36,6 @@ impl Tree {
     }
 
     /// Returns the kind of the value, for messages.
-    #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Null => "null",
@@ -51,7 +50,6 @@ impl Tree {
 
     /// Renders the value: on one line if it is short, otherwise one item per line. `column` is the indentation of the
     /// line on which the value starts.
-    #[must_use]
     pub fn render(&self, column: usize) -> String {
         const LINE: usize = 96;
         let (open, close, items) = match self {

@@ -38,7 +38,6 @@ pub struct ShardName {
 
 impl ShardName {
     /// Parses a name such as `shard-00002-model-00001-of-00003.safetensors`.
-    #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
         let name = path.file_name()?.to_str()?.strip_prefix("shard-")?.strip_suffix(".safetensors")?;
         let (shard, rest) = name.split_once("-model-")?;

@@ -45,20 +45,17 @@ impl ArchiveContents {
 
     /// Returns whether plain tensors carry a layout as an attribute. If so, other plain tensors, such as optimizer
     /// state, may be shards although they carry no layout.
-    #[must_use]
     pub fn has_layout_attributes(&self) -> bool {
         self.has_local_dtensors || !self.sharded_dims.is_empty()
     }
 
     /// Returns the byte range that the archive occupies in its file.
-    #[must_use]
     pub fn file_range(&self) -> FileRange {
         self.file_range
     }
 
     /// Returns the location of the first element of a view, relative to the zip record of its storage. The caller must
     /// have checked the storage with [`Reader::check_storage`].
-    #[must_use]
     pub fn record_location(&self, view: &View) -> FileLocation {
         match self.archive.get(&format!("data/{}", view.key)) {
             Some(record) if !view.sizes.contains(&0) => {

@@ -34,7 +34,6 @@ pub enum Release {
 impl Release {
     /// Returns the form that a PyTorch version such as `2.9.1`, `v2.9` or `2.15.0+cu132` uses. Returns `None` for
     /// versions before 2.5 and for invalid versions.
-    #[must_use]
     pub fn from_version(version: &str) -> Option<Self> {
         let mut parts = version.trim_start_matches('v').split(['.', '+']).map(str::parse::<u32>);
         match (parts.next()?.ok()?, parts.next()?.ok()?) {

@@ -81,7 +81,6 @@ pub struct DeclaredPlan {
 
 impl DeclaredPlan {
     /// Returns whether the file declares no plan: the file has no built-in plan, no styles, and no mesh dims of a plan.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self { name, styles, tp, fsdp, replicate, ddp } = self;
         styles.is_empty() && [name, tp, fsdp, replicate, ddp].iter().all(|value| value.is_none())
@@ -99,7 +98,6 @@ pub struct Positioned<T> {
 
 impl<T> Positioned<T> {
     /// Returns the position for messages: `layout.toml line 3: tp`.
-    #[must_use]
     pub fn describe(&self) -> String {
         self.at().describe()
     }
@@ -109,7 +107,6 @@ impl<T> Positioned<T> {
     }
 
     /// Makes an error about the value that names the position of the value.
-    #[must_use]
     pub fn error(&self, problem: impl std::fmt::Display, hint: impl Into<String>) -> LayoutError {
         self.at().error(problem, Some(hint.into()))
     }
@@ -142,7 +139,6 @@ impl LayoutFile {
     /// Returns the placements of tensors that no rule matches, or `None` if the file has no such placements. If the
     /// file has a mesh and the mesh in use is another mesh, `given`, the split factors of the placements are adapted to
     /// the sizes of `given`.
-    #[must_use]
     pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
         let list = &self.fallback.as_ref()?.value;
         Some(match (&self.mesh, given) {
@@ -152,7 +148,6 @@ impl LayoutFile {
     }
 
     /// Returns whether the file has a flat layout and nothing else.
-    #[must_use]
     pub fn has_only_flat(&self) -> bool {
         self.flat.is_some()
             && self.mesh.is_none()
@@ -163,7 +158,6 @@ impl LayoutFile {
     }
 
     /// Returns whether the file has a plan (a built-in plan, styles, or mesh dims of a plan) and nothing else.
-    #[must_use]
     pub fn has_only_plan(&self) -> bool {
         let Self { mesh, fallback, split, rules, plan, flat, .. } = self;
         let more = mesh.is_some() || fallback.is_some() || split.is_some() || !rules.is_empty() || flat.is_some();

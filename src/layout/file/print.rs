@@ -11,7 +11,6 @@ use crate::layout::{DeviceMesh, comma_list};
 
 /// Returns a layout as a JSON document. If the fallback is "the placements of the source", the document has no
 /// fallback, because no key of the document can express it.
-#[must_use]
 pub fn document(layout: &MeshLayout) -> Json {
     let mut document = Map::new();
     let mesh = &layout.mesh;
@@ -60,7 +59,6 @@ fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
 ///
 /// # Panics
 /// If the document is not an object.
-#[must_use]
 pub fn toml(document: &Json) -> String {
     let mut text = String::new();
     let table = document.as_object().expect("a document is a table");

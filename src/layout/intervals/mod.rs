@@ -102,37 +102,31 @@ impl Intervals {
     }
 
     /// Returns the number of elements.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.runs.iter().map(IntervalRun::numel).sum()
     }
 
     /// Returns whether the list is empty.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
     /// Returns the first index of the list, or `None` if the list is empty.
-    #[must_use]
     pub fn start(&self) -> Option<u64> {
         self.runs.first().map(|run| run.start)
     }
 
     /// Returns the last index of the list plus 1, or `None` if the list is empty.
-    #[must_use]
     pub fn end(&self) -> Option<u64> {
         self.runs.last().map(|run| run.last().end)
     }
 
     /// Returns the smallest interval that contains all indices of the list, or `0..0` for an empty list.
-    #[must_use]
     pub fn bounds(&self) -> Range<u64> {
         self.start().unwrap_or(0)..self.end().unwrap_or(0)
     }
 
     /// Returns the only interval of the list, or `None` if the list has no interval or several intervals.
-    #[must_use]
     pub fn as_single(&self) -> Option<Range<u64>> {
         match self.runs.as_slice() {
             [run] if run.count == 1 => Some(run.last()),
@@ -142,7 +136,6 @@ impl Intervals {
 
     /// Returns the number of elements of the list that are smaller than `index`. If the list contains `index`, this is
     /// the position of `index`; otherwise it is the position of the next larger element.
-    #[must_use]
     pub fn count_before(&self, index: u64) -> u64 {
         let of_run = |run: &IntervalRun| {
             let Some(past) = index.checked_sub(run.start) else { return 0 };
@@ -159,7 +152,6 @@ impl Intervals {
     }
 
     /// Returns the number of intervals. Intervals that touch are stored as one interval.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.runs.iter().map(|run| run.count).sum()
     }

@@ -93,7 +93,6 @@ impl Intervals {
 
     /// Returns the ranges of indices that two lists share, ascending. Two ranges are merged if their positions follow each
     /// other without a gap in both lists.
-    #[must_use]
     pub fn intersect(&self, other: &Self) -> Segments {
         if let (Some(a), Some(b)) = (self.as_single(), other.as_single()) {
             let (start, end) = (a.start.max(b.start), a.end.min(b.end));

@@ -82,7 +82,6 @@ impl Candidate {
 pub(super) type StyledParameter = (usize, ParallelStyle, Option<&'static str>);
 
 /// Returns the name of the module that contains a parameter or a child module; empty for the root module.
-#[must_use]
 pub fn module_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }

@@ -152,13 +152,11 @@ const BUFFERS: [&str; 2] = ["**.{attn,attention}.{bias,masked_bias}", "**.{inv_f
 
 impl Family {
     /// Returns every built-in plan.
-    #[must_use]
     pub fn all() -> &'static [Self] {
         &FAMILIES
     }
 
     /// Returns the plan of this name. In the name, `_` and `-` are equivalent.
-    #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
         let name = name.to_ascii_lowercase().replace('_', "-");
         FAMILIES.iter().find(|family| family.name == name)
@@ -190,7 +188,6 @@ fn parse(pattern: &str) -> Pattern {
 /// Returns the families whose plans match the most attention and MLP parameters; empty if no plan matches any. Among
 /// plans that match equally many parameters, only the plans with the fewest rows that match nothing are returned.
 /// Parameters whose names differ only in numbers count once.
-#[must_use]
 pub fn similar_families(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
     // Layers and experts have equal names except for numbers, so each name is counted once.
     let names: BTreeSet<String> = parameters.iter().map(|parameter| with_zeros_for_numbers(&parameter.name)).collect();

@@ -82,7 +82,6 @@ impl ParallelStyle {
     ///
     /// A 1-d tensor other than a bias (scales of quantised weights) is sharded like a bias, because the tensor has one
     /// element for each output.
-    #[must_use]
     pub fn dim(self, part: ParameterRole, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { ParameterRole::Bias } else { part };
         let from_the_end = match (self, part) {
@@ -103,7 +102,6 @@ impl ParallelStyle {
 
     /// Returns the number of weights that a fused weight consists of; each of these weights is sharded separately.
     /// Returns 1 for a weight that is not fused.
-    #[must_use]
     pub fn blocks(self) -> u64 {
         match self {
             Self::Colwise { blocks }
@@ -115,7 +113,6 @@ impl ParallelStyle {
     }
 
     /// Returns whether the style is `colwise` or `rowwise`, the two styles that shard an `nn.Linear`.
-    #[must_use]
     pub fn cuts(self) -> bool {
         matches!(self, Self::Colwise { .. } | Self::Rowwise { .. })
     }

@@ -29,7 +29,6 @@ use crate::format::torch::reader::ArchiveContents;
 
 /// Returns the paths of dicts that may hold gradients of flat parameters: the key of the dict is a usual name for
 /// gradients, and the dict contains 1-d tensors.
-#[must_use]
 pub fn find(series: &SeriesFiles) -> Vec<Path> {
     let mut paths: Vec<Path> = Vec::new();
     for file in &series.files {

@@ -86,7 +86,6 @@ impl ModelKnowledge {
     }
 
     /// Returns the path of the flat layout file; `None` if the layout does not come from such a file.
-    #[must_use]
     pub fn document(&self) -> Option<&Path> {
         match self {
             Self::Document { path, .. } => Some(path),
@@ -95,7 +94,6 @@ impl ModelKnowledge {
     }
 
     /// Returns the origin of the layout, for messages.
-    #[must_use]
     pub fn describe(&self) -> String {
         match self {
             Self::Document { path, .. } => path.display().to_string(),

@@ -97,7 +97,6 @@ impl LikeModel {
 
     /// Returns a warning about parameters whose elements may have another order in memory in the job than in this
     /// checkpoint.
-    #[must_use]
     pub fn row_major_warning(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| self.format.keeps_order());
         order::row_major_warning(
@@ -107,7 +106,6 @@ impl LikeModel {
     }
 
     /// Returns whether the parameters are listed in the order in which the module registered them.
-    #[must_use]
     pub fn is_in_registration_order(&self) -> bool {
         let names = || self.params.keys().map(Fqn::as_str);
         let is_registered = || !order::is_sorted(names()) && !order::has_interleaved_modules(names());

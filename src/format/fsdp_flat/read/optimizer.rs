@@ -31,7 +31,6 @@ use crate::layout::flat::FlatParameter;
 
 /// Returns the paths of plain optimizers: dicts with the keys `state` and `param_groups` that refer to parameters by
 /// number.
-#[must_use]
 pub fn find(files: &[RankFile]) -> Vec<Path> {
     let mut paths = Vec::new();
     let Some(first) = files.first() else { return paths };
@@ -45,7 +44,6 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
 
 /// Returns whether the state of an optimizer may be state of flat parameters: every state tensor is a plain tensor with
 /// at most 1 dim.
-#[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
         let ids = optimizer_state(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();

@@ -76,7 +76,6 @@ pub enum PlainTensor {
 
 impl FlatState {
     /// Returns whether parameters are stored next to their flat parameters (`use_orig_params`).
-    #[must_use]
     pub fn has_views(&self) -> bool {
         self.ranks
             .iter()
@@ -85,7 +84,6 @@ impl FlatState {
     }
 
     /// Returns the names of parameters that are views on at least one rank, in the order of the state dict.
-    #[must_use]
     pub fn view_names(&self) -> Vec<&Fqn> {
         let mut views: HashSet<&Fqn> = HashSet::new();
         for rank in &self.ranks {
@@ -104,7 +102,6 @@ impl FlatState {
 
     /// Returns the module paths of all units. An outer unit comes before its inner units; units in the same outer unit
     /// are in the order of the files.
-    #[must_use]
     pub fn unit_modules(&self) -> Vec<&str> {
         let mut seen = HashSet::new();
         let found = self.ranks.iter().flat_map(|rank| rank.flat_parts.keys()).map(|module| &**module);
