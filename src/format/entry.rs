@@ -50,6 +50,31 @@ pub struct FormatEntry {
     pub writers: Writers,
 }
 
+impl FormatEntry {
+    /// Makes the row of a format that has none of the properties below, and that is only read.
+    pub const fn new(name: &'static str, about: &'static str, tensors: TensorStorage, read: &'static dyn Read) -> Self {
+        Self {
+            name,
+            about,
+            files: "(none)",
+            suffixes: &[],
+            index_suffix: None,
+            metadata_suffixes: &[],
+            data_suffixes: &[],
+            known_files: &[],
+            is_checkpoint_file: None,
+            tensors,
+            holds_objects: false,
+            has_rank_files: false,
+            keeps_order: false,
+            is_in_module_order: false,
+            names_tensors_by_rank: false,
+            read,
+            writers: Writers::NONE,
+        }
+    }
+}
+
 /// The writers of a format, which make files of different forms.
 #[derive(Clone, Copy)]
 pub struct Writers {

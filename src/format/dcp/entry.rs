@@ -18,11 +18,7 @@ use crate::storage::{FileId, Files};
 
 /// The row for DCP directories in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "dcp",
-    about: "PyTorch Distributed Checkpoint directory",
     files: "`__R_0.distcp`, `.metadata`",
-    suffixes: &[],
-    index_suffix: None,
     metadata_suffixes: &["metadata"],
     data_suffixes: &["distcp"],
     known_files: &[
@@ -30,15 +26,9 @@ pub static ENTRY: FormatEntry = FormatEntry {
         KnownFile::new("__[0-9]*.metadata", FileRole::Checkpoint, FileSignature::Like(is_pickle)),
         KnownFile::new("__[0-9]*_[0-9]*.distcp", FileRole::Checkpoint, FileSignature::Any),
     ],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Boxes,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: false,
-    read: &Reader,
     writers: Writers { shards: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new("dcp", "PyTorch Distributed Checkpoint directory", TensorStorage::Boxes, &Reader)
 };
 
 /// Returns whether a file starts like a pickle of protocol 2 or later.

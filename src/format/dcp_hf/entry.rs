@@ -18,24 +18,12 @@ use crate::storage::IoMode;
 
 /// The row for DCP's Hugging Face shards in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "dcp-hf",
-    about: "shards of DCP's Hugging Face storage",
     files: "`shard-RRRRR-model-00001-of-00001.safetensors`",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // The table row of safetensors lists the known files of both formats.
     known_files: &[],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Boxes,
-    holds_objects: false,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
     names_tensors_by_rank: true,
-    read: &Reader,
     writers: Writers { shards: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new("dcp-hf", "shards of DCP's Hugging Face storage", TensorStorage::Boxes, &Reader)
 };
 
 /// The reader of DCP's Hugging Face shards.

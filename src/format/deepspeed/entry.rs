@@ -8,7 +8,7 @@ use super::names::{StatesName, is_states, is_universal};
 use super::read::read;
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage, Writers};
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::listing::{DetectedFiles, FolderListing};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -16,24 +16,16 @@ use crate::format::traits::Read;
 
 /// The row for DeepSpeed's folders in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "deepspeed",
-    about: "folder that DeepSpeed's `save_checkpoint` writes (ZeRO stages 0 to 3)",
-    files: "(none)",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // No DST has this format, so `--overwrite` never replaces such a folder.
     known_files: &[],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Boxes,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
     is_in_module_order: true,
-    names_tensors_by_rank: false,
-    read: &Reader,
-    writers: Writers::NONE,
+    ..FormatEntry::new(
+        "deepspeed",
+        "folder that DeepSpeed's `save_checkpoint` writes (ZeRO stages 0 to 3)",
+        TensorStorage::Boxes,
+        &Reader,
+    )
 };
 
 /// The reader of DeepSpeed's folders.

@@ -19,24 +19,17 @@ use crate::storage::lookup;
 
 /// The row for DeepSpeed's Universal checkpoints in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "deepspeed-universal",
-    about: "folder that DeepSpeed loads with `load_universal`, on any number of ranks",
     files: "`latest_universal`, `global_stepN_universal/` with `zero/NAME/fp32.pt` for each parameter `NAME`",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // `--overwrite` does not replace folders of DeepSpeed.
     known_files: &[],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Whole,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: false,
-    read: &Reader,
     writers: Writers { state: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new(
+        "deepspeed-universal",
+        "folder that DeepSpeed loads with `load_universal`, on any number of ranks",
+        TensorStorage::Whole,
+        &Reader,
+    )
 };
 
 /// The reader of Universal checkpoints.

@@ -10,7 +10,7 @@ use std::path::Path;
 use super::document::FILE_NAME;
 use crate::error::Result;
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage, Writers};
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::json::is_layout_document;
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::DetectedFiles;
@@ -21,23 +21,17 @@ use crate::format::traits::Read;
 
 /// The row for rank files with flat parameters in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "fsdp-flat",
-    about: "one `torch.save` file per rank, with FSDP1's flat parameters",
     files: "`model_world_size_N_rank_R.pt`, `flat_layout.json`",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Flat,
     holds_objects: true,
     has_rank_files: true,
-    keeps_order: false,
-    is_in_module_order: false,
     names_tensors_by_rank: true,
-    read: &Reader,
-    writers: Writers::NONE,
+    ..FormatEntry::new(
+        "fsdp-flat",
+        "one `torch.save` file per rank, with FSDP1's flat parameters",
+        TensorStorage::Flat,
+        &Reader,
+    )
 };
 
 /// The reader of rank files with flat parameters. Detection reports such files as rank files of `torch.save`. The flat

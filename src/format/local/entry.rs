@@ -18,24 +18,19 @@ use crate::format::traits::{Read, ShardedTarget, WriteShards};
 
 /// The row for the format `local` in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "local",
-    about: "one safetensors file per rank, with the rank's shards as plain tensors, and `layout.json`",
     files: "`rank-00000.safetensors`, ..., `layout.json`",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // The table row of safetensors lists the rank files as known files.
     known_files: &[KnownFile::new(FILE_NAME, FileRole::Beside, FileSignature::Like(is_layout_document))],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Ranks,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
     is_in_module_order: true,
     names_tensors_by_rank: true,
-    read: &Reader,
     writers: Writers { shards: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new(
+        "local",
+        "one safetensors file per rank, with the rank's shards as plain tensors, and `layout.json`",
+        TensorStorage::Ranks,
+        &Reader,
+    )
 };
 
 /// The reader of rank files with `layout.json`.

@@ -25,26 +25,16 @@ const SUFFIX: &str = "safetensors";
 
 /// The row for safetensors in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "safetensors",
-    about: "one file, or a folder with its index",
     files: "`model.safetensors`, or `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`",
     suffixes: &[SUFFIX],
     index_suffix: Some(SUFFIX),
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     known_files: &[
         KnownFile::new("*.safetensors", FileRole::Checkpoint, FileSignature::Like(starts_with_header)),
         KnownFile::beside("*.safetensors.index{,.*}.json"),
     ],
     is_checkpoint_file: Some(starts_with_header),
-    tensors: TensorStorage::Whole,
-    holds_objects: false,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
-    names_tensors_by_rank: false,
-    read: &Reader,
     writers: Writers { whole: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new("safetensors", "one file, or a folder with its index", TensorStorage::Whole, &Reader)
 };
 
 /// The reader of one safetensors file, or of the safetensors files of a folder.

@@ -25,48 +25,38 @@ use crate::storage::{FileId, Files, IoMode};
 
 /// The row for torch.save files of whole tensors in the table of formats: one file, or the files that an index names.
 pub static ONE_FILE: FormatEntry = FormatEntry {
-    name: "torch",
-    about: "one `torch.save` file, or a set with an index",
     files: "one file with the name DST",
     suffixes: &["pt", "pth", "bin", "ckpt"],
     index_suffix: Some("bin"),
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     known_files: &[
         KnownFile::new("*.{pt,pth,bin,ckpt,tar}", FileRole::Checkpoint, FileSignature::Like(is_archive)),
         KnownFile::beside("*.bin.index{,.*}.json"),
     ],
     is_checkpoint_file: Some(is_archive),
-    tensors: TensorStorage::Whole,
     holds_objects: true,
-    has_rank_files: false,
     keeps_order: true,
     is_in_module_order: true,
-    names_tensors_by_rank: false,
-    read: &Reader,
     writers: Writers { whole: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new("torch", "one `torch.save` file, or a set with an index", TensorStorage::Whole, &Reader)
 };
 
 /// The row for torch.save files of ranks in the table of formats.
 pub static RANK_FILES: FormatEntry = FormatEntry {
-    name: "torch-ranks",
-    about: "one `torch.save` file per rank: DTensors, ShardedTensors, plain tensors",
     files: "`model_world_size_N_rank_R.pt`; one such series for each series of SRC",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // The row of the format `torch` lists the known files of both formats.
     known_files: &[],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Ranks,
     holds_objects: true,
     has_rank_files: true,
     keeps_order: true,
     is_in_module_order: true,
     names_tensors_by_rank: true,
-    read: &RankReader,
     writers: Writers { shards: Some(&RankWriter), ..Writers::NONE },
+    ..FormatEntry::new(
+        "torch-ranks",
+        "one `torch.save` file per rank: DTensors, ShardedTensors, plain tensors",
+        TensorStorage::Ranks,
+        &RankReader,
+    )
 };
 
 /// The name of the index that loaders of torch files read.

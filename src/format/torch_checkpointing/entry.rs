@@ -24,24 +24,18 @@ use memchr::memmem;
 
 /// The row for checkpoints of torch_checkpointing in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "torch-checkpointing",
-    about: "folder that the package torch_checkpointing writes",
     files: "`ITEM_RANK.pt` for each item such as `model`, `metadata.pkl`",
-    suffixes: &[],
-    index_suffix: None,
-    metadata_suffixes: &[],
-    data_suffixes: &[],
     // The row of the format `torch` lists the torch.save files.
     known_files: &[KnownFile::new(METADATA, FileRole::Checkpoint, FileSignature::Like(starts_like_metadata))],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Ranks,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
-    is_in_module_order: false,
     names_tensors_by_rank: true,
-    read: &Reader,
     writers: Writers { shards: Some(&Writer), ..Writers::NONE },
+    ..FormatEntry::new(
+        "torch-checkpointing",
+        "folder that the package torch_checkpointing writes",
+        TensorStorage::Ranks,
+        &Reader,
+    )
 };
 
 /// Returns whether a file starts like the metadata that the package or dtshard writes.

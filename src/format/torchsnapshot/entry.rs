@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{MANIFEST, read};
 use crate::error::{Error, Result};
 use crate::format::Format;
-use crate::format::entry::{FormatEntry, TensorStorage, Writers};
+use crate::format::entry::{FormatEntry, TensorStorage};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
 use crate::format::parts::LoadedFolder;
 use crate::format::reading::ReadFindings;
@@ -15,24 +15,17 @@ use crate::format::traits::Read;
 
 /// The row for snapshots in the table of formats.
 pub static ENTRY: FormatEntry = FormatEntry {
-    name: "torchsnapshot",
-    about: "folder that torchsnapshot's `Snapshot.take` writes",
-    files: "(none)",
-    suffixes: &[],
-    index_suffix: None,
     metadata_suffixes: &["snapshot_metadata"],
-    data_suffixes: &[],
     // No DST has this format, so `--overwrite` never replaces such a folder.
     known_files: &[],
-    is_checkpoint_file: None,
-    tensors: TensorStorage::Boxes,
     holds_objects: true,
-    has_rank_files: false,
-    keeps_order: false,
     is_in_module_order: true,
-    names_tensors_by_rank: false,
-    read: &Reader,
-    writers: Writers::NONE,
+    ..FormatEntry::new(
+        "torchsnapshot",
+        "folder that torchsnapshot's `Snapshot.take` writes",
+        TensorStorage::Boxes,
+        &Reader,
+    )
 };
 
 /// The reader of snapshots.
