@@ -86,6 +86,17 @@ impl Error {
         Wrong::new(at, expected, found).within(path).into()
     }
 
+    /// Returns a [`FormatError::Missing`] without a hint.
+    pub fn missing(
+        path: &Path,
+        at: impl Into<String>,
+        expected: impl Into<String>,
+        missing: impl Into<String>,
+    ) -> Self {
+        let (at, expected, missing) = (at.into(), expected.into(), missing.into());
+        FormatError::Missing { path: path.to_path_buf(), at, expected, missing, hint: None }.into()
+    }
+
     /// Returns a [`FormatError::Unsupported`].
     pub fn unsupported(what: impl Into<String>, hint: impl Into<String>) -> Self {
         FormatError::Unsupported { what: what.into(), hint: hint.into() }.into()

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::Communicator;
-use crate::error::{Error, FormatError, Result, StorageError};
+use crate::error::{Error, Result, StorageError};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
 use crate::launch::Part;
@@ -269,13 +269,13 @@ impl SourceCopy {
             };
             let Some(missing) = self.files.iter().find(|file| !is_there(file)) else { return Ok(()) };
             if begun.elapsed() > SHOWN_WITHIN {
-                return Err(Error::Format(FormatError::Missing {
-                    path: data.path().to_path_buf(),
-                    at: String::from("files that other processes have copied"),
-                    expected: String::from("a folder that all processes see"),
-                    missing: missing.below.display().to_string(),
-                    hint: Some(String::from("choose a destination on a file system that all nodes share")),
-                }));
+                return Err(Error::missing(
+                    data.path(),
+                    "files that other processes have copied",
+                    "a folder that all processes see",
+                    missing.below.display().to_string(),
+                )
+                .missing_hint("choose a destination on a file system that all nodes share"));
             }
             stop.check()?;
             communicator.check()?;

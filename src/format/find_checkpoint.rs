@@ -363,13 +363,9 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
     match (candidates.as_slice(), pointer) {
         ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron_error(folder)),
-        ([], Some(pointer)) => Err(Error::Format(FormatError::Missing {
-            path: pointer.file,
-            at: String::from("content"),
-            expected: String::from("the folder that the file names"),
-            missing: pointer.text,
-            hint: None,
-        })),
+        ([], Some(pointer)) => {
+            Err(Error::missing(&pointer.file, "content", "the folder that the file names", pointer.text))
+        }
         ([], None) => lightning(folder, names),
         ([only], None) => Ok(Some((*only).to_owned())),
         (several, Some(pointer)) => {

@@ -122,13 +122,7 @@ impl ShardIndex {
         read.iter().for_each(|path| _ = missing.remove(&self.name(path)));
         if !missing.is_empty() {
             let missing: Vec<String> = missing.into_iter().collect();
-            let error = Error::Format(FormatError::Missing {
-                path: self.path.clone(),
-                at: String::from("weight_map"),
-                expected,
-                missing: short_list(&missing, FEW),
-                hint: None,
-            });
+            let error = Error::missing(&self.path, "weight_map", expected, short_list(&missing, FEW));
             return Ok(Some(Shortfall::new(missing, error)));
         }
         let (others, expected) = if self.weight_map.is_empty() {

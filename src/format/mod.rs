@@ -528,14 +528,8 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     if missing.is_empty() {
         return Ok(paths);
     }
-    Err(Error::Format(FormatError::Missing {
-        path: named_by.to_path_buf(),
-        at: at.to_owned(),
-        expected: format!("{} beside it", count(paths.len(), "file")),
-        missing: short_list(&missing, FEW),
-        hint: None,
-    })
-    .naming(&missing))
+    Err(Error::missing(named_by, at, format!("{} beside it", count(paths.len(), "file")), short_list(&missing, FEW))
+        .naming(&missing))
 }
 
 /// Checks that the dotted names of entries are distinct, and that no name is in `reserved`. The dotted names of two

@@ -21,7 +21,7 @@ use super::{ReadOptions, folder_of};
 use crate::catalog::state_dict::GRADIENTS;
 use crate::catalog::unreadable::UnreadableKind;
 use crate::catalog::{Catalog, Unreadable, path};
-use crate::error::{CatalogError, Error, FormatError, Result};
+use crate::error::{CatalogError, Error, Result};
 use crate::layout::Rank;
 use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
@@ -640,14 +640,8 @@ impl Series {
         let missing = size.checked_sub(1).and_then(|highest| Numbers::missing(0..=highest, present));
         Ok(missing.map(|numbers| {
             let ranks = numbers.short("rank", "ranks");
-            let error = Error::Format(FormatError::Missing {
-                path: folder.to_path_buf(),
-                at: at.clone(),
-                expected: format!("the files of {size} ranks"),
-                missing: ranks.clone(),
-                hint: None,
-            })
-            .naming(&numbers.names("rank", "ranks"));
+            let error = Error::missing(folder, at.clone(), format!("the files of {size} ranks"), ranks.clone())
+                .naming(&numbers.names("rank", "ranks"));
             let name = |rank| self.names().render(rank, size);
             let files = list_missing_names(numbers.count(), numbers.iter().map(name));
             MissingRanks { at: format!("{}: {at}", folder.display()), files, ranks, error }

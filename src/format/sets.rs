@@ -65,13 +65,12 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
         if missing.is_empty() {
             continue;
         }
-        let error = Error::Format(FormatError::Missing {
-            path: folder.to_path_buf(),
-            at: format!("set `{}`", set.name),
-            expected: format!("{} (the total in the file names)", count(set.size as usize, "file")),
-            missing: short_list(&missing, FEW),
-            hint: None,
-        });
+        let error = Error::missing(
+            folder,
+            format!("set `{}`", set.name),
+            format!("{} (the total in the file names)", count(set.size as usize, "file")),
+            short_list(&missing, FEW),
+        );
         return Ok(Some(Shortfall::new(missing, error)));
     }
     Ok(None)

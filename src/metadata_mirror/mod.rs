@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::Communicator;
-use crate::error::{CatalogError, Error, FormatError, Result, StorageError};
+use crate::error::{CatalogError, Error, Result, StorageError};
 use crate::format::{self, Objects, is_data_file, metadata_ranges, metadata_ranges_of_items};
 use crate::name_list::name_processes;
 use crate::storage::{AnchoredPath, Ranges};
@@ -217,16 +217,16 @@ fn agree_on_kind(
         }
     }
     found.map(|(_, kind)| (kind.clone(), ranks_without_files)).ok_or_else(|| {
-        Error::Format(FormatError::Missing {
-            path: own.to_path_buf(),
-            at: String::from("files"),
-            expected: String::from("files that at least one process sees"),
-            missing: format!("every file, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
-            hint: Some(String::from(
-                "check the path on the nodes that have the files; a relative path starts at the \
+        Error::missing(
+            own,
+            "files",
+            "files that at least one process sees",
+            format!("every file, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
+        )
+        .missing_hint(
+            "check the path on the nodes that have the files; a relative path starts at the \
                                  current folder",
-            )),
-        })
+        )
     })
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rayon::prelude::*;
 
 use super::file_report::{ReportedFile, each_block};
-use crate::error::{Error, FormatError, Result};
+use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
 
@@ -108,13 +108,13 @@ pub fn wait_until_visible(mirror: &AnchoredPath, files: &BTreeMap<PathBuf, Repor
         let missing = files.par_iter().find_any(|(path, seen)| !is_there(path, seen));
         let Some((missing, _)) = missing else { return Ok(()) };
         if begun.elapsed() > MAX_DELAY {
-            return Err(Error::Format(FormatError::Missing {
-                path: mirror.path().to_path_buf(),
-                at: String::from("files of other processes"),
-                expected: String::from("a folder that all processes see"),
-                missing: missing.display().to_string(),
-                hint: Some(String::from("choose a destination on a file system that all nodes share")),
-            }));
+            return Err(Error::missing(
+                mirror.path(),
+                "files of other processes",
+                "a folder that all processes see",
+                missing.display().to_string(),
+            )
+            .missing_hint("choose a destination on a file system that all nodes share"));
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::{FileId, FileRange};
-use crate::error::{Error, FormatError, Result};
+use crate::error::{Error, Result};
 use crate::name_list::name_processes;
 
 /// A set of byte ranges of a file. The ranges are ascending, not adjacent, and not empty.
@@ -102,15 +102,15 @@ impl ReadCheck {
                 if held.contains(&range) {
                     return Ok(());
                 }
-                Err(Error::Format(FormatError::Missing {
-                    path: path.to_path_buf(),
-                    at: format!("byte {offset}"),
-                    expected: format!("{len} bytes of tensor data"),
-                    missing: format!("the file, which only {} can see", name_processes(seen_by)),
-                    hint: Some(String::from(
-                        "with options::source per-rank a process can read tensor data only from files that it sees",
-                    )),
-                }))
+                Err(Error::missing(
+                    path,
+                    format!("byte {offset}"),
+                    format!("{len} bytes of tensor data"),
+                    format!("the file, which only {} can see", name_processes(seen_by)),
+                )
+                .missing_hint(
+                    "with options::source per-rank a process can read tensor data only from files that it sees",
+                ))
             }
         }
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Dir, Mode, OFlags};
 
-use crate::error::{Error, FormatError, Result, StorageError};
+use crate::error::{Error, Result, StorageError};
 
 /// The type of the file at a path. Links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -222,15 +222,8 @@ pub fn target_of(link: &Path) -> String {
 }
 
 fn dangling(path: &Path) -> Error {
-    Error::Format(FormatError::Missing {
-        path: path.to_path_buf(),
-        at: String::from("link"),
-        expected: String::from("a file or folder that the link points to"),
-        missing: target_of(path),
-        hint: Some(String::from(
-            "restore the target of the link (download it again if it is from a hub), or remove the link",
-        )),
-    })
+    Error::missing(path, "link", "a file or folder that the link points to", target_of(path))
+        .missing_hint("restore the target of the link (download it again if it is from a hub), or remove the link")
 }
 
 fn is_absence(error: &io::Error) -> bool {
@@ -298,7 +291,7 @@ mod tests {
             refused("open", &link)(io::ErrorKind::NotFound.into()),
         ] {
             assert!(
-                matches!(&error, Error::Format(FormatError::Missing { path, missing, .. }) if *path == link && missing == "../../blobs/5f2c"),
+                matches!(&error, Error::Format(crate::error::FormatError::Missing { path, missing, .. }) if *path == link && missing == "../../blobs/5f2c"),
                 "{error}"
             );
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{look_at, metadata_files, objects, read, reserve};
 use crate::catalog::Reservation;
-use crate::error::{Error, FormatError, Result};
+use crate::error::{Error, Result};
 use crate::format::entry::{FormatEntry, TensorStorage, Writers};
 use crate::format::known_files::{FileRole, FileSignature, KnownFile};
 use crate::format::listing::{DetectedFiles, FileStart, FolderListing, Match};
@@ -45,13 +45,12 @@ impl Read for Reader {
             return Ok(Some(DetectedFiles::new(Format::Dcp, Match::Certain, Vec::new())));
         }
         if listing.names.iter().any(|name| name.ends_with(".distcp")) && listing.from.is_none() {
-            return Err(Error::Format(FormatError::Missing {
-                path: listing.folder.to_path_buf(),
-                at: String::from("DCP directory"),
-                expected: String::from("the metadata of its .distcp files"),
-                missing: String::from(".metadata"),
-                hint: None,
-            }));
+            return Err(Error::missing(
+                listing.folder,
+                "DCP directory",
+                "the metadata of its .distcp files",
+                ".metadata",
+            ));
         }
         Ok(None)
     }

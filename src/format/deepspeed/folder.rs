@@ -333,14 +333,9 @@ pub fn missing_layer(folder: &Path, layer: u32, param: &str) -> Error {
 }
 
 fn missing_files(folder: &Path, at: &str, expected: String, missing: &[String]) -> Error {
-    Error::Format(FormatError::Missing {
-        path: folder.to_path_buf(),
-        at: at.to_owned(),
-        expected,
-        missing: short_list(missing, FEW),
-        hint: Some(String::from("copy the files of all ranks into the folder")),
-    })
-    .naming(missing)
+    Error::missing(folder, at, expected, short_list(missing, FEW))
+        .missing_hint("copy the files of all ranks into the folder")
+        .naming(missing)
 }
 
 /// Returns the error for a file that does not belong to the checkpoint of the other files.

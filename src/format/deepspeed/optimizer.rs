@@ -10,7 +10,7 @@ use super::folder::{GATHER, OFFLOAD, StatesFiles, leftover, refused};
 use super::partitions::Partitioned;
 use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Fqn, Value, contiguous_strides};
-use crate::error::{Error, FormatError, Result};
+use crate::error::{Error, Result};
 use crate::format::torch::{RankFile, View};
 use crate::layout::Dims;
 use crate::quantity::count;
@@ -493,14 +493,14 @@ fn kind_of<'a>(
 
 /// Returns the error for a checkpoint of ZeRO without optimizer files.
 pub fn missing(folder: &Path, first: &str) -> Error {
-    Error::Format(FormatError::Missing {
-        path: folder.to_path_buf(),
-        at: String::from("optimizer files"),
-        expected: String::from("one file for each rank, with the master weights and the optimizer state"),
-        missing: format!("{first} and the files of other ranks"),
-        hint: Some(String::from(
-            "copy the files of all ranks into the folder, or read only the parameters of the module with options::weights \
+    Error::missing(
+        folder,
+        "optimizer files",
+        "one file for each rank, with the master weights and the optimizer state",
+        format!("{first} and the files of other ranks"),
+    )
+    .missing_hint(
+        "copy the files of all ranks into the folder, or read only the parameters of the module with options::weights \
              module",
-        )),
-    })
+    )
 }

@@ -448,14 +448,9 @@ impl ParamFiles {
 }
 
 fn missing(zero: &Path, expected: &str, names: &[String]) -> Error {
-    Error::Format(FormatError::Missing {
-        path: zero.to_path_buf(),
-        at: String::from("the files of the parameters"),
-        expected: expected.to_owned(),
-        missing: short_list(names, FEW),
-        hint: Some(String::from("copy the whole folder again, or run ds_to_universal.py again")),
-    })
-    .naming(names)
+    Error::missing(zero, "the files of the parameters", expected, short_list(names, FEW))
+        .missing_hint("copy the whole folder again, or run ds_to_universal.py again")
+        .naming(names)
 }
 
 /// Returns the files in the folder of the parameters and in its subfolders.

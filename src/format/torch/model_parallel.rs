@@ -328,13 +328,12 @@ fn check_ranks(files: &[RankFile], grids: &[CommGrid]) -> Result<()> {
     let highest = u32::try_from(size - 1).unwrap_or(u32::MAX);
     let present = files.iter().filter_map(|file| Some(file.rank?.0));
     let Some(missing) = Numbers::missing(0..=highest, present) else { return Ok(()) };
-    Err(Error::Format(FormatError::Missing {
-        path: folder_of(&files[0].path).to_path_buf(),
-        at: String::from(COMM_GRID),
-        expected: format!("the files of {size} ranks"),
-        missing: missing.short("rank", "ranks"),
-        hint: None,
-    })
+    Err(Error::missing(
+        folder_of(&files[0].path),
+        String::from(COMM_GRID),
+        format!("the files of {size} ranks"),
+        missing.short("rank", "ranks"),
+    )
     .naming(&missing.names("rank", "ranks")))
 }
 

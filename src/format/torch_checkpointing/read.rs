@@ -7,7 +7,7 @@ use super::item_files::{CheckpointItem, ItemFiles};
 use super::metadata::{CheckpointMetadata, Encoding};
 use super::{METADATA, metadata_of, safetensors_item, torch_item};
 use crate::catalog::Catalog;
-use crate::error::{Error, FormatError, Result};
+use crate::error::{Error, Result};
 use crate::format::parts::{CheckpointPart, LoadedFolder, join_series, nest};
 use crate::format::reading::ReadFindings;
 use crate::format::series::{SeriesChoice, SeriesSet};
@@ -28,13 +28,12 @@ pub fn shortfall(folder: &Path, choice: &SeriesChoice) -> Result<Option<Shortfal
     if missing.is_empty() {
         return Ok(None);
     }
-    let error = Error::Format(FormatError::Missing {
-        path: folder.join(METADATA),
-        at: String::from("items"),
-        expected: format!("the files of {} ranks", metadata.world_size),
-        missing: short_list(&missing, FEW),
-        hint: None,
-    });
+    let error = Error::missing(
+        &folder.join(METADATA),
+        "items",
+        format!("the files of {} ranks", metadata.world_size),
+        short_list(&missing, FEW),
+    );
     let allowed = format!(
         "{} is read without {}; dtshard cannot detect a value that only a missing file had",
         folder.display(),
