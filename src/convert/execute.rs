@@ -11,10 +11,9 @@ use super::run::Run;
 use super::source_options::input;
 use super::threads_and_blocks::Workers;
 use super::unused_exchange_options::{unused_after_run, unused_options};
-use super::write::{Publisher, WriteOutcome, about, claim, plan, write_destination};
+use super::write::{about, claim, plan, write_destination};
 use crate::error::{Error, Result};
 use crate::exchange::ReductionMethod;
-use crate::exec::copy::Stats;
 use crate::exec::{Input, Options, copy};
 use crate::format::resolve_unseen;
 use crate::publish::{Claim, Preflight, Staging, WorkPlan};
@@ -161,13 +160,9 @@ fn perform(
 ) -> Result<Report> {
     let mut account = ReportSource::new(prepared, args, options, unused_options(prepared, args, run));
     check_destination(prepared, args, destination)?;
-    let (stats, outcome) = match write_destination(prepared, args, destination, options, run)? {
-        WriteOutcome::Published(stats, Publisher::This) => (stats, Outcome::Published),
-        WriteOutcome::Published(stats, Publisher::Other) => (stats, Outcome::PublishedByOther),
-        WriteOutcome::Part(stats) => (stats, Outcome::PartDone),
-        WriteOutcome::Already => return Ok(account.report(&Stats::default(), Outcome::UpToDate, run)),
-    };
-    if let Some(warning) = unused_after_run(prepared, args, &stats) {
+    let (stats, outcome) = write_destination(prepared, args, destination, options, run)?;
+    let warning = unused_after_run(prepared, args, &stats).filter(|_| outcome != Outcome::UpToDate);
+    if let Some(warning) = warning {
         run.progress.warning(&warning);
         account.unused_options.push(warning);
     }

@@ -17,6 +17,7 @@ use super::peers::work_folder::clear_beside;
 use super::prepared::Prepared;
 use super::read_back::read_back;
 use super::replaceable::check_replaceable;
+use super::report::Outcome;
 use super::run::Run;
 use super::source::ConversionSource;
 use super::source_options::input;
@@ -41,25 +42,8 @@ use crate::publish::{
 };
 use crate::quantity::human_bytes;
 
-/// Result of writing to a destination.
-pub enum WriteOutcome {
-    /// The destination is published, by this process or by another process.
-    Published(Stats, Publisher),
-    /// This process has written its share of the output. The process that finishes last publishes the destination.
-    Part(Stats),
-    /// The destination is complete without the work of this process: it already existed and was made from the plan of
-    /// this run, or another process published it while this process failed.
-    Already,
-}
-
-/// The process that published the destination: this process or another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Publisher {
-    This,
-    Other,
-}
-
-/// Writes `conversion` to `destination`. If several processes divide the work, writes only the share of this process.
+/// Writes `conversion` to `destination`. If several processes divide the work, writes only the share of this process. Returns
+/// what this process wrote, and the outcome.
 ///
 /// # Errors
 /// Any error; the destination is then unchanged.
@@ -69,7 +53,7 @@ pub fn write_destination(
     destination: &Path,
     options: &Options,
     run: &Run<'_>,
-) -> Result<WriteOutcome> {
+) -> Result<(Stats, Outcome)> {
     let claim = claim(conversion, args, options, run);
     let reducing = conversion.source.reducing();
     let about = about(conversion, args, reducing, run);
@@ -86,21 +70,20 @@ pub fn write_destination(
         None => begun?,
     };
     match begun {
-        Beginning::Done => Ok(WriteOutcome::Already),
+        Beginning::Done => Ok((Stats::default(), Outcome::UpToDate)),
         Beginning::Work(staging) => {
             let records = JournalSet { conversion, staging: &staging, run, sync: options.sync };
             let producer = DestinationWriter { conversion, staging: &staging, records, args, options, run };
             let written = producer.write().inspect_err(|error| staging.announce_failure(error));
             let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
             // Connected processes remove the work folder when they disconnect.
-            if matches!((&produced, &conversion.source.peers), (Ok(WriteOutcome::Published(_, Publisher::This)), None))
-            {
+            if matches!((&produced, &conversion.source.peers), (Ok((_, Outcome::Published)), None)) {
                 clear_beside(destination);
             }
             match produced {
                 // Another process has published the destination, after all parts were recorded or because it assumed
                 // that this process was dead. Publishing moved the files that this process misses.
-                Err(_) if staging.was_published(&run.stop) => Ok(WriteOutcome::Already),
+                Err(_) if staging.was_published(&run.stop) => Ok((Stats::default(), Outcome::UpToDate)),
                 Err(Error::Stopped(stopped)) if staging.is_kept() => {
                     Err(stopped.keeping(staging.partial(), producer.kept()).into())
                 }
@@ -266,13 +249,13 @@ impl DestinationWriter<'_> {
 
     /// Publishes the destination. If processes exchange data, process 0 publishes it and informs the other processes of
     /// the result; the call is then collective.
-    fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
+    fn publish_together(&self, stats: Stats, before: &EarlierWork) -> Result<(Stats, Outcome)> {
         let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
         let Some(peers) = peers else { return self.publish(stats, before) };
         if self.part().index > 0 {
             peers.barrier()?;
             self.staging.see_published();
-            return Ok(WriteOutcome::Published(stats, Publisher::Other));
+            return Ok((stats, Outcome::PublishedByOther));
         }
         let published = self.publish(stats, before);
         // From here on, a process that ends cannot change the result, so an error of the barrier is ignored.
@@ -282,20 +265,20 @@ impl DestinationWriter<'_> {
 
     /// Publishes the destination if all work is recorded. Otherwise, if the processes wait for each other, waits until
     /// process 0 has published it; if they do not wait, returns, because the process that finishes last publishes it.
-    fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<WriteOutcome> {
+    fn publish(&self, mut stats: Stats, before: &EarlierWork) -> Result<(Stats, Outcome)> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // If processes wait for each other, process 0 seals and reports.
         let mut is_sealer = !waits || part.index == 0;
         loop {
             if is_sealer && self.try_publish(&mut stats)? {
-                return Ok(WriteOutcome::Published(stats, Publisher::This));
+                return Ok((stats, Outcome::Published));
             }
             if !waits && !part.is_alone() {
                 self.check(|known| self.is_done(known, part.index))?;
-                return Ok(WriteOutcome::Part(stats));
+                return Ok((stats, Outcome::PartDone));
             }
             match self.wait(&mut stats, before)? {
-                Waited::Published => return Ok(WriteOutcome::Published(stats, Publisher::Other)),
+                Waited::Published => return Ok((stats, Outcome::PublishedByOther)),
                 Waited::Without(missing) => self.do_without(missing)?,
                 Waited::NobodySeals => {
                     is_sealer = true;

@@ -31,7 +31,8 @@ use crate::error::{CommError, Error, FormatError, Peer, Result};
 use crate::exec::Stop;
 use crate::launch::Part;
 use crate::name_list::name_processes;
-use crate::publish::presence::{FoundLease, Observer, PeerState, Presence, stuck_after};
+use crate::publish::LeaseState;
+use crate::publish::presence::{FoundLease, Observer, Presence, stuck_after};
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem::close;
 
@@ -291,7 +292,7 @@ impl Meeting {
         let next = match generations.get(&index) {
             None => 0,
             Some(generation) => match self.observer.look(index, *generation)? {
-                Some(FoundLease { state: PeerState::Alive | PeerState::Unsure, .. }) => {
+                Some(FoundLease { state: LeaseState::Alive | LeaseState::Unsure, .. }) => {
                     self.is_blocked = true;
                     return Ok(None);
                 }
@@ -348,18 +349,18 @@ impl Meeting {
         let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
         let was_alive = self.seen_alive.contains(&(index, generation));
         match found.state {
-            PeerState::Alive => {
+            LeaseState::Alive => {
                 self.seen_alive.insert((index, generation));
                 found.failure.map_or(Ok(Some(generation)), |gone| Err(gone.error(OP)))
             }
-            PeerState::Ended if was_alive => {
+            LeaseState::Dead if was_alive => {
                 let ended = || PeerFailure {
                     rank: index,
                     why: format!("{ENDED}, while this process waited for others").into(),
                 };
                 Err(found.failure.unwrap_or_else(ended).error(OP))
             }
-            PeerState::Ended | PeerState::Unsure => Ok(None),
+            LeaseState::Dead | LeaseState::Unsure => Ok(None),
         }
     }
 

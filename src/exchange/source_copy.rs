@@ -30,7 +30,8 @@ use crate::error::{Error, Result, StorageError};
 use crate::exec::{Reporter, Stop};
 use crate::fault;
 use crate::launch::Part;
-use crate::publish::presence::{Observer, PeerState, Presence};
+use crate::publish::LeaseState;
+use crate::publish::presence::{Observer, Presence};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
 use crate::storage::{AnchoredPath, FileId, Files};
@@ -126,14 +127,14 @@ impl SourceCopy {
             let next = match observer.generations()?.get(&part.index) {
                 None => Some(0),
                 Some(generation) => match observer.look(part.index, *generation)? {
-                    Some(found) if found.state == PeerState::Alive && begun.elapsed() > FREE_WITHIN => {
+                    Some(found) if found.state == LeaseState::Alive && begun.elapsed() > FREE_WITHIN => {
                         let who = found.process.map_or_else(String::new, |process| format!(" ({process})"));
                         return Err(Error::usage(
                             format!("another run{who} copies files to {}", self.folder.display()),
                             "wait until that run ends, or stop it",
                         ));
                     }
-                    Some(found) if found.state != PeerState::Ended => None,
+                    Some(found) if found.state != LeaseState::Dead => None,
                     _ => Some(generation + 1),
                 },
             };

@@ -368,8 +368,9 @@ impl SharedLease {
     }
 }
 
+/// The state of the process that holds a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LeaseState {
+pub enum LeaseState {
     Alive,
     Dead,
     /// It is unknown whether the process is alive, so its lease must be watched.

@@ -52,6 +52,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 pub use commit::{ReplaceCheck, Seal};
+pub use lease::LeaseState;
 pub use wait::{MissingParts, OtherPart, OtherState, Waited};
 
 use self::destination::{Destination, FileIdentity, TMP, TRASH};

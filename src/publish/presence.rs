@@ -43,18 +43,9 @@ pub fn stuck_after() -> Duration {
 /// The lease of a part, as another process has read it.
 #[derive(Clone, Debug)]
 pub struct FoundLease {
-    pub state: PeerState,
+    pub state: LeaseState,
     pub process: Option<Process>,
     pub(crate) failure: Option<PeerFailure>,
-}
-
-/// The state of the process that holds a lease.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerState {
-    Alive,
-    Ended,
-    /// It is unknown whether the process is alive, so its lease must be watched.
-    Unsure,
 }
 
 /// Reader of the leases of other processes in a folder.
@@ -101,11 +92,7 @@ impl Observer {
             Ok(None) => return Ok(None),
             Err(error) => return Err(Error::io("read", &self.folder.join(name.to_string()))(error)),
         };
-        let state = match self.watch.state(&seen, Instant::now()) {
-            LeaseState::Alive => PeerState::Alive,
-            LeaseState::Dead => PeerState::Ended,
-            LeaseState::Unsure => PeerState::Unsure,
-        };
+        let state = self.watch.state(&seen, Instant::now());
         let (process, failure) = seen.record.map(|record| (record.process, record.gone)).unzip();
         Ok(Some(FoundLease { state, process, failure: failure.flatten() }))
     }

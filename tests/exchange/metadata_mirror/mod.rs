@@ -146,8 +146,17 @@ fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
 }
 
 /// The checkpoints of DeepSpeed in which only values show which tensors belong together. A metadata mirror refuses them.
-const NEED_VALUES: [&str; 6] =
-    ["pipe_fp32", "pipe_bf16", "pipe_tp", "universal_pipe_tp", "zero0_bf16", "moe_zero0_bf16"];
+const NEED_VALUES: [&str; 9] = [
+    "pipe_fp32",
+    "pipe_bf16",
+    "pipe_tied",
+    "pipe_tp",
+    "universal_pipe_tp",
+    "zero0_bf16",
+    "zero0_strides",
+    "zero0_adafactor",
+    "moe_zero0_bf16",
+];
 
 #[test]
 fn metadata_mirror_opens_like_the_source() {
