@@ -16,7 +16,7 @@ use super::join::{Job, Param, Shard, StageLayouts, frozen as frozen_params, para
 use super::model::{ModelStates, Module, OWN_KEYS, TENSOR_PARALLEL, check_optimizer_file, check_same_job, read_layers};
 use super::names::{LayerName, Role, StatesName};
 use super::optimizer::{self, OptimizerStates, options_without};
-use super::ties::{Tied, tied_layers, unrecorded_ties};
+use super::ties::{ShardMasters, tied_layers, unrecorded_ties};
 use super::whole_masters::Candidate;
 use super::{expert_ranks, mappings, whole_masters};
 use crate::catalog::optimizer::{GROUPS, PARAMS};
@@ -68,11 +68,11 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
         let tied = with_ties.iter().map(|Param { fqn, shards, .. }| {
             let Shard { group, placed, .. } = shards[rank];
             let whole = Region::whole(&placed.shape);
-            Tied { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
+            ShardMasters { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
         });
         tied.collect::<Vec<_>>()
     };
-    let tied: Vec<Vec<Tied<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
+    let tied: Vec<Vec<ShardMasters<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
     let pipeline = read_pipeline(reading, folder, &layers, &names, &tied)?;
     let (pipeline, ties) = match weights {
         Weights::Master => (pipeline.without_tied_layers(), HashMap::new()),
@@ -299,7 +299,7 @@ pub fn read_pipeline<'a>(
     folder: &Path,
     layers: &'a [(LayerName, RankFile)],
     trained: &HashSet<&str>,
-    tied: &[Vec<Tied<'_>>],
+    tied: &[Vec<ShardMasters<'_>>],
 ) -> Result<Pipeline<'a>> {
     let (mut modules, mut ties) = (Vec::new(), Vec::new());
     for (rank, tied) in tied.iter().enumerate() {

@@ -93,20 +93,20 @@ fn of_model<'a>(model: &ModelStates<'a>) -> Result<Vec<Tie<'a>>> {
     Ok(found)
 }
 
-/// A parameter of a layer that several stages of a pipeline use, on one tensor-parallel rank.
-pub struct Tied<'a> {
+/// The master weights of a trained parameter of a pipeline on one tensor-parallel rank, to compare with tensors of the module.
+pub struct ShardMasters<'a> {
     /// The name in `param_shapes`.
     pub fqn: &'a Fqn,
     /// The shape of the shard.
     pub shape: &'a Dims,
-    /// The master weights.
+    /// The vectors that have the master weights, and the position of the parameter in them.
     pub group: &'a FlatGroup<'a>,
     pub placed: &'a Placed,
     /// Boxes of the master weights, each with the box of the shard that has the same elements.
     pub boxes: Vec<[Region; 2]>,
 }
 
-impl Tied<'_> {
+impl ShardMasters<'_> {
     /// Returns whether a tensor of the module has the rounded values of the master weights. The tensor has the shape of the
     /// shard.
     ///
@@ -139,9 +139,9 @@ pub fn tied_layers<'a, 'b>(
     reading: &ReadFindings<'_>,
     module: &Module<'_>,
     trained: &HashSet<&str>,
-    ties: &'b [Tied<'a>],
-) -> Result<HashMap<String, &'b Tied<'a>>> {
-    let mut by_key: HashMap<&str, Vec<&'b Tied<'a>>> = HashMap::new();
+    ties: &'b [ShardMasters<'a>],
+) -> Result<HashMap<String, &'b ShardMasters<'a>>> {
+    let mut by_key: HashMap<&str, Vec<&'b ShardMasters<'a>>> = HashMap::new();
     for tied in ties {
         let key = tied.fqn.as_str().strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.'));
         if let Some((_, key)) = key {
@@ -149,7 +149,7 @@ pub fn tied_layers<'a, 'b>(
         }
     }
     // For each tie, the layers that have its values.
-    let mut found: HashMap<&Fqn, (&'b Tied<'a>, Vec<String>)> = HashMap::new();
+    let mut found: HashMap<&Fqn, (&'b ShardMasters<'a>, Vec<String>)> = HashMap::new();
     for (name, stored) in module.iter().filter(|(name, _)| !trained.contains(&***name)) {
         let key = name.split_once('.').map_or("", |(_, key)| key);
         for tied in by_key.get(key).into_iter().flatten() {
@@ -184,15 +184,15 @@ pub fn unrecorded_ties(
     reading: &ReadFindings<'_>,
     jobs: &[Job<'_>],
     module: &Module<'_>,
-    params: &[Tied<'_>],
+    params: &[ShardMasters<'_>],
 ) -> Result<Vec<String>> {
     let ties = ties(jobs, module, false, Weights::Master)?;
     let known: HashSet<&str> = (ties.iter().map(|(alias, _)| &**alias))
         .chain(jobs.iter().flat_map(|job| job.model.buffers.iter().copied()))
         .chain(params.iter().map(|param| param.fqn.as_str()))
         .collect();
-    let mut by_layer: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
-    let mut by_key: HashMap<&str, Vec<&Tied<'_>>> = HashMap::new();
+    let mut by_layer: HashMap<&str, Vec<&ShardMasters<'_>>> = HashMap::new();
+    let mut by_key: HashMap<&str, Vec<&ShardMasters<'_>>> = HashMap::new();
     for tied in params {
         let name = tied.fqn.as_str();
         match name.strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.')) {

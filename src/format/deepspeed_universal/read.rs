@@ -32,7 +32,7 @@ use crate::format::deepspeed::read::{
     check_jobs, check_world_size, dropped_values, load_files, load_named, read_pipeline, without_module,
 };
 use crate::format::deepspeed::tensor_parallel::{INFO, Joined};
-use crate::format::deepspeed::ties::{TIED_LAYERS, Tied, unrecorded_ties};
+use crate::format::deepspeed::ties::{ShardMasters, TIED_LAYERS, unrecorded_ties};
 use crate::format::reading::ReadFindings;
 use crate::format::scalar::read_scalar;
 use crate::format::torch::{RankFile, TensorNode, View, load};
@@ -116,7 +116,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
     let groups = if is_pipeline { masters(with_masters, &values)? } else { Vec::new() };
     let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
-    let tied: Vec<Vec<Tied<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
+    let tied: Vec<Vec<ShardMasters<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
     let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?.without_tied_layers();
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
@@ -314,7 +314,7 @@ impl<'a> Trained<'a> {
     }
 
     /// Returns the parameter as one of a tied layer on a tensor-parallel rank. `group` has its master weights.
-    fn tied<'b>(&'b self, group: &'b FlatGroup<'b>, rank: usize) -> Tied<'b> {
+    fn tied<'b>(&'b self, group: &'b FlatGroup<'b>, rank: usize) -> ShardMasters<'b> {
         let Joined { parts, copies, .. } = &self.joined;
         let own = parts.iter().chain(copies.iter().map(|[_, copy]| copy)).filter(|part| part.shard == rank);
         let placed = &group.partitioned.params[0];
@@ -325,7 +325,7 @@ impl<'a> Trained<'a> {
             shard.offsets.iter_mut().zip(&part.from.offsets).for_each(|(offset, first)| *offset += first);
             Some([common, shard])
         });
-        Tied { fqn: self.fqn, shape: self.shards[rank], boxes: boxes.collect(), group, placed }
+        ShardMasters { fqn: self.fqn, shape: self.shards[rank], boxes: boxes.collect(), group, placed }
     }
 }
 
