@@ -677,6 +677,16 @@ fn other_steps_and_padding_are_errors() {
     }
 }
 
+/// With `maximize`, the gradients of the padding are -0.0, and so are the moments.
+#[test]
+fn padding_of_negative_zeros_is_read() {
+    let env = TestEnv::new();
+    let folder = env.copy("trainers/deepspeed/zero2_fp16");
+    let is_vector = |data: &[u8]| (data.len() == 78 * 4).then_some(77 * 4);
+    set_element(&folder.join(TAG).join(optim(2)), is_vector, -0.0);
+    assert_same(&tensors(&folder), &truth("zero2_fp16"), "zero2_fp16");
+}
+
 /// At stage 3, the padding of moments is zero, and the padding of master weights is arbitrary.
 #[test]
 fn padding_of_moments_at_stage_3_is_zero() {

@@ -48,13 +48,11 @@ const ZERO_STATE: [&str; 8] =
     ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "prev"];
 
 /// Returns whether the padding of optimizer state is zero although that of the master weights has arbitrary values. An optimizer
-/// with L2 regularization adds these values to the gradients; AdamW (`decoupled_weight_decay`) does not.
+/// with L2 regularization adds these values to the gradients; AdamW (`decoupled_weight_decay`) does not. The weight decay itself
+/// does not show this, because a job can change it.
 fn has_decoupled_decay(states: &OptimizerStates<'_>) -> bool {
-    states.param_groups.iter().all(|(_, options)| {
-        let option = |key: &str| options.and_then(|options| options.get(key));
-        let has_decay = !matches!(option("weight_decay"), Some(Value::Int(0) | Value::Float(0.0)));
-        !has_decay || option("decoupled_weight_decay") == Some(&Value::Bool(true))
-    })
+    let key = "decoupled_weight_decay";
+    states.param_groups.iter().all(|(_, options)| options.and_then(|own| own.get(key)) == Some(&Value::Bool(true)))
 }
 
 /// Checks that the padding of the vectors is zero, where it has to be.
@@ -81,8 +79,13 @@ pub fn check_padding(files: &Files, states: &OptimizerStates<'_>, is_stage3: boo
                 for gap in &padding {
                     let gap = gap.start.min(stored(view))..gap.end.min(stored(view));
                     let bytes = if gap.is_empty() { Vec::new() } else { read(files, file, view, gap.clone())? };
-                    let Some(at) = bytes.iter().position(|byte| *byte != 0) else { continue };
-                    let element = gap.start + at as u64 / view.dtype.itemsize();
+                    let itemsize = usize::try_from(view.dtype.itemsize()).expect("a few bytes");
+                    // With `maximize`, the gradients of the padding are -0.0.
+                    let is_zero = |element: &[u8]| {
+                        element.iter().all(|byte| *byte == 0) || number(view.dtype, element) == Some(0.0)
+                    };
+                    let Some(at) = bytes.chunks_exact(itemsize).position(|element| !is_zero(element)) else { continue };
+                    let element = gap.start + at as u64;
                     let at = format!("group {index}, {name}");
                     let expected = format!("zeros as padding in elements {} to {}", gap.start, gap.end);
                     return Err(leftover(&file.path, &at, expected, format!("another value in element {element}")));
@@ -188,6 +191,13 @@ pub struct BoxOfShard<'a> {
     pub region: &'a Region,
 }
 
+impl<'a> BoxOfShard<'a> {
+    /// Returns a box of a tensor. `own` has this tensor as its only parameter.
+    pub fn of_tensor(own: &'a FlatGroup<'a>, region: &'a Region) -> Self {
+        Self { group: own, placed: &own.partitioned.params[0], views: &own.masters, region }
+    }
+}
+
 /// Reads two boxes of equal sizes in parts, and calls `is_same` with the bytes of each part and with the number of its first
 /// element in each shard. Returns false as soon as a call returns false.
 fn all_parts(
@@ -251,6 +261,21 @@ fn block(files: &Files, own: BoxOfShard<'_>, element: u64, most: u64) -> Result<
     let count = (piece.elements.end - element).min(most);
     let at = piece.at..piece.at + count;
     Ok((count, read(files, own.group.files[piece.partition], own.views[piece.partition], at)?))
+}
+
+/// Reads the first elements of a box, at most 64 of its first row, and rounds them to a dtype.
+///
+/// # Errors
+/// `Io`.
+pub fn first_values(files: &Files, own: BoxOfShard<'_>, to: Dtype) -> Result<Vec<u64>> {
+    if own.region.is_empty() {
+        return Ok(Vec::new());
+    }
+    let strides = contiguous_strides(&own.placed.shape);
+    let start = own.region.offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();
+    let row = own.region.sizes.last().copied().unwrap_or(1);
+    let (_, bytes) = block(files, own, start, row.min(64))?;
+    Ok(rounded(&bytes, own.views[0].dtype, to))
 }
 
 /// Returns whether a box of the module has the elements of a box of master weights, rounded to the dtype of the module.

@@ -85,7 +85,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let is_stage3 = found.jobs[0].is_stage3;
     let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
         Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
-        None => Vec::new(),
+        None => None,
     };
     let shards = if tensor_parallel > 1 {
         frozen::shards(folder, &jobs, &modules, &with_masters, (is_stage3, weights))?

@@ -8,19 +8,20 @@
 //! `deepspeed/runtime/pipe/module.py`.
 
 use std::borrow::Cow;
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
-use super::bytes::{BoxOfShard, is_rounded};
+use super::bytes::{BoxOfShard, first_values, is_rounded};
 use super::experts::split_expert;
 use super::join::Job;
 use super::model::{ModelStates, Module, StoredValue};
 use super::optimizer::FlatGroup;
 use super::partitions::Placed;
-use crate::catalog::{Fqn, Weights};
+use crate::catalog::{Dtype, Fqn, Weights};
 use crate::error::{Error, Result};
 use crate::format::reading::ReadFindings;
-use crate::format::torch::View;
 use crate::layout::{Dims, Region};
+use crate::name_list::{FEW, short_list};
 use crate::storage::Files;
 
 /// The beginning of the names of layers that several stages of a pipeline use.
@@ -107,23 +108,19 @@ pub struct ShardMasters<'a> {
 }
 
 impl ShardMasters<'_> {
+    /// Returns a box of the master weights.
+    fn master<'b>(&'b self, region: &'b Region) -> BoxOfShard<'b> {
+        BoxOfShard { group: self.group, placed: self.placed, views: &self.group.masters, region }
+    }
+
     /// Returns whether a tensor of the module has the rounded values of the master weights. The tensor has the shape of the
     /// shard.
     ///
     /// # Errors
     /// `Io`.
-    fn has_rounded_values(&self, files: &Files, stored: &StoredValue<'_>, view: &View) -> Result<bool> {
-        let Self { fqn, group, placed, .. } = *self;
-        let Some(module) = FlatGroup::of_tensor(fqn.clone(), stored.fields.file, view) else { return Ok(false) };
+    fn has_rounded_values(&self, files: &Files, module: &FlatGroup<'_>) -> Result<bool> {
         for [from, to] in &self.boxes {
-            let masters = BoxOfShard { group, placed, views: &group.masters, region: from };
-            let own = BoxOfShard {
-                group: &module,
-                placed: &module.partitioned.params[0],
-                views: &module.masters,
-                region: to,
-            };
-            if !is_rounded(files, masters, own)? {
+            if !is_rounded(files, self.master(from), BoxOfShard::of_tensor(module, to))? {
                 return Ok(false);
             }
         }
@@ -164,7 +161,8 @@ pub fn tied_layers<'a, 'b>(
                     "start processes that see all files of SRC, without options::source per-rank",
                 ));
             }
-            if tied.has_rounded_values(&reading.files, stored, view)? {
+            let Some(own) = FlatGroup::of_tensor(tied.fqn.clone(), stored.fields.file, view) else { continue };
+            if tied.has_rounded_values(&reading.files, &own)? {
                 found.entry(tied.fqn).or_insert_with(|| (tied, Vec::new())).1.push(name.to_string());
             }
         }
@@ -174,9 +172,9 @@ pub fn tied_layers<'a, 'b>(
     Ok(known.flat_map(|(tied, names)| names.into_iter().map(move |name| (name, tied))).collect())
 }
 
-/// Returns warnings about the names of a pipeline that may be further names of a trained parameter of the same layer, because
-/// they have its rounded values. `shared_params` lists the tied names of one stage only, that of rank 0. `params` has the trained
-/// parameters on one tensor-parallel rank, and `module` is the state dict of this rank.
+/// Returns a warning about the names of a pipeline that may be further names of a trained parameter, because they have its rounded
+/// values. `shared_params` lists the tied names of one stage only, that of rank 0, and not those of two names in one module.
+/// `params` has the trained parameters on one tensor-parallel rank, and `module` is the state dict of this rank.
 ///
 /// # Errors
 /// `Io`.
@@ -185,42 +183,53 @@ pub fn unrecorded_ties(
     jobs: &[Job<'_>],
     module: &Module<'_>,
     params: &[ShardMasters<'_>],
-) -> Result<Vec<String>> {
+) -> Result<Option<String>> {
     let ties = ties(jobs, module, false, Weights::Master)?;
     let known: HashSet<&str> = (ties.iter().map(|(alias, _)| &**alias))
         .chain(jobs.iter().flat_map(|job| job.model.buffers.iter().copied()))
         .chain(params.iter().map(|param| param.fqn.as_str()))
         .collect();
-    let mut by_layer: HashMap<&str, Vec<&ShardMasters<'_>>> = HashMap::new();
-    let mut by_key: HashMap<&str, Vec<&ShardMasters<'_>>> = HashMap::new();
-    for tied in params {
-        let name = tied.fqn.as_str();
-        match name.strip_prefix(TIED_LAYERS).and_then(|name| name.split_once('.')) {
-            Some((_, key)) => by_key.entry(key).or_default().push(tied),
-            None => by_layer.entry(name.split('.').next().unwrap_or_default()).or_default().push(tied),
-        }
+    let mut by_shape: HashMap<&Dims, Vec<&ShardMasters<'_>>> = HashMap::new();
+    for param in params.iter().filter(|param| !param.shape.contains(&0)) {
+        by_shape.entry(param.shape).or_default().push(param);
     }
+    // The first elements of each parameter, by its name, rounded to the dtype of the module.
+    let mut firsts: HashMap<(&Fqn, Dtype), Vec<u64>> = HashMap::new();
     let mut found = Vec::new();
     // A metadata mirror has no values to compare.
     let names = module.iter().filter(|(name, _)| reading.options.holdings.is_empty() && !known.contains(&***name));
     for (name, stored) in names {
-        let Some(view) = stored.fields.view(stored.value).filter(|view| !view.sizes.contains(&0)) else { continue };
-        let (layer, key) = name.split_once('.').unwrap_or((name, ""));
-        // If several layers have the values of a tied layer, one of them can be frozen.
-        for tied in [by_layer.get(layer), by_key.get(key)].into_iter().flatten().flatten() {
-            let is_wider = tied.group.masters[0].dtype != view.dtype && view.dtype.is_float();
-            if is_wider && view.sizes == *tied.shape && tied.has_rounded_values(&reading.files, stored, view)? {
-                found.push(format!(
-                    "{}: `{name}` has the values of `{}`, rounded to {}, and DeepSpeed lists tied parameters for one stage of a \
-                     pipeline only: if `{name}` is tied and not frozen, leave it out with options::exclude and tie it in the new \
-                     job",
-                    stored.fields.path().display(),
-                    tied.fqn,
-                    view.dtype
-                ));
+        let Some(view) = stored.fields.view(stored.value).filter(|view| view.dtype.is_float()) else { continue };
+        let Some(alike) = by_shape.get(&view.sizes) else { continue };
+        let Some(own) = FlatGroup::of_tensor((&**name).into(), stored.fields.file, view) else { continue };
+        let mut own_first: Option<(&Region, Vec<u64>)> = None;
+        for param in alike.iter().filter(|param| param.group.masters[0].dtype != view.dtype) {
+            let Some([from, to]) = param.boxes.first() else { continue };
+            let first = match firsts.entry((param.fqn, view.dtype)) {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => entry.insert(first_values(&reading.files, param.master(from), view.dtype)?),
+            };
+            let own_first = match &mut own_first {
+                Some((region, values)) if *region == to => values,
+                other => {
+                    let own = BoxOfShard::of_tensor(&own, to);
+                    &mut other.insert((to, first_values(&reading.files, own, view.dtype)?)).1
+                }
+            };
+            if first == own_first && param.has_rounded_values(&reading.files, &own)? {
+                found.push(format!("{name} of {}", param.fqn));
                 break;
             }
         }
     }
-    Ok(found)
+    let first = jobs[0].model.first().path();
+    Ok((!found.is_empty()).then(|| {
+        format!(
+            "{}: {} the rounded values of a trained parameter ({}), and DeepSpeed does not list all tied parameters of a \
+             pipeline: leave the names that are tied, and not frozen, out with options::exclude, and tie them in the new job",
+            first.parent().unwrap_or(first).display(),
+            if found.len() == 1 { String::from("1 name of the pipeline has") } else { format!("{} names of the pipeline have", found.len()) },
+            short_list(&found, FEW)
+        )
+    }))
 }

@@ -128,7 +128,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     }
     let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
         Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
-        None => Vec::new(),
+        None => None,
     };
     let shards =
         if ranks > 1 { frozen::shards(folder, &jobs, &modules, &trained, (is_stage3, weights))? } else { vec![] };
