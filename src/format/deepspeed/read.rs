@@ -65,15 +65,15 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let with_ties = if weights == Weights::Master || declared.is_some() { params.as_slice() } else { &[] };
     let names: HashSet<&str> = with_ties.iter().map(|param| param.fqn.as_str()).collect();
     let of_rank = |rank: usize| {
-        let tied = with_ties.iter().map(|Param { fqn, shards, .. }| {
+        let masters = with_ties.iter().map(|Param { fqn, shards, .. }| {
             let Shard { group, placed, .. } = shards[rank];
             let whole = Region::whole(&placed.shape);
             ShardMasters { fqn, shape: &placed.shape, group, placed, boxes: vec![[whole.clone(), whole]] }
         });
-        tied.collect::<Vec<_>>()
+        masters.collect::<Vec<_>>()
     };
-    let tied: Vec<Vec<ShardMasters<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
-    let pipeline = read_pipeline(reading, folder, &layers, &names, &tied)?;
+    let shard_masters: Vec<Vec<ShardMasters<'_>>> = (0..tensor_parallel).filter(|_| is_pipeline).map(of_rank).collect();
+    let pipeline = read_pipeline(reading, folder, &layers, &names, &shard_masters)?;
     let (pipeline, ties) = match weights {
         Weights::Master => (pipeline.without_tied_layers(), HashMap::new()),
         Weights::Module => (pipeline.modules, pipeline.ties),
@@ -83,7 +83,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     let is_stage3 = found.jobs[0].is_stage3;
-    let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
+    let unrecorded = match shard_masters.first().filter(|_| weights == Weights::Master) {
         Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
         None => None,
     };
@@ -290,7 +290,7 @@ impl<'a> Pipeline<'a> {
     }
 }
 
-/// Reads the state dict of a pipeline on each tensor-parallel rank. `tied` has the tied parameters of each rank.
+/// Reads the state dict of a pipeline on each tensor-parallel rank. `masters` has the trained parameters on each rank.
 ///
 /// # Errors
 /// `Malformed` for files that are not state dicts, and for a tied layer that does not have its values on all ranks; `Io`.
@@ -299,23 +299,23 @@ pub fn read_pipeline<'a>(
     folder: &Path,
     layers: &'a [(LayerName, RankFile)],
     trained: &HashSet<&str>,
-    tied: &[Vec<ShardMasters<'_>>],
+    masters: &[Vec<ShardMasters<'_>>],
 ) -> Result<Pipeline<'a>> {
     let (mut modules, mut ties) = (Vec::new(), Vec::new());
-    for (rank, tied) in tied.iter().enumerate() {
+    for (rank, masters) in masters.iter().enumerate() {
         let of_rank = layers.iter().filter(|(name, _)| name.tensor_parallel.unwrap_or(0) as usize == rank);
         let module = read_layers(of_rank.map(|(name, file)| (name.layer, file)))?;
-        ties.push(tied_layers(reading, &module, trained, tied)?);
+        ties.push(tied_layers(reading, &module, trained, masters)?);
         modules.push(module);
     }
     let of_any_rank: BTreeMap<&String, &Fqn> = ties.iter().flatten().map(|(name, tie)| (name, tie.fqn)).collect();
-    for ((module, own), tied) in modules.iter().zip(&ties).zip(tied) {
+    for ((module, own), masters) in modules.iter().zip(&ties).zip(masters) {
         let differing = of_any_rank.iter().find(|(name, _)| !own.contains_key(**name));
         if let Some((name, tie)) = differing {
             let stored = module.get(name.as_str()).map_or(folder, |stored| stored.fields.path());
-            let own = tied.iter().find(|tied| tied.fqn == *tie);
-            let masters = own.map_or_else(String::new, |tied| name_of(&tied.group.files[0].path));
-            let expected = format!("the values of `{tie}` in {masters}, as on the other tensor-parallel ranks");
+            let own = masters.iter().find(|param| param.fqn == *tie);
+            let file = own.map_or_else(String::new, |param| name_of(&param.group.files[0].path));
+            let expected = format!("the values of `{tie}` in {file}, as on the other tensor-parallel ranks");
             return Err(leftover(stored, name, expected, "other values"));
         }
     }

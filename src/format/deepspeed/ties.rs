@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::format::reading::ReadFindings;
 use crate::layout::{Dims, Region};
 use crate::name_list::{FEW, short_list};
+use crate::quantity::count;
 use crate::storage::Files;
 
 /// The beginning of the names of layers that several stages of a pipeline use.
@@ -225,10 +226,11 @@ pub fn unrecorded_ties(
     let first = jobs[0].model.first().path();
     Ok((!found.is_empty()).then(|| {
         format!(
-            "{}: {} the rounded values of a trained parameter ({}), and DeepSpeed does not list all tied parameters of a \
+            "{}: {} of the pipeline {} the rounded values of a trained parameter ({}), and DeepSpeed does not list all tied parameters of a \
              pipeline: leave the names that are tied, and not frozen, out with options::exclude, and tie them in the new job",
             first.parent().unwrap_or(first).display(),
-            if found.len() == 1 { String::from("1 name of the pipeline has") } else { format!("{} names of the pipeline have", found.len()) },
+            count(found.len(), "name"),
+            if found.len() == 1 { "has" } else { "have" },
             short_list(&found, FEW)
         )
     }))

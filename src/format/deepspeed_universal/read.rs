@@ -115,9 +115,9 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     let with_masters = if weights == Weights::Master { params.as_slice() } else { &[] };
     let trained: HashSet<&str> = with_masters.iter().map(|param| param.fqn.as_str()).collect();
     let groups = if is_pipeline { masters(with_masters, &values)? } else { Vec::new() };
-    let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.tied(group, rank)).collect();
-    let tied: Vec<Vec<ShardMasters<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
-    let pipeline = read_pipeline(reading, folder, &layers, &trained, &tied)?.without_tied_layers();
+    let of_rank = |rank: usize| groups.iter().map(|(param, group)| param.shard_masters(group, rank)).collect();
+    let shard_masters: Vec<Vec<ShardMasters<'_>>> = (0..ranks).filter(|_| is_pipeline).map(of_rank).collect();
+    let pipeline = read_pipeline(reading, folder, &layers, &trained, &shard_masters)?.without_tied_layers();
     let modules: Vec<&Module<'_>> =
         if is_pipeline { pipeline.iter().collect() } else { jobs.iter().map(|job| &job.model.module).collect() };
     // The file of a tied layer has the number of the layer.
@@ -126,7 +126,7 @@ pub fn read(reading: &mut ReadFindings<'_>, folder: &Path) -> Result<Catalog> {
     if weights == Weights::Module && (is_stage3 || !params.iter().all(has_values)) {
         return Err(without_module(folder, "in Universal form, which has master weights only"));
     }
-    let unrecorded = match tied.first().filter(|_| weights == Weights::Master) {
+    let unrecorded = match shard_masters.first() {
         Some(own) => unrecorded_ties(reading, &jobs, modules[0], own)?,
         None => None,
     };
@@ -313,8 +313,8 @@ impl<'a> Trained<'a> {
         self.fqn.as_str().starts_with(TIED_LAYERS)
     }
 
-    /// Returns the parameter as one of a tied layer on a tensor-parallel rank. `group` has its master weights.
-    fn tied<'b>(&'b self, group: &'b FlatGroup<'b>, rank: usize) -> ShardMasters<'b> {
+    /// Returns the master weights of the parameter for a tensor-parallel rank. `group` has them.
+    fn shard_masters<'b>(&'b self, group: &'b FlatGroup<'b>, rank: usize) -> ShardMasters<'b> {
         let Joined { parts, copies, .. } = &self.joined;
         let own = parts.iter().chain(copies.iter().map(|[_, copy]| copy)).filter(|part| part.shard == rank);
         let placed = &group.partitioned.params[0];

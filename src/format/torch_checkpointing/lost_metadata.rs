@@ -7,7 +7,7 @@ use std::path::Path;
 use super::item_files::item_and_rank;
 use super::{METADATA, metadata_of};
 use crate::catalog::Catalog;
-use crate::error::{FormatError, Result};
+use crate::error::{Error, FormatError, Result};
 use crate::format::json::read_document;
 use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, natural_order, short_list};
@@ -97,12 +97,11 @@ pub fn refuse_lone_rank(path: &Path, catalog: &Catalog) -> Result<()> {
     let mut names = list(folder)?;
     names.retain(|name| item_file(name).is_some_and(|(other, _)| other == item));
     let Some(hint) = hint_if_missing(folder, &names) else { return Ok(()) };
-    Err(FormatError::Missing {
-        path: path.to_path_buf(),
-        at: entry.fqn.to_string(),
-        expected: String::from("all shards of the tensor, but the file is that of one rank"),
-        missing: format!("the {METADATA} of torch_checkpointing, which names the files of the other ranks"),
-        hint: Some(hint),
-    }
-    .into())
+    Err(Error::missing(
+        path,
+        entry.fqn.to_string(),
+        "all shards of the tensor, but the file is that of one rank",
+        format!("the {METADATA} of torch_checkpointing, which names the files of the other ranks"),
+    )
+    .missing_hint(&hint))
 }
