@@ -372,10 +372,6 @@ impl Parts<'_> {
         }
         for (alias, with) in &ties {
             let Some(id) = values.get(&Fqn::from(&**with)).copied() else {
-                // With weights of the module, a tied layer of a pipeline has another name, that of its file.
-                if self.weights == Weights::Module && is_tied_layer(&Fqn::from(&**with)) {
-                    continue;
-                }
                 return Err(first.wrong(
                     "shared_params",
                     "names of parameters",

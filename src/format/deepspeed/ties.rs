@@ -40,10 +40,13 @@ pub fn ties<'a>(jobs: &[Job<'a>], module: &Module<'a>, is_stage3: bool, weights:
     // DeepSpeed compares addresses, which are equal for all parameters without elements. At stages 1 and 2, the module shows
     // whether two names have one tensor.
     let is_tie = |(alias, with): &Tie<'a>| {
-        let own = module.get(alias).zip(module.get(with)).filter(|_| !is_stage3);
-        own.is_none_or(|(alias, with)| {
-            alias.tensor() == with.tensor() || weights == Weights::Master && is_clone(alias, with)
-        })
+        match module.get(alias).zip(module.get(with)).filter(|_| !is_stage3) {
+            Some((alias, with)) => {
+                alias.tensor() == with.tensor() || weights == Weights::Master && is_clone(alias, with)
+            }
+            // With weights of the module, a tied layer of a pipeline has another name, that of its file.
+            None => weights == Weights::Master || !with.starts_with(TIED_LAYERS),
+        }
     };
     let mut found = Vec::new();
     for job in jobs {
